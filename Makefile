@@ -1,0 +1,54 @@
+# The project's verbs. `make` alone lists them.
+VENV   := .venv
+PYTHON ?= python3
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | awk -F'\t' '{printf "  make %-13s %s\n", $$1, $$2}'
+
+$(VENV)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or later is needed: set PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "Python's venv is missing: apt install python3-venv" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/server: $(VENV)/python requirements/server.txt pyproject.toml
+	$(PIP) install -q --require-hashes -r requirements/server.txt
+	$(PIP) install -q --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/dev: $(VENV)/server requirements/dev.txt
+	$(PIP) install -q --require-hashes -r requirements/dev.txt
+	@touch $@
+
+up: $(VENV)/server  ## start everything on this machine; Ctrl-C stops it
+	@exec $(BIN)/python -m cyborgweb.serve --leash
+
+test: $(VENV)/dev  ## unit, database, HTTP and socket tests
+	$(BIN)/python -m pytest -m "not system"
+
+test-system: $(VENV)/dev  ## start the whole product, kill its parts, see that nothing is lost
+	$(BIN)/python -m pytest -m system
+
+lint: $(VENV)/dev  ## style, types, import contracts, generated files
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(VENV)/dev  ## measure every figure at smoke size, each against its ceiling in the same run
+	$(BIN)/python -m tests.bench
+
+bench-full: $(VENV)/dev  ## the same at published sizes
+	$(BIN)/python -m tests.bench --full
+
+docs: $(VENV)/dev  ## write what is generated from the code
+	$(BIN)/python manage.py configuration_page > docs/configuration.md
+
+lock: $(VENV)/dev  ## resolve the locked requirements anew (needs uv)
+	uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --no-annotate pyproject.toml -o requirements/agent.txt
+	uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --no-annotate pyproject.toml requirements/build.in --extra server -o requirements/server.txt
+	uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --no-annotate pyproject.toml requirements/build.in --extra server --extra dev -c requirements/server.txt -o requirements/dev.txt
+
+.PHONY: help up test test-system lint bench bench-full docs lock

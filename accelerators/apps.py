@@ -1,0 +1,13 @@
+"""Django's face of the room; periodic jobs are declared here."""
+
+from django.apps import AppConfig
+
+
+class AcceleratorsConfig(AppConfig):
+    name = "accelerators"
+    default_auto_field = "django.db.models.BigAutoField"
+
+    def ready(self) -> None:
+        from accelerators import ticks
+
+        ticks.register("sweep", "accelerators.sweep.run", cluster="work")

@@ -1,0 +1,143 @@
+"""The only writer of this room's tables. Every change goes through `with writing():`; a test refuses any other.
+
+Called by `agents.tasks` (reports, leases), `agents.enrolment`, `accelerators.sweep`, and the admin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+import psycopg
+from django.db import connection, transaction
+
+from accelerators import inventory_sql as sql
+from accelerators.diff import Changes, HostReport, StoredHost, compare, fold
+from accelerators.models import Event, Host
+from accelerators.states import Source
+
+_writing: ContextVar[bool] = ContextVar("writing", default=False)
+_stored = msgspec.json.Decoder(StoredHost)
+_encode = msgspec.json.Encoder().encode
+
+
+@contextmanager
+def writing() -> Iterator[None]:
+    """A transaction in which rows of `accelerators` may be written. Nests."""
+    token = _writing.set(True)
+    try:
+        with transaction.atomic():
+            yield
+    finally:
+        _writing.reset(token)
+
+
+def may_write() -> bool:
+    """Whether the caller is inside `writing()`."""
+    return _writing.get()
+
+
+def apply(reports: Mapping[int, Iterable[HostReport]]) -> int:
+    """Bring the tables in line with `reports` (host id → its reports, any order); returns how many hosts changed.
+
+    One statement loads what is stored, then at most one per table writes: constant, whatever the batch's size.
+    Reports not newer than the last applied are dropped.
+    """
+    with writing():
+        cursor = _raw()
+        changes, now = Changes(), datetime.now(UTC).isoformat(timespec="seconds")
+        for (text,) in cursor.execute(sql.LOAD, [list(reports)]).fetchall():
+            host = _stored.decode(text)
+            if folded := fold(reports[host.id], (host.epoch, host.seq)):
+                compare(host, *folded, now, changes)
+        _write(cursor, changes)
+        return len(changes.hosts)
+
+
+def _raw() -> psycopg.Cursor[Any]:
+    """A server-side binding cursor on Django's connection: Django's own interpolates parameters on the client."""
+    connection.ensure_connection()
+    return psycopg.Cursor(connection.connection)
+
+
+def _write(cursor: psycopg.Cursor[Any], changes: Changes) -> None:
+    for statement, rows in (
+        (sql.DEVICES, changes.devices),
+        (sql.MOVES, changes.moves),
+        (sql.DEPLOYABLES, changes.deployables),
+        (sql.ATTRIBUTES, changes.attributes),
+        (sql.HANDLES, changes.handles),
+        (sql.EVENTS, changes.events),
+        (sql.PROVIDERS, changes.providers),
+        (sql.HOSTS, changes.hosts),
+    ):
+        if rows:
+            cursor.execute(statement, [_encode(rows).decode()])
+    for statement, ids in (
+        (sql.GONE_ATTRIBUTES, changes.gone_attributes),
+        (sql.MISSING_DEPLOYABLES, changes.missing_deployables),
+        (sql.MISSING_HANDLES, changes.missing_handles),
+    ):
+        if ids:
+            cursor.execute(statement, [ids])
+
+
+def ensure_host(name: str, node: str, actor: str) -> Host:
+    """The host called `name`, made with an event when it is new; a changed `node` is taken over, with an event."""
+    with writing():
+        host, made = Host.objects.select_for_update().get_or_create(name=name, defaults={"node": node})
+        if made:
+            record("host.added", Source.SYSTEM, actor, host=host, changes={"node": [None, node]})
+        elif host.node != node:
+            record("host.changed", Source.AGENT, name, host=host, changes={"node": [host.node, node]})
+            host.node, host.applied_hash, host.updated_at = node, "", datetime.now(UTC)
+            host.save(update_fields=["node", "applied_hash", "updated_at"])
+        return host
+
+
+def mark_hosts(ids: Iterable[int], since: datetime | None) -> int:
+    """Make hosts stale `since` then, or live again (None), with one event for each that changes; returns how many."""
+    with writing():
+        wanted = Host.objects.select_for_update().filter(id__in=list(ids), stale_since__isnull=since is not None)
+        hosts = list(wanted)
+        for host in hosts:
+            was, host.stale_since, host.updated_at = host.stale_since, since, datetime.now(UTC)
+            action = "host.stale" if since else "host.live"
+            reason = "nothing heard of its agent" if since else "its agent is heard again"
+            record(action, Source.SYSTEM, "leases", host=host, changes={"stale_since": [_iso(was), _iso(since)]}, reason=reason)
+        Host.objects.bulk_update(hosts, ["stale_since", "updated_at"])
+        return len(hosts)
+
+
+def _iso(moment: datetime | None) -> str | None:
+    return moment.isoformat(timespec="seconds") if moment else None
+
+
+def record(
+    action: str,
+    source: Source,
+    actor: str,
+    *,
+    host: Host | None = None,
+    host_name: str = "",
+    changes: dict[str, Any] | None = None,
+    reason: str = "",
+) -> None:
+    """Write one event about a host, or about something that is not in the tables (`host_name`)."""
+    with writing():
+        Event.objects.create(
+            at=datetime.now(UTC),
+            source=source.value,
+            actor=actor[:255],
+            action=action,
+            subject_type=action.split(".")[0],
+            subject=host.uuid if host else None,
+            subject_name=host.name if host else host_name[:255],
+            host=host.name if host else host_name[:255],
+            changes=changes or {},
+            reason=reason[:4096],
+        )

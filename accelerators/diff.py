@@ -1,0 +1,311 @@
+"""Stored × reported → changes. Pure: values in, rows out; `accelerators.conductor` reads and writes around it.
+
+The rules (design, flow "A report"): a driver that answered *ok* gave its complete list, so what it did not name is
+missing; a driver that did not answer keeps everything as it was. An empty answer marks, it never removes.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from drivers.inventory import Deployable, Device, DriverReport, Fault
+
+Row = dict[str, Any]
+
+DEVICE_FIELDS = (
+    "driver",
+    "type",
+    "vendor",
+    "model",
+    "address",
+    "std_board_info",
+    "vendor_board_info",
+    "numa_node",
+    "kernel_driver",
+    "status",
+    "status_reason",
+)
+"""What a report says of a device, in the order of `StoredDevice.facts`."""
+
+
+class StoredAttribute(msgspec.Struct, frozen=True, array_like=True):
+    """A row of `accelerators_attribute`."""
+
+    id: int
+    key: str
+    value: str
+    origin: str
+
+
+class StoredHandle(msgspec.Struct, frozen=True, array_like=True):
+    """A row of `accelerators_attachhandle`."""
+
+    id: int
+    attach_type: str
+    info: str
+    missing: bool
+
+
+class StoredDeployable(msgspec.Struct, frozen=True, array_like=True):
+    """A row of `accelerators_deployable` with what hangs on it."""
+
+    id: int
+    uuid: str
+    name: str
+    num_accelerators: int
+    driver_name: str
+    missing: bool
+    attributes: tuple[StoredAttribute, ...]
+    handles: tuple[StoredHandle, ...]
+
+
+class StoredDevice(msgspec.Struct, frozen=True, array_like=True):
+    """A row of `accelerators_device`; `facts` are the values of DEVICE_FIELDS."""
+
+    uuid: str
+    key: str
+    state: str
+    returns_to: str | None
+    facts: tuple[str | int | None, ...]
+    deployables: tuple[StoredDeployable, ...]
+
+
+class StoredHost(msgspec.Struct, frozen=True, array_like=True):
+    """A row of `accelerators_host` with all that hangs on it; `drivers` is the host's column of that name."""
+
+    id: int
+    uuid: str
+    name: str
+    epoch: int
+    seq: int
+    drivers: dict[str, dict[str, Any]]
+    devices: tuple[StoredDevice, ...]
+
+
+class HostReport(msgspec.Struct, frozen=True):
+    """One Report of a host, in its order (`epoch`, `seq`)."""
+
+    epoch: int
+    seq: int
+    hash: str
+    drivers: tuple[DriverReport, ...]
+
+
+@dataclass
+class Changes:
+    """Rows to write, per table; `uuid` columns are new where the row is. Built up host by host."""
+
+    devices: list[Row] = field(default_factory=list)
+    deployables: list[Row] = field(default_factory=list)
+    attributes: list[Row] = field(default_factory=list)
+    handles: list[Row] = field(default_factory=list)
+    moves: list[Row] = field(default_factory=list)
+    gone_attributes: list[int] = field(default_factory=list)
+    missing_deployables: list[int] = field(default_factory=list)
+    missing_handles: list[int] = field(default_factory=list)
+    events: list[Row] = field(default_factory=list)
+    hosts: list[Row] = field(default_factory=list)
+    providers: list[Row] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What several reports of one batch say of one driver: its last error, and its last complete list, if any."""
+
+    error: str
+    devices: tuple[Device, ...] | None
+    faults: tuple[Fault, ...]
+
+
+def fold(reports: Iterable[HostReport], after: tuple[int, int]) -> tuple[HostReport, dict[str, Answer]] | None:
+    """The newest report later than `after`, and per driver the newest complete answer; None when all are old.
+
+    A driver that answered in one report and failed in the next must not lose the answer.
+    """
+    fresh = sorted((r for r in reports if (r.epoch, r.seq) > after), key=lambda r: (r.epoch, r.seq))
+    if not fresh:
+        return None
+    answers: dict[str, Answer] = {}
+    for report in fresh:
+        for said in report.drivers:
+            known = answers.get(said.driver)
+            devices = said.devices if not said.error else (known.devices if known else None)
+            answers[said.driver] = Answer(said.error, devices, said.faults)
+    enabled = {said.driver for said in fresh[-1].drivers}
+    return fresh[-1], {name: answer for name, answer in answers.items() if name in enabled}
+
+
+def compare(host: StoredHost, report: HostReport, answers: dict[str, Answer], now: str, into: Changes) -> None:
+    """Append to `into` all that `answers` changes on `host`. `now` is an ISO timestamp, for the drivers' `since`."""
+    stored = {device.key: device for device in host.devices}
+    before = len(into.deployables) + len(into.missing_deployables) + len(into.attributes) + len(into.gone_attributes)
+    before += len(into.moves)
+    reported: set[str] = set()
+    for driver, answer in answers.items():
+        for device in answer.devices or ():
+            if device.key not in reported:
+                reported.add(device.key)
+                _device(host, driver, device, stored.get(device.key), into)
+    complete = {driver for driver, answer in answers.items() if answer.devices is not None}
+    for device in host.devices:
+        if device.key not in reported and device.facts[0] in complete and device.state != "missing":
+            _missing(host, device, into)
+    after = len(into.deployables) + len(into.missing_deployables) + len(into.attributes) + len(into.gone_attributes)
+    if after + len(into.moves) != before:
+        into.providers.append({"key": host.uuid, "payload": {"host": host.name}})
+    drivers = _drivers(host, answers, now, into)
+    into.hosts.append(
+        {"id": host.id, "epoch": report.epoch, "seq": report.seq, "hash": report.hash, "drivers": drivers}
+    )
+
+
+def _device(host: StoredHost, driver: str, device: Device, old: StoredDevice | None, into: Changes) -> None:
+    facts = (
+        driver,
+        device.type,
+        device.vendor,
+        device.model,
+        device.address,
+        device.std_board_info,
+        device.vendor_board_info,
+        device.numa_node,
+        device.kernel_driver,
+        device.status,
+        device.status_reason,
+    )
+    changes: dict[str, list[Any]] = {}
+    device_uuid = old.uuid if old else str(uuid.uuid4())
+    if old is None or old.facts != facts:
+        row = dict(zip(DEVICE_FIELDS, facts, strict=True))
+        row.update(uuid=device_uuid, host=host.id, key=device.key)
+        into.devices.append(row)
+        if old is not None:
+            pairs = zip(DEVICE_FIELDS, old.facts, facts, strict=True)
+            changes = {name: [was, now] for name, was, now in pairs if was != now}
+    known = {d.name: d for d in old.deployables} if old else {}
+    named = {d.name: d for d in device.deployables}
+    for name, deployable in named.items():
+        changes.update(_deployable(device_uuid, deployable, known.get(name), into))
+    for name, gone in known.items():
+        if name not in named and not gone.missing:
+            into.missing_deployables.append(gone.id)
+            changes[f"deployable {name}"] = ["present", "missing"]
+    action = "device.found" if old is None else "device.changed"
+    if old is not None and old.state == "missing":
+        action = "device.back"
+        state = old.returns_to or "inactive"
+        into.moves.append({"uuid": device_uuid, "state": state, "returns_to": None, "reason": "seen again by its driver"})
+        changes["state"] = ["missing", state]
+    if old is None or changes:
+        into.events.append(_event(host, action, device_uuid, device.model, changes, f"reported by {driver}"))
+
+
+def _deployable(device_uuid: str, new: Deployable, old: StoredDeployable | None, into: Changes) -> dict[str, list[Any]]:
+    """Append the rows; return what changed, for the device's event. Of a new deployable nothing is said one by one."""
+    changes: dict[str, list[Any]] = {}
+    deployable_uuid = old.uuid if old else str(uuid.uuid4())
+    values = (new.num_accelerators, new.driver_name, False)
+    if old is None or (old.num_accelerators, old.driver_name, old.missing) != values:
+        into.deployables.append(
+            {
+                "uuid": deployable_uuid,
+                "device": device_uuid,
+                "name": new.name,
+                "num": new.num_accelerators,
+                "driver_name": new.driver_name,
+            }
+        )
+        was = None if old is None else "missing" if old.missing else old.num_accelerators
+        changes[f"deployable {new.name}"] = [was, new.num_accelerators]
+    _attributes(deployable_uuid, new, old, into, changes)
+    _handles(deployable_uuid, new, old, into, changes)
+    return changes
+
+
+def _attributes(
+    deployable: str, new: Deployable, old: StoredDeployable | None, into: Changes, changes: dict[str, list[Any]]
+) -> None:
+    """An operator's attribute stays what the operator made it."""
+    known = {a.key: a for a in old.attributes} if old else {}
+    wanted = {a.key: a.value for a in new.attributes}
+    for key, value in wanted.items():
+        attribute = known.get(key)
+        if attribute is None or (attribute.value != value and attribute.origin == "agent"):
+            into.attributes.append(
+                {"uuid": str(uuid.uuid4()), "deployable": deployable, "key": key, "value": value}
+            )
+            if old:
+                changes[f"attribute {key}"] = [attribute.value if attribute else None, value]
+    for key, attribute in known.items():
+        if key not in wanted and attribute.origin == "agent":
+            into.gone_attributes.append(attribute.id)
+            changes[f"attribute {key}"] = [attribute.value, None]
+
+
+def _handles(
+    deployable: str, new: Deployable, old: StoredDeployable | None, into: Changes, changes: dict[str, list[Any]]
+) -> None:
+    known = {h.info: h for h in old.handles} if old else {}
+    wanted = {h.info: h.attach_type for h in new.handles}
+    for info, attach_type in wanted.items():
+        handle = known.get(info)
+        if handle is None or handle.missing or handle.attach_type != attach_type:
+            into.handles.append(
+                {"uuid": str(uuid.uuid4()), "deployable": deployable, "type": attach_type, "info": info}
+            )
+            if old:
+                changes[f"handle {info}"] = ["missing" if handle else None, attach_type]
+    for info, handle in known.items():
+        if info not in wanted and not handle.missing:
+            into.missing_handles.append(handle.id)
+            changes[f"handle {info}"] = [handle.attach_type, "missing"]
+
+
+def _missing(host: StoredHost, device: StoredDevice, into: Changes) -> None:
+    reason = f"{device.facts[0]} answered and did not name it"
+    into.moves.append({"uuid": device.uuid, "state": "missing", "returns_to": device.state, "reason": reason})
+    changes = {"state": [device.state, "missing"]}
+    into.events.append(_event(host, "device.missing", device.uuid, str(device.facts[3]), changes, reason))
+
+
+def _drivers(host: StoredHost, answers: dict[str, Answer], now: str, into: Changes) -> dict[str, dict[str, Any]]:
+    """The host's `drivers` column; a driver that was enabled and is no longer stays, as an error, while it has devices."""
+    result: dict[str, dict[str, Any]] = {}
+    counts = {driver: len(answer.devices) for driver, answer in answers.items() if answer.devices is not None}
+    for driver, answer in answers.items():
+        old = host.drivers.get(driver, {})
+        result[driver] = {
+            "error": answer.error,
+            "since": old.get("since", now) if old.get("error", "") == answer.error else now,
+            "devices": counts.get(driver, old.get("devices", 0)),
+            "faults": [[fault.subject, fault.reason] for fault in answer.faults],
+        }
+    for driver, old in host.drivers.items():
+        if driver not in answers and any(device.facts[0] == driver for device in host.devices):
+            error = "no longer enabled on this host"
+            since = old["since"] if old.get("error") == error else now
+            result[driver] = {"error": error, "since": since, "devices": old.get("devices", 0), "faults": []}
+    for driver, entry in result.items():
+        was = host.drivers.get(driver, {}).get("error", "")
+        if was != entry["error"]:
+            action = "driver.failed" if entry["error"] else "driver.recovered"
+            into.events.append(_event(host, action, None, driver, {"error": [was, entry["error"]]}, entry["error"]))
+    return result
+
+
+def _event(host: StoredHost, action: str, subject: str | None, name: str, changes: Row, reason: str) -> Row:
+    return {
+        "actor": host.name,
+        "action": action,
+        "subject_type": action.split(".")[0],
+        "subject": subject,
+        "subject_name": name[:255],
+        "host": host.name,
+        "changes": changes,
+        "reason": reason,
+    }

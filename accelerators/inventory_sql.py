@@ -1,0 +1,93 @@
+"""The statements of `conductor.apply`: one to load, one upsert per table. Rows travel as one JSON parameter each
+(measured: 2.4 to 3 times as fast as arrays, 4 times as fast as the ORM's bulk upsert)."""
+
+LOAD = """
+SELECT json_build_array(h.id, h.uuid, h.name, h.applied_epoch, h.applied_seq, h.drivers, coalesce((
+  SELECT json_agg(json_build_array(d.uuid, d.key, d.state, d.returns_to,
+    json_build_array(d.driver, d.type, d.vendor, d.model, d.address, d.std_board_info, d.vendor_board_info,
+                     d.numa_node, d.kernel_driver, d.status, d.status_reason),
+    coalesce((
+      SELECT json_agg(json_build_array(p.id, p.uuid, p.name, p.num_accelerators, p.driver_name,
+        p.missing_since IS NOT NULL,
+        coalesce((SELECT json_agg(json_build_array(a.id, a.key, a.value, a.origin))
+                  FROM accelerators_attribute a WHERE a.deployable_id = p.id), '[]'),
+        coalesce((SELECT json_agg(json_build_array(t.id, t.attach_type, t.attach_info, t.missing_since IS NOT NULL))
+                  FROM accelerators_attachhandle t WHERE t.deployable_id = p.id), '[]')))
+      FROM accelerators_deployable p WHERE p.device_id = d.id), '[]')))
+  FROM accelerators_device d WHERE d.host_id = h.id), '[]'))::text
+FROM accelerators_host h WHERE h.id = ANY(%s) ORDER BY h.id FOR UPDATE OF h
+"""
+
+DEVICES = """
+INSERT INTO accelerators_device AS t (uuid, host_id, key, driver, type, vendor, model, address, std_board_info,
+  vendor_board_info, numa_node, kernel_driver, status, status_reason, state, state_reason, state_by)
+SELECT x.*, 'inactive', 'found by its driver', 'agent' FROM jsonb_to_recordset(%s::jsonb) AS x(uuid uuid, host bigint,
+  key text, driver text, type text, vendor text, model text, address text, std_board_info text,
+  vendor_board_info text, numa_node int, kernel_driver text, status text, status_reason text)
+ON CONFLICT (host_id, key) DO UPDATE SET driver = excluded.driver, type = excluded.type, vendor = excluded.vendor,
+  model = excluded.model, address = excluded.address, std_board_info = excluded.std_board_info,
+  vendor_board_info = excluded.vendor_board_info, numa_node = excluded.numa_node,
+  kernel_driver = excluded.kernel_driver, status_reason = excluded.status_reason,
+  status_since = CASE WHEN t.status = excluded.status THEN t.status_since ELSE now() END,
+  status = excluded.status, updated_at = now()
+"""
+
+MOVES = """
+UPDATE accelerators_device t SET state = x.state, returns_to = x.returns_to, state_reason = x.reason,
+  state_since = now(), state_by = 'agent', updated_at = now()
+FROM jsonb_to_recordset(%s::jsonb) AS x(uuid uuid, state text, returns_to text, reason text)
+WHERE t.uuid = x.uuid
+"""
+
+DEPLOYABLES = """
+INSERT INTO accelerators_deployable AS t (uuid, device_id, name, num_accelerators, driver_name)
+SELECT x.uuid, d.id, x.name, x.num, x.driver_name
+FROM jsonb_to_recordset(%s::jsonb) AS x(uuid uuid, device uuid, name text, num int, driver_name text)
+JOIN accelerators_device d ON d.uuid = x.device
+ON CONFLICT (device_id, name) DO UPDATE SET num_accelerators = excluded.num_accelerators,
+  driver_name = excluded.driver_name, missing_since = NULL, updated_at = now()
+"""
+
+ATTRIBUTES = """
+INSERT INTO accelerators_attribute AS t (uuid, deployable_id, key, value, origin)
+SELECT x.uuid, p.id, x.key, x.value, 'agent'
+FROM jsonb_to_recordset(%s::jsonb) AS x(uuid uuid, deployable uuid, key text, value text)
+JOIN accelerators_deployable p ON p.uuid = x.deployable
+ON CONFLICT (deployable_id, key) DO UPDATE SET value = excluded.value, updated_at = now() WHERE t.origin = 'agent'
+"""
+
+HANDLES = """
+INSERT INTO accelerators_attachhandle AS t (uuid, deployable_id, attach_type, attach_info)
+SELECT x.uuid, p.id, x.type, x.info
+FROM jsonb_to_recordset(%s::jsonb) AS x(uuid uuid, deployable uuid, type text, info text)
+JOIN accelerators_deployable p ON p.uuid = x.deployable
+ON CONFLICT (deployable_id, attach_info) DO UPDATE SET attach_type = excluded.attach_type, missing_since = NULL,
+  updated_at = now()
+"""
+
+GONE_ATTRIBUTES = "DELETE FROM accelerators_attribute WHERE id = ANY(%s)"
+MISSING_DEPLOYABLES = "UPDATE accelerators_deployable SET missing_since = now(), updated_at = now() WHERE id = ANY(%s)"
+MISSING_HANDLES = "UPDATE accelerators_attachhandle SET missing_since = now(), updated_at = now() WHERE id = ANY(%s)"
+
+EVENTS = """
+INSERT INTO accelerators_event (at, source, actor, request_id, action, subject_type, subject, subject_name, host,
+  changes, reason)
+SELECT clock_timestamp(), 'agent', x.actor, '', x.action, x.subject_type, x.subject, x.subject_name, x.host,
+  x.changes, x.reason
+FROM jsonb_to_recordset(%s::jsonb) AS x(actor text, action text, subject_type text, subject uuid, subject_name text,
+  host text, changes jsonb, reason text)
+"""
+
+PROVIDERS = """
+INSERT INTO accelerators_intent AS t (uuid, kind, key, payload, attempts, last_error)
+SELECT gen_random_uuid(), 'provider', x.key, x.payload, 0, ''
+FROM jsonb_to_recordset(%s::jsonb) AS x(key text, payload jsonb)
+ON CONFLICT (kind, key) DO UPDATE SET payload = excluded.payload, next_at = now(), updated_at = now()
+"""
+
+HOSTS = """
+UPDATE accelerators_host t SET applied_epoch = x.epoch, applied_seq = x.seq, applied_hash = x.hash,
+  drivers = x.drivers, reported_at = now(), updated_at = now()
+FROM jsonb_to_recordset(%s::jsonb) AS x(id bigint, epoch bigint, seq bigint, hash text, drivers jsonb)
+WHERE t.id = x.id
+"""

@@ -1,0 +1,19 @@
+"""Every table of the room, one file per subject. Written by `accelerators.conductor` only."""
+
+from accelerators.models.devices import AttachHandle, Attribute, Deployable, Device
+from accelerators.models.hosts import Host
+from accelerators.models.records import Event, Intent, Tick
+from accelerators.models.requests import AcceleratorRequest, DeviceProfile
+
+__all__ = [
+    "AcceleratorRequest",
+    "AttachHandle",
+    "Attribute",
+    "Deployable",
+    "Device",
+    "DeviceProfile",
+    "Event",
+    "Host",
+    "Intent",
+    "Tick",
+]

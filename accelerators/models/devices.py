@@ -1,0 +1,124 @@
+"""Devices and what is in them: deployables (providers), their attributes, their attach handles."""
+
+from __future__ import annotations
+
+from django.db import models
+from django.db.models import Q
+from django.db.models.functions import Now
+
+from accelerators.models import fields
+from accelerators.models.hosts import Host
+from accelerators.states import DeviceState, DeviceType, HandleType, Health, Origin
+
+
+class Device(fields.Row):
+    """A card. Identity: its host and `key`. `state` is the operator's, `status` is the hardware's."""
+
+    host = models.ForeignKey(Host, models.PROTECT, related_name="devices")
+    key = fields.name(help_text="Identity on the host: serial:…, else pci:address, else the driver's own.")
+    driver = models.CharField(max_length=64, db_collation="C")
+    type = models.CharField(max_length=16, choices=fields.choices(DeviceType))
+    vendor = fields.name()
+    model = fields.name()
+    address = models.CharField(max_length=32, null=True, blank=True, help_text="PCI address of the management function.")
+    std_board_info = models.TextField(default="", blank=True)
+    vendor_board_info = models.TextField(default="", blank=True)
+    numa_node = models.IntegerField(default=-1, help_text="-1: unknown.")
+    kernel_driver = models.CharField(max_length=64, default="", blank=True)
+
+    status = models.CharField(max_length=16, choices=fields.choices(Health), default=Health.UNKNOWN.value)
+    status_reason = models.TextField(default="", blank=True)
+    status_since = models.DateTimeField(db_default=Now())
+
+    state = models.CharField(max_length=16, choices=fields.choices(DeviceState), default=DeviceState.INACTIVE.value)
+    state_reason = models.TextField(default="found by its driver", blank=True)
+    state_since = models.DateTimeField(db_default=Now())
+    state_by = fields.name(default="agent")
+    returns_to = models.CharField(
+        max_length=16,
+        choices=fields.choices(DeviceState),
+        null=True,
+        blank=True,
+        help_text="The state to take up again when a missing device is back.",
+    )
+
+    class Meta:
+        ordering = ["id"]
+        constraints = [
+            models.UniqueConstraint(fields=["host", "key"], name="device_one_per_host_and_key"),
+            fields.one_of("type", DeviceType, "device_type_known"),
+            fields.one_of("state", DeviceState, "device_state_known"),
+            fields.one_of("status", Health, "device_status_known"),
+            models.CheckConstraint(
+                condition=Q(state="missing") | Q(returns_to__isnull=True), name="device_returns_only_from_missing"
+            ),
+        ]
+        indexes = [
+            models.Index(fields=["state", "type"], name="device_state_type"),
+            models.Index(fields=["type", "vendor"], name="device_type_vendor"),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.model} {self.address or self.key}"
+
+
+class Deployable(fields.Row):
+    """The part of a device that is a resource provider. `rp_uuid`, once recorded, always wins over a computed one."""
+
+    device = models.ForeignKey(Device, models.PROTECT, related_name="deployables")
+    parent = models.ForeignKey("self", models.PROTECT, null=True, blank=True, related_name="children")
+    root = models.ForeignKey("self", models.PROTECT, null=True, blank=True, related_name="+")
+    name = fields.name(help_text="The provider's name in Placement.")
+    num_accelerators = models.IntegerField()
+    driver_name = models.CharField(max_length=100, default="", blank=True)
+    rp_uuid = models.UUIDField(null=True, blank=True, db_index=True)
+    bitstream_id = models.UUIDField(null=True, blank=True)
+    missing_since = models.DateTimeField(null=True, blank=True)
+
+    class Meta:
+        ordering = ["id"]
+        constraints = [
+            models.UniqueConstraint(fields=["device", "name"], name="deployable_one_per_device_and_name"),
+            models.CheckConstraint(condition=Q(num_accelerators__gte=0), name="deployable_count_not_negative"),
+        ]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class Attribute(fields.Row):
+    """A key and a value of a deployable; `origin` operator survives reports."""
+
+    deployable = models.ForeignKey(Deployable, models.CASCADE, related_name="attributes")
+    key = fields.name()
+    value = models.TextField()
+    origin = models.CharField(max_length=8, choices=fields.choices(Origin), default=Origin.AGENT.value)
+
+    class Meta:
+        ordering = ["id"]
+        constraints = [
+            models.UniqueConstraint(fields=["deployable", "key"], name="attribute_one_per_deployable_and_key"),
+            fields.one_of("origin", Origin, "attribute_origin_known"),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.key}={self.value}"
+
+
+class AttachHandle(fields.Row):
+    """One assignable unit. Who holds it stands in the request (one handle, one request)."""
+
+    deployable = models.ForeignKey(Deployable, models.PROTECT, related_name="attach_handles")
+    attach_type = models.CharField(max_length=16, choices=fields.choices(HandleType))
+    attach_info = models.CharField(max_length=255, db_collation="C", help_text="JSON; its bytes are its identity.")
+    missing_since = models.DateTimeField(null=True, blank=True)
+
+    class Meta:
+        ordering = ["id"]
+        constraints = [
+            models.UniqueConstraint(fields=["deployable", "attach_info"], name="handle_one_per_deployable_and_info"),
+            fields.one_of("attach_type", HandleType, "handle_type_known"),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.attach_type} {self.attach_info}"

@@ -1,0 +1,29 @@
+"""Hosts: what a report is about, and what was applied of the last one."""
+
+from __future__ import annotations
+
+from django.db import models
+
+from accelerators.models import fields
+
+
+class Host(fields.Row):
+    """A compute host. `name` is its provider's name in Placement and v2's `hostname`; `node` is upstream's `host`."""
+
+    name = fields.name(unique=True, help_text="The compute provider's name in Placement, v2's hostname.")
+    node = fields.name(help_text="Deployable and provider names are built from it.")
+    stale_since = models.DateTimeField(null=True, help_text="Since when nothing is heard of its agent; empty: live.")
+    reported_at = models.DateTimeField(null=True, help_text="When its last report was applied.")
+    applied_hash = models.CharField(max_length=64, default="", help_text="Content of the last report applied.")
+    applied_epoch = models.BigIntegerField(default=0)
+    applied_seq = models.BigIntegerField(default=0)
+    drivers = models.JSONField(
+        default=dict,
+        help_text="Per driver: error (empty when it answered), since when, its number of devices, its faults.",
+    )
+
+    class Meta:
+        ordering = ["name"]
+
+    def __str__(self) -> str:
+        return self.name

@@ -1,0 +1,69 @@
+"""What happened (events), what is still to be told (intents), and which job was woken (ticks)."""
+
+from __future__ import annotations
+
+from django.db import models
+from django.db.models.functions import Now
+
+from accelerators.models import fields
+from accelerators.states import Source
+
+
+class Event(models.Model):
+    """One change: who, what, before and after, why. Append-only by trigger, partitioned by month (migration 0002)."""
+
+    at = models.DateTimeField(db_default=Now())
+    source = models.CharField(max_length=8, choices=fields.choices(Source))
+    actor = fields.name(help_text="The person, the agent's host or the rule.")
+    request_id = models.CharField(max_length=64, default="", blank=True)
+    action = models.CharField(max_length=64, db_collation="C")
+    subject_type = models.CharField(max_length=32)
+    subject = models.UUIDField(null=True, blank=True)
+    subject_name = fields.name(default="", blank=True)
+    host = fields.name(default="", blank=True)
+    changes = models.JSONField(default=dict, help_text="Per field: [before, after].")
+    reason = models.TextField(default="", blank=True)
+
+    class Meta:
+        ordering = ["-at", "-id"]
+        constraints = [fields.one_of("source", Source, "event_source_known")]
+        indexes = [
+            models.Index(fields=["-at", "-id"], name="event_newest_first"),
+            models.Index(fields=["subject", "-at"], name="event_subject"),
+            models.Index(fields=["host", "-at"], name="event_host"),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.action} {self.subject_name}"
+
+
+class Intent(fields.Row):
+    """Something to be done outside the database because of a change in it; made in the same transaction, never dropped."""
+
+    kind = models.CharField(max_length=32, db_collation="C")
+    key = fields.name()
+    payload = models.JSONField(default=dict)
+    attempts = models.IntegerField(default=0)
+    next_at = models.DateTimeField(db_default=Now())
+    last_error = models.TextField(default="", blank=True)
+
+    class Meta:
+        ordering = ["id"]
+        constraints = [models.UniqueConstraint(fields=["kind", "key"], name="intent_one_per_kind_and_key")]
+        indexes = [models.Index(fields=["next_at"], name="intent_next")]
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.key}"
+
+
+class Tick(models.Model):
+    """A job that was woken and not yet taken up (`accelerators.ticks`). Bookkeeping, not inventory."""
+
+    name = models.CharField(max_length=64, primary_key=True)
+    at = models.DateTimeField(db_default=Now())
+
+    class Meta:
+        db_table = "tick"
+
+    def __str__(self) -> str:
+        return self.name

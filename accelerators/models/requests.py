@@ -1,0 +1,64 @@
+"""What tenants ask for: device profiles, and requests that hold attach handles."""
+
+from __future__ import annotations
+
+from django.db import models
+from django.db.models import Q
+
+from accelerators.models import fields
+from accelerators.models.devices import AttachHandle, Deployable
+from accelerators.states import RequestState
+
+
+class DeviceProfile(fields.Row):
+    """A named list of groups; a group's index is the `device_profile_group_id` of its requests."""
+
+    name = fields.name(unique=True)
+    description = models.TextField(null=True, blank=True)
+    groups = models.JSONField()
+
+    class Meta:
+        ordering = ["id"]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class AcceleratorRequest(fields.Row):
+    """One accelerator for one instance. The group is a snapshot: later changes of the profile do not reach it."""
+
+    project_id = models.CharField(max_length=255, db_collation="C", db_index=True)
+    state = models.CharField(max_length=16, choices=fields.choices(RequestState), default=RequestState.INITIAL.value)
+    profile = models.ForeignKey(DeviceProfile, models.PROTECT, related_name="requests")
+    group_id = models.IntegerField(default=0)
+    group = models.JSONField()
+    hostname = models.CharField(max_length=255, null=True, blank=True)
+    device_rp_uuid = models.UUIDField(null=True, blank=True)
+    instance_uuid = models.UUIDField(null=True, blank=True, db_index=True)
+    deployable = models.ForeignKey(Deployable, models.PROTECT, null=True, blank=True, related_name="requests")
+    attach_handle = models.OneToOneField(AttachHandle, models.PROTECT, null=True, blank=True, related_name="request")
+    deadline = models.DateTimeField(null=True, blank=True, help_text="BindStarted becomes BindFailed after it.")
+    fault = models.TextField(default="", blank=True, help_text="Why it is BindFailed.")
+
+    class Meta:
+        ordering = ["id"]
+        constraints = [
+            fields.one_of("state", RequestState, "request_state_known"),
+            models.CheckConstraint(
+                condition=~Q(state="Bound") | Q(attach_handle__isnull=False), name="request_bound_holds_a_handle"
+            ),
+            models.CheckConstraint(
+                condition=Q(state__in=["BindStarted", "Bound"]) | Q(attach_handle__isnull=True),
+                name="request_handle_only_while_binding_or_bound",
+            ),
+            models.CheckConstraint(
+                condition=~Q(state="BindStarted") | Q(deadline__isnull=False),
+                name="request_bind_has_a_deadline",
+            ),
+        ]
+        indexes = [
+            models.Index(fields=["deadline"], condition=Q(state="BindStarted"), name="request_deadline"),
+        ]
+
+    def __str__(self) -> str:
+        return str(self.uuid)

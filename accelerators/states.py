@@ -1,0 +1,113 @@
+"""The vocabularies and the two life cycles, as tables. Pure; the models' check constraints are made from them."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class DeviceType(StrEnum):
+    """What kind of card (upstream's types, contract section 5)."""
+
+    GPU = "GPU"
+    FPGA = "FPGA"
+    AICHIP = "AICHIP"
+    QAT = "QAT"
+    NIC = "NIC"
+    SSD = "SSD"
+
+
+class Health(StrEnum):
+    """What the hardware says of itself."""
+
+    OK = "ok"
+    DEGRADED = "degraded"
+    FAILED = "failed"
+    UNKNOWN = "unknown"
+
+
+class HandleType(StrEnum):
+    """How a handle reaches an instance (contract section 5.1)."""
+
+    PCI = "PCI"
+    MDEV = "MDEV"
+    TEST_PCI = "TEST_PCI"
+    DEV = "DEV"
+
+
+class Origin(StrEnum):
+    """Who wrote an attribute. The operator's survive reports."""
+
+    AGENT = "agent"
+    OPERATOR = "operator"
+
+
+class Source(StrEnum):
+    """Who is behind an event."""
+
+    PERSON = "person"
+    AGENT = "agent"
+    API = "api"
+    RULE = "rule"
+    SYSTEM = "system"
+
+
+class DeviceState(StrEnum):
+    """What the operator lets a device be used for."""
+
+    INACTIVE = "inactive"
+    INSTALLING = "installing"
+    READY = "ready"
+    MAINTENANCE = "maintenance"
+    FAILED = "failed"
+    QUARANTINED = "quarantined"
+    MISSING = "missing"
+    RETIRED = "retired"
+
+
+class RequestState(StrEnum):
+    """The life of an accelerator request (contract section 4.1, without its unreachable states)."""
+
+    INITIAL = "Initial"
+    BIND_STARTED = "BindStarted"
+    BOUND = "Bound"
+    BIND_FAILED = "BindFailed"
+    UNBOUND = "Unbound"
+
+
+_D = DeviceState
+DEVICE_MOVES: dict[DeviceState, frozenset[DeviceState]] = {
+    _D.INACTIVE: frozenset({_D.INSTALLING, _D.READY, _D.QUARANTINED, _D.MISSING, _D.RETIRED}),
+    _D.INSTALLING: frozenset({_D.READY, _D.FAILED, _D.MAINTENANCE, _D.QUARANTINED, _D.MISSING}),
+    _D.READY: frozenset({_D.MAINTENANCE, _D.FAILED, _D.QUARANTINED, _D.MISSING}),
+    _D.MAINTENANCE: frozenset({_D.INSTALLING, _D.READY, _D.INACTIVE, _D.FAILED, _D.QUARANTINED, _D.MISSING, _D.RETIRED}),
+    _D.FAILED: frozenset({_D.INSTALLING, _D.READY, _D.MAINTENANCE, _D.QUARANTINED, _D.MISSING, _D.RETIRED}),
+    _D.QUARANTINED: frozenset({_D.MAINTENANCE, _D.MISSING, _D.RETIRED}),
+    _D.MISSING: frozenset(_D) - {_D.MISSING},
+    _D.RETIRED: frozenset({_D.INACTIVE, _D.MISSING}),
+}
+"""From → where to. `missing` returns to what it was (`Device.returns_to`)."""
+
+_R = RequestState
+REQUEST_MOVES: dict[RequestState, frozenset[RequestState]] = {
+    _R.INITIAL: frozenset({_R.BIND_STARTED}),
+    _R.BIND_STARTED: frozenset({_R.BOUND, _R.BIND_FAILED, _R.UNBOUND}),
+    _R.BOUND: frozenset({_R.UNBOUND}),
+    _R.BIND_FAILED: frozenset({_R.UNBOUND}),
+    _R.UNBOUND: frozenset({_R.BIND_STARTED}),
+}
+
+
+class IllegalMove(ValueError):
+    """A step the life cycle does not have; the text says which are possible."""
+
+
+def may_move(state: str, to: str) -> bool:
+    """Whether a device may go from `state` to `to` in one step."""
+    return DeviceState(to) in DEVICE_MOVES[DeviceState(state)]
+
+
+def check_move(state: str, to: str) -> None:
+    """Raise IllegalMove, naming the steps there are, unless a device may go from `state` to `to`."""
+    if not may_move(state, to):
+        possible = ", ".join(sorted(DEVICE_MOVES[DeviceState(state)]))
+        raise IllegalMove(f"a device that is {state} cannot become {to}; it can become {possible}")

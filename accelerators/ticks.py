@@ -1,0 +1,95 @@
+"""Waking a job: any process kicks, one django-q2 task runs it, however often it was kicked meanwhile.
+
+A kick inserts the job's row into `tick`; only who inserted it enqueues a task (measured: never a task per message).
+The task deletes the row first and works afterwards, so no wake-up is lost. The supervisor watches the rows: one that
+is not taken up means that the cluster is stuck.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from django.db import connection, transaction
+
+SLICE_S = 20.0
+"""A job that has more to do after this long kicks itself and returns, well below the cluster's time-out."""
+LOCK_CLASS = 0x7161
+"""First key of every job's advisory lock; the second is `lock_id(name)`."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A function that does all there is to do when called, and the cluster it belongs to."""
+
+    name: str
+    function: str
+    cluster: str
+
+
+_jobs: dict[str, Job] = {}
+
+
+def register(name: str, function: str, *, cluster: str) -> None:
+    """Declare a job; called from `AppConfig.ready()`."""
+    _jobs[name] = Job(name, function, cluster)
+
+
+def jobs() -> list[Job]:
+    """Every declared job."""
+    return list(_jobs.values())
+
+
+def lock_id(name: str) -> int:
+    """Second key of the job's advisory lock, a positive 31-bit number."""
+    return zlib.crc32(name.encode()) & 0x7FFFFFFF
+
+
+def kick(name: str) -> None:
+    """Wake job `name`. Call it after the commit of what the job shall see; two statements at most."""
+    from django_q.tasks import async_task
+
+    job = _jobs[name]
+    with transaction.atomic(), connection.cursor() as cursor:
+        cursor.execute("SET LOCAL synchronous_commit TO off")
+        cursor.execute("INSERT INTO tick (name) VALUES (%s) ON CONFLICT DO NOTHING", [name])
+        if cursor.rowcount:
+            async_task(job.function, cluster=job.cluster, task_name=name)
+
+
+def kick_all(cluster: str | None = None) -> None:
+    """Wake every job (of `cluster`) afresh: after a start, or after tasks were lost with the cluster that held them."""
+    for job in jobs():
+        if cluster in (None, job.cluster):
+            with connection.cursor() as cursor:
+                cursor.execute("DELETE FROM tick WHERE name = %s", [job.name])
+            kick(job.name)
+
+
+def run(name: str, step: Callable[[], bool]) -> None:
+    """Take up the tick of `name`, then call `step` under the job's lock until it says there is nothing left.
+
+    `step` runs in a transaction of its own; the lock goes with it, so a killed worker blocks nobody. Who finds the
+    lock taken looks again until it is free: the holder may have looked before our wake-up's work was there.
+    """
+    with connection.cursor() as cursor:
+        cursor.execute("DELETE FROM tick WHERE name = %s", [name])
+    end = time.monotonic() + SLICE_S
+    while time.monotonic() < end:
+        with _locked(name) as mine:
+            more = step() if mine else True
+        if not more:
+            return
+        if not mine:
+            time.sleep(0.02)
+    kick(name)
+
+
+@contextmanager
+def _locked(name: str) -> Iterator[bool]:
+    with transaction.atomic(), connection.cursor() as cursor:
+        cursor.execute("SELECT pg_try_advisory_xact_lock(%s, %s)", [LOCK_CLASS, lock_id(name)])
+        yield cursor.fetchone()[0]

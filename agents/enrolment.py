@@ -1,0 +1,153 @@
+"""Who an agent is: join tokens, the binding of a key to a host, and the challenge of every connection.
+
+`Challenges` and `verify` are asked on the event loop; `identify` and `make_token` talk to the database.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import secrets
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from django.db import connection, transaction
+
+from accelerators import conductor
+from accelerators.states import Source
+from agents import wire
+from agents.models import Agent, JoinToken
+
+CHALLENGE_S = 30.0
+MAX_CHALLENGES = 100_000
+
+KNOWN = """
+SELECT a.public_key, h.id, h.name, h.node, coalesce(l.epoch, 0),
+       CASE WHEN EXISTS (SELECT 1 FROM spool s WHERE s.host_id = h.id) THEN '' ELSE h.applied_hash END
+FROM agents_agent a JOIN accelerators_host h ON h.id = a.host_id LEFT JOIN agents_lease l ON l.host_id = h.id
+WHERE a.public_key = ANY(%s)
+"""
+
+
+class Refused(Exception):
+    """Why a connection is not let in: an HTTP status, a word for programs, a sentence for people."""
+
+    def __init__(self, status: int, code: str, reason: str) -> None:
+        super().__init__(reason)
+        self.status, self.code, self.reason = status, code, reason
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """An agent that may connect. `applied_hash` is '' also while a report of its host waits to be merged."""
+
+    public_key: str
+    host_id: int
+    host: str
+    node: str
+    epoch: int
+    applied_hash: str
+
+
+class Challenges:
+    """Nonces of this process: each is good once, for `CHALLENGE_S` seconds. Bounded; the oldest go first."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, float] = {}
+
+    def make(self) -> wire.Challenge:
+        """A fresh one."""
+        now = time.monotonic()
+        while self._open:
+            oldest = next(iter(self._open))
+            if self._open[oldest] > now and len(self._open) < MAX_CHALLENGES:
+                break
+            del self._open[oldest]
+        nonce = secrets.token_urlsafe(18)
+        self._open[nonce] = now + CHALLENGE_S
+        return wire.Challenge(nonce, CHALLENGE_S, wire.VERSIONS)
+
+    def take(self, nonce: str) -> bool:
+        """Use it up; False when it was never made, is used or too old."""
+        return self._open.pop(nonce, 0.0) > time.monotonic()
+
+
+def verify(credential: wire.Credential, challenges: Challenges, fingerprint: str) -> None:
+    """Raise Refused unless the credential answers one of our challenges with its own key."""
+    if not challenges.take(credential.nonce):
+        raise Refused(401, "challenge", "the challenge is unknown, used or expired: ask for a new one")
+    signed = wire.signed_bytes(credential.host, credential.node, credential.epoch, credential.nonce, fingerprint)
+    try:
+        key = Ed25519PublicKey.from_public_bytes(base64.urlsafe_b64decode(credential.public_key))
+        key.verify(base64.urlsafe_b64decode(credential.signature), signed)
+    except (ValueError, InvalidSignature):
+        raise Refused(401, "signature", "the signature is not this key's over our challenge") from None
+
+
+def make_token(host: str, *, address: str, hours: int, created_by: str, fingerprint: str = "") -> str:
+    """A join string for `host`, valid for `hours`; its secret is stored as a hash only."""
+    secret = secrets.token_urlsafe(24)
+    JoinToken.objects.create(
+        host_name=host,
+        secret_hash=_digest(secret),
+        created_by=created_by,
+        expires_at=datetime.now(UTC) + timedelta(hours=hours),
+    )
+    return wire.join_string(address, fingerprint, host, secret)
+
+
+def _digest(secret: str) -> str:
+    return hashlib.sha256(secret.encode()).hexdigest()
+
+
+def known(public_keys: Iterable[str]) -> dict[str, Identity]:
+    """The enrolled agents among `public_keys`; one statement."""
+    with connection.cursor() as cursor:
+        cursor.execute(KNOWN, [list(public_keys)])
+        return {row[0]: Identity(*row) for row in cursor.fetchall()}
+
+
+def admit(credential: wire.Credential, identity: Identity | None) -> Identity:
+    """The identity under which a verified credential connects, enrolling it by its token where needed; else Refused."""
+    if identity is not None and identity.host == credential.host:
+        if identity.node != credential.node:
+            conductor.ensure_host(credential.host, credential.node, credential.host)
+        return identity
+    if not credential.token:
+        reason = f"this key belongs to host {identity.host!r}" if identity else "this key is not enrolled"
+        raise Refused(403, "not-enrolled", f"{reason}: make a token with `manage.py join_token {credential.host}`")
+    return _enrol(credential)
+
+
+def _enrol(credential: wire.Credential) -> Identity:
+    with transaction.atomic():
+        token = JoinToken.objects.select_for_update().filter(secret_hash=_digest(credential.token)).first()
+        _check(token, credential)
+        assert token
+        with conductor.writing():
+            host = conductor.ensure_host(credential.host, credential.node, token.created_by or "join token")
+            agent = Agent.objects.filter(host=host).first()
+            if agent is None or agent.public_key != credential.public_key:
+                Agent.objects.filter(host=host).delete()
+                Agent.objects.filter(public_key=credential.public_key).delete()
+                Agent.objects.create(host=host, public_key=credential.public_key)
+                change = {"public_key": [agent.public_key if agent else None, credential.public_key]}
+                conductor.record("agent.enrolled", Source.AGENT, host.name, host=host, changes=change, reason="join token")
+        JoinToken.objects.filter(pk=token.pk).update(public_key=credential.public_key, used_at=datetime.now(UTC))
+    return known([credential.public_key])[credential.public_key]
+
+
+def _check(token: JoinToken | None, credential: wire.Credential) -> None:
+    again = f"make a new one with `manage.py join_token {credential.host}`"
+    if token is None:
+        raise Refused(403, "token-unknown", f"the join token is not known here: {again}")
+    if token.host_name != credential.host:
+        raise Refused(403, "token-host", f"the join token is for host {token.host_name!r}, not {credential.host!r}: {again}")
+    if token.expires_at < datetime.now(UTC):
+        raise Refused(403, "token-expired", f"the join token expired at {token.expires_at:%Y-%m-%d %H:%M} UTC: {again}")
+    if token.public_key and token.public_key != credential.public_key:
+        raise Refused(403, "token-used", f"the join token has bound another key: {again}")

@@ -1,0 +1,201 @@
+"""The conductor's end of an agent's socket: authenticate, decode, acknowledge. Runs on the event loop, never blocks it.
+
+Mounted by `cyborgweb.asgi`. It is an ASGI application with a receive loop of its own: channels' consumers cost six
+times as much per message (measured). Everything that needs the database goes through `agents.spool.Writer`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any, Protocol
+
+import msgspec
+
+from agents import enrolment, wire
+from agents.enrolment import Identity, Refused
+from agents.leases import Leases
+from agents.refusals import Refusals
+from agents.spool import AdmitJob, SpoolJob, Writer
+
+log = logging.getLogger(__name__)
+
+MAX_PENDING_BYTES = 256 * 1024 * 1024
+"""Reports in memory that wait for their commit; beyond it agents are told to come back."""
+
+
+class Limits(Protocol):
+    """The keys this room needs of the configuration."""
+
+    @property
+    def beat_s(self) -> float: ...
+    @property
+    def max_message_bytes(self) -> int: ...
+    @property
+    def flush_interval_ms(self) -> float: ...
+    @property
+    def flush_max_rows(self) -> int: ...
+    @property
+    def lease_flush_s(self) -> float: ...
+
+
+class Session:
+    """One connected agent. `last` is the newest (epoch, seq) this process has made durable or found applied."""
+
+    __slots__ = ("applied", "identity", "last", "send", "version")
+
+    def __init__(self, identity: Identity, version: str, send: Any) -> None:
+        self.identity, self.version, self.send = identity, version, send
+        self.applied = identity.applied_hash
+        self.last = (0, 0)
+
+
+class Gateway:
+    """The ASGI application at `/ws/agent`, and the challenge before it."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.sessions: dict[int, Session] = {}
+        self.counters = {"unknown_types": 0, "unknown_fields": 0}
+        self.leases = Leases(limits.lease_flush_s)
+        self.refusals = Refusals()
+        self._challenges = enrolment.Challenges()
+        self._pending_bytes = 0
+        self._writer = Writer(
+            interval_s=limits.flush_interval_ms / 1000,
+            max_rows=limits.flush_max_rows,
+            leases=self.leases,
+            refusals=self.refusals,
+        )
+
+    async def challenge(self, scope: Any, receive: Any, send: Any) -> None:
+        """GET /ws/agent/challenge: a nonce, before anything is known of who asks."""
+        get = scope["method"] == "GET"
+        body = msgspec.json.encode(self._challenges.make()) if get else b'{"error": "GET only"}'
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 200 if get else 405, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await receive()  # websocket.connect
+        host = ""
+        try:
+            version = _version(scope)
+            credential = _credential(scope)
+            host = credential.host
+            enrolment.verify(credential, self._challenges, "")
+            identity = await self._admit(credential)
+        except Refused as refused:
+            self.refusals.add(host, refused.code, refused.reason)
+            await _deny(scope, send, refused)
+            return
+        session = Session(identity, version, send)
+        if older := self.sessions.get(identity.host_id):
+            await self._refuse(older, "superseded", "this host has connected again")
+        self.sessions[identity.host_id] = session
+        try:
+            await send({"type": "websocket.accept", "subprotocol": version})
+            await self._welcome(session, credential)
+            await self._receive(session, receive)
+        finally:
+            if self.sessions.get(identity.host_id) is session:
+                del self.sessions[identity.host_id]
+
+    async def _admit(self, credential: wire.Credential) -> Identity:
+        future: asyncio.Future[Identity] = asyncio.get_running_loop().create_future()
+        self._writer.put(AdmitJob(future, credential))
+        return await future
+
+    async def _welcome(self, session: Session, credential: wire.Credential) -> None:
+        identity = session.identity
+        self.leases.seen(identity.host_id, credential.epoch)
+        welcome = wire.Welcome(self.limits.beat_s, identity.epoch, identity.applied_hash, self.limits.max_message_bytes)
+        await session.send({"type": "websocket.send", "text": wire.encode(welcome)})
+
+    async def _receive(self, session: Session, receive: Any) -> None:
+        while (event := await receive())["type"] == "websocket.receive":
+            data = event.get("text") or event.get("bytes") or b""
+            try:
+                if len(data) > self.limits.max_message_bytes:
+                    raise wire.Malformed(f"{len(data)} bytes; at most {self.limits.max_message_bytes} are taken")
+                message = wire.decode_from_agent(data)
+            except wire.Malformed as error:
+                await self._refuse(session, "malformed", str(error))
+                return
+            if type(message) is wire.Beat:
+                self.leases.seen(session.identity.host_id, 0)
+                await session.send({"type": "websocket.send", "text": f'{{"type":"Ack","seq":{message.seq},"of":"Beat"}}'})
+            elif type(message) is wire.Report:
+                if not await self._report(session, message, data):
+                    return
+            elif type(message) is wire.Hello:
+                host_id = session.identity.host_id
+                self.leases.hello(host_id, message.agent_version, session.version, message.boot_id)
+            elif type(message) is wire.Unknown:
+                self.counters["unknown_types"] += 1
+
+    async def _report(self, session: Session, report: wire.Report, data: str | bytes) -> bool:
+        """Acknowledge it when it is durable, applied already, or old; False when the connection is to end."""
+        identity = session.identity
+        order = (report.epoch, report.seq)
+        self.leases.seen(identity.host_id, report.epoch)
+        if order > session.last and session.applied != report.hash:
+            payload = data if isinstance(data, str) else data.decode()
+            if "\\u0000" in payload:
+                await self._refuse(session, "malformed", "a text with a NUL character cannot be stored")
+                return False
+            if self._pending_bytes > MAX_PENDING_BYTES:
+                await self._refuse(session, "busy", "too many reports wait to be stored: come back")
+                return False
+            session.applied = "" if await self._durable(identity, report, payload) else report.hash
+        session.last = max(session.last, order)
+        await session.send({"type": "websocket.send", "text": f'{{"type":"Ack","seq":{report.seq},"of":"Report"}}'})
+        return True
+
+    async def _durable(self, identity: Identity, report: wire.Report, payload: str) -> bool:
+        future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._pending_bytes += len(payload)
+        try:
+            self._writer.put(SpoolJob(future, identity, report, payload))
+            return await future
+        finally:
+            self._pending_bytes -= len(payload)
+
+    async def _refuse(self, session: Session, code: str, reason: str) -> None:
+        """Say why, then close. A peer that is gone already needs no answer."""
+        self.refusals.add(session.identity.host, code, reason)
+        text = wire.encode(wire.Refuse(code, reason[:4096]))
+        try:
+            await session.send({"type": "websocket.send", "text": text})
+            await session.send({"type": "websocket.close", "code": 1008, "reason": code})
+        except (RuntimeError, OSError) as error:
+            log.debug("%s was gone before it was refused: %s", session.identity.host, error)
+
+
+def _version(scope: Any) -> str:
+    for version in wire.VERSIONS:
+        if version in scope["subprotocols"]:
+            return version
+    offered = ", ".join(scope["subprotocols"])[:200] or "none"
+    raise Refused(403, "version", f"no common wire version: we speak {', '.join(wire.VERSIONS)}, offered was {offered}")
+
+
+def _credential(scope: Any) -> wire.Credential:
+    value = next((v for k, v in scope["headers"] if k == b"authorization"), b"")
+    try:
+        return wire.parse_authorization(value.decode("latin-1"))
+    except wire.Malformed as error:
+        raise Refused(401, "credential", str(error)) from None
+
+
+async def _deny(scope: Any, send: Any, refused: Refused) -> None:
+    """An HTTP answer with one JSON sentence, and no socket."""
+    if "websocket.http.response" not in scope.get("extensions", {}):
+        await send({"type": "websocket.close", "code": 1008, "reason": refused.code})
+        return
+    body = msgspec.json.encode({"error": refused.reason, "code": refused.code})
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if refused.status == 401:
+        headers.append((b"www-authenticate", wire.SCHEME.encode()))
+    await send({"type": "websocket.http.response.start", "status": refused.status, "headers": headers})
+    await send({"type": "websocket.http.response.body", "body": body})

@@ -1,0 +1,85 @@
+"""Liveness: who was heard, flushed in one statement every few seconds; who was not, told to the conductor."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import UTC, datetime, timedelta
+
+import msgspec
+from django.conf import settings
+from django.db import connection
+
+from accelerators import conductor, ticks
+from accelerators.models import Host
+
+FLUSH = """
+INSERT INTO agents_lease AS l (host_id, seen_at, epoch)
+SELECT * FROM unnest(%s::bigint[], %s::timestamptz[], %s::bigint[])
+ON CONFLICT (host_id) DO UPDATE SET seen_at = greatest(l.seen_at, excluded.seen_at),
+  epoch = greatest(l.epoch, excluded.epoch)
+"""
+FACTS = """
+UPDATE agents_agent a SET version = x.version, wire = x.wire, boot_id = x.boot_id, connected_at = now()
+FROM jsonb_to_recordset(%s::jsonb) AS x(host bigint, version text, wire text, boot_id text) WHERE a.host_id = x.host
+"""
+
+
+class Leases:
+    """Filled on the event loop, emptied by the writer thread. `seen` costs a dictionary write."""
+
+    def __init__(self, flush_s: float) -> None:
+        self._flush_s = flush_s
+        self._next = 0.0
+        self._lock = threading.Lock()
+        self._seen: dict[int, tuple[float, int]] = {}
+        self._facts: dict[int, dict[str, object]] = {}
+
+    def seen(self, host_id: int, epoch: int) -> None:
+        """The agent of this host was heard just now."""
+        self._seen[host_id] = (time.time(), epoch)
+
+    def hello(self, host_id: int, version: str, wire: str, boot_id: str) -> None:
+        """What it said of itself."""
+        self._facts[host_id] = {"host": host_id, "version": version, "wire": wire, "boot_id": boot_id}
+
+    def flush(self) -> bool:
+        """Write what is due; True when the interval was over, so that somebody looks who is silent."""
+        if time.monotonic() < self._next:
+            return False
+        seen, self._seen = self._seen, {}
+        facts, self._facts = self._facts, {}
+        try:
+            self._write(seen, facts)
+        except Exception:
+            self._seen = seen | self._seen
+            self._facts = facts | self._facts
+            raise
+        self._next = time.monotonic() + self._flush_s
+        return True
+
+    def _write(self, seen: dict[int, tuple[float, int]], facts: dict[int, dict[str, object]]) -> None:
+        with connection.cursor() as cursor:
+            if seen:
+                times = [datetime.fromtimestamp(at, UTC) for at, _ in seen.values()]
+                cursor.execute(FLUSH, [list(seen), times, [epoch for _, epoch in seen.values()]])
+            if facts:
+                cursor.execute(FACTS, [msgspec.json.encode(list(facts.values())).decode()])
+
+
+def watch() -> bool:
+    """One look: hosts whose agent is silent for two beats become stale, those heard again live. Nothing more to do."""
+    now = datetime.now(UTC)
+    limit = now - timedelta(seconds=2 * settings.KEYS.beat_s + 2)
+    silent = Host.objects.filter(stale_since__isnull=True, agent__isnull=False, lease__seen_at__lt=limit)
+    heard = Host.objects.filter(stale_since__isnull=False, lease__seen_at__gte=limit)
+    if ids := list(silent.values_list("id", flat=True)):
+        conductor.mark_hosts(ids, now)
+    if ids := list(heard.values_list("id", flat=True)):
+        conductor.mark_hosts(ids, None)
+    return False
+
+
+def run() -> None:
+    """The job `leases`."""
+    ticks.run("leases", watch)

@@ -1,0 +1,171 @@
+"""The gateway's one writer: a thread with its own database connection, that commits for everybody at once.
+
+What the event loop needs of the database goes through here: reports (COPY into the spool, acknowledged after the
+commit), the identity of who connects, leases, refusals. It collects for a few milliseconds, then one commit serves all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import psycopg
+from django.db import DatabaseError, InterfaceError, OperationalError, close_old_connections, connection, transaction
+
+from accelerators import ticks
+from agents import enrolment, wire
+from agents.enrolment import Identity, Refused
+from agents.leases import Leases
+from agents.refusals import Refusals
+
+log = logging.getLogger(__name__)
+
+APPLIED = """
+SELECT h.id, h.applied_hash FROM accelerators_host h
+WHERE h.id = ANY(%s) AND NOT EXISTS (SELECT 1 FROM spool s WHERE s.host_id = h.id)
+"""
+COPY = "COPY spool (host_id, epoch, seq, received_at, payload) FROM STDIN"
+FORGOTTEN_S = 10.0
+
+
+@dataclass(slots=True)
+class SpoolJob:
+    """A report to be made durable. The future gives True when it was spooled, False when it is applied already."""
+
+    future: asyncio.Future[Any]
+    identity: Identity
+    report: wire.Report
+    payload: str
+
+
+@dataclass(slots=True)
+class AdmitJob:
+    """A verified credential to be looked up or enrolled. The future gives an Identity or raises Refused."""
+
+    future: asyncio.Future[Any]
+    credential: wire.Credential
+
+
+class Writer(threading.Thread):
+    """`put` jobs from the event loop; their futures resolve there after the commit."""
+
+    def __init__(self, *, interval_s: float, max_rows: int, leases: Leases, refusals: Refusals) -> None:
+        super().__init__(daemon=True, name="spool-writer")
+        self._interval_s, self._max_rows = interval_s, max_rows
+        self._leases, self._refusals = leases, refusals
+        self._jobs: queue.SimpleQueue[SpoolJob | AdmitJob] = queue.SimpleQueue()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._looked = time.monotonic()
+
+    def put(self, job: SpoolJob | AdmitJob) -> None:
+        """Called on the event loop; starts the thread at the first job."""
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self.start()
+        self._jobs.put(job)
+
+    def run(self) -> None:
+        while True:
+            batch = self._collect()
+            if batch:
+                self._until_done(lambda jobs=batch: self._serve(jobs))  # type: ignore[misc]
+            self._until_done(self._housekeeping)
+
+    def _collect(self) -> list[SpoolJob | AdmitJob]:
+        """What arrives within the interval after the first job."""
+        try:
+            batch = [self._jobs.get(timeout=1.0)]
+        except queue.Empty:
+            return []
+        end = time.monotonic() + self._interval_s
+        while len(batch) < self._max_rows:
+            try:
+                batch.append(self._jobs.get(timeout=max(0.0, end - time.monotonic())))
+            except queue.Empty:
+                break
+        return batch
+
+    def _until_done(self, work: Callable[[], None]) -> None:
+        """The database may be away for long: nothing is acknowledged meanwhile, and nothing is lost."""
+        pause = 0.1
+        while True:
+            try:
+                return work()
+            except (OperationalError, InterfaceError, psycopg.OperationalError) as error:
+                log.warning("the database does not answer, trying again: %s", str(error).splitlines()[0])
+                connection.close()
+                time.sleep(pause)
+                pause = min(pause * 2, 2.0)
+
+    def _serve(self, batch: list[SpoolJob | AdmitJob]) -> None:
+        results: list[tuple[asyncio.Future[Any], Any]] = []
+        if admits := [job for job in batch if isinstance(job, AdmitJob)]:
+            results += self._admit(admits)
+        if reports := [job for job in batch if isinstance(job, SpoolJob)]:
+            results += self._spool(reports)
+        assert self._loop
+        self._loop.call_soon_threadsafe(_resolve, results)
+
+    def _admit(self, jobs: list[AdmitJob]) -> list[tuple[asyncio.Future[Any], Any]]:
+        known = enrolment.known({job.credential.public_key for job in jobs})
+        results: list[tuple[asyncio.Future[Any], Any]] = []
+        for job in jobs:
+            try:
+                outcome: Any = enrolment.admit(job.credential, known.get(job.credential.public_key))
+            except Refused as refused:
+                outcome = refused
+            except (OperationalError, InterfaceError):
+                raise
+            except DatabaseError as error:
+                log.exception("enrolling %s failed", job.credential.host)
+                outcome = Refused(503, "database", f"enrolment failed: {type(error).__name__}")
+            results.append((job.future, outcome))
+        return results
+
+    def _spool(self, jobs: list[SpoolJob]) -> list[tuple[asyncio.Future[Any], Any]]:
+        now = datetime.now(UTC)
+        with transaction.atomic(), connection.cursor() as cursor:
+            cursor.execute(APPLIED, [[job.identity.host_id for job in jobs]])
+            applied = dict(cursor.fetchall())
+            fresh = [job for job in jobs if applied.get(job.identity.host_id) != job.report.hash]
+            if fresh:
+                with cursor.copy(COPY) as copy:
+                    for job in fresh:
+                        row = (job.identity.host_id, job.report.epoch, job.report.seq, now, job.payload)
+                        copy.write_row(row)
+        if fresh:
+            ticks.kick("merge")
+        spooled = {id(job) for job in fresh}
+        return [(job.future, id(job) in spooled) for job in jobs]
+
+    def _housekeeping(self) -> None:
+        """Leases and refusals when they are due; every 10 s a look whether the spool was forgotten."""
+        if self._leases.flush():
+            ticks.kick("leases")
+        self._refusals.flush()
+        if time.monotonic() - self._looked < FORGOTTEN_S:
+            return
+        self._looked = time.monotonic()
+        close_old_connections()
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT 1 FROM spool LIMIT 1")
+            waiting = cursor.fetchone() is not None
+        if waiting:
+            ticks.kick("merge")
+
+
+def _resolve(results: list[tuple[asyncio.Future[Any], Any]]) -> None:
+    for future, outcome in results:
+        if future.done():
+            continue  # its connection went away meanwhile
+        if isinstance(outcome, Exception):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)

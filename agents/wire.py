@@ -1,0 +1,211 @@
+"""The messages between an agent and its gateway, their limits and their versions. Pure; shared by both ends.
+
+JSON text frames over a WebSocket at `/ws/agent`. The wire version is the WebSocket subprotocol. Unknown fields are
+ignored, unknown message types are dropped and counted: an agent one version older or newer works (promise C2).
+
+How a connection begins: the agent GETs `/ws/agent/challenge` (`Challenge`), signs `signed_bytes(...)` with its Ed25519
+key and sends the upgrade request with `Authorization: Cyborg-Agent <base64url of Credential>`. A refusal is an HTTP
+401 or 403 with `{"error": sentence}` and no socket. After the upgrade the gateway speaks first (`Welcome`).
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from drivers.inventory import DriverReport, Name, Text, Word
+
+VERSIONS = ("cyborg.agent.1",)
+"""Subprotocols this release speaks, best first."""
+MAX_MESSAGE = 1024 * 1024
+"""Bytes of one message, the default of `CYBORG_MAX_MESSAGE_BYTES`."""
+PATH = "/ws/agent"
+CHALLENGE_PATH = "/ws/agent/challenge"
+SCHEME = "Cyborg-Agent"
+
+Number = Annotated[int, Meta(ge=0, le=2**53)]
+
+
+class Challenge(Struct, frozen=True):
+    """Answer of GET /ws/agent/challenge. Valid for `seconds`; one connection of one host may use it."""
+
+    nonce: str
+    seconds: float
+    versions: tuple[str, ...]
+
+
+class Credential(Struct, frozen=True):
+    """Who connects: `public_key` and `signature` are base64url. `token` is sent until the key is bound to the host."""
+
+    host: Name
+    node: Name
+    epoch: Number
+    nonce: Annotated[str, Meta(max_length=256)]
+    public_key: Annotated[str, Meta(max_length=64)]
+    signature: Annotated[str, Meta(max_length=128)]
+    token: Annotated[str, Meta(max_length=128)] = ""
+
+
+class Message(Struct, frozen=True, tag_field="type", tag=True):
+    """Base of all messages: the JSON object's `type` is the class name."""
+
+
+class Hello(Message, frozen=True):
+    """First message of an agent: what it is. `drivers` are the enabled ones."""
+
+    agent_version: Word
+    boot_id: Annotated[str, Meta(max_length=64)]
+    drivers: Annotated[tuple[Word, ...], Meta(max_length=64)] = ()
+
+
+class Report(Message, frozen=True):
+    """The complete inventory as this host sees it. (`epoch`, `seq`) orders reports; `hash` names the content."""
+
+    epoch: Number
+    seq: Number
+    hash: Annotated[str, Meta(min_length=32, max_length=64)]
+    drivers: Annotated[tuple[DriverReport, ...], Meta(max_length=64)]
+
+
+class Beat(Message, frozen=True):
+    """A lease renewal: I live. Answered by Ack with the same `seq`."""
+
+    seq: Number
+
+
+class Welcome(Message, frozen=True):
+    """First message of a gateway. `applied_hash` is the content last applied for this host ('' when none).
+
+    `epoch` is the highest epoch ever seen of this host: an agent below it moves its journal above it and reconnects.
+    """
+
+    beat_s: float
+    epoch: Number
+    applied_hash: str
+    max_bytes: int
+    jitter_s: float = 0.0
+
+
+class Ack(Message, frozen=True):
+    """`of` is Report or Beat. A Report's Ack is sent after its commit: it will not be lost."""
+
+    seq: Number
+    of: str = "Report"
+
+
+class Refuse(Message, frozen=True):
+    """Sent before the gateway closes: `code` for programs, `reason` for people."""
+
+    code: Word
+    reason: Text
+
+
+FromAgent = Hello | Report | Beat
+FromGateway = Welcome | Ack | Refuse
+
+_encode = msgspec.json.Encoder().encode
+_from_agent = msgspec.json.Decoder(FromAgent)
+_from_gateway = msgspec.json.Decoder(FromGateway)
+_type_only = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_known = {"from_agent": {"Hello", "Report", "Beat"}, "from_gateway": {"Welcome", "Ack", "Refuse"}}
+
+
+class Unknown(Struct, frozen=True):
+    """A message of a type this release does not know: to be counted and dropped."""
+
+    type: str
+
+
+class Malformed(ValueError):
+    """Bytes that are not a message. The text is fit for a Refuse's reason."""
+
+
+def encode(message: Message) -> str:
+    """One text frame."""
+    return _encode(message).decode()
+
+
+def decode_from_agent(data: bytes | str) -> Hello | Report | Beat | Unknown:
+    """Typed and bounded, or Unknown, or raises Malformed."""
+    try:
+        return _from_agent.decode(data)
+    except (msgspec.DecodeError, RecursionError) as error:
+        return _unknown(data, error, "from_agent")
+
+
+def decode_from_gateway(data: bytes | str) -> Welcome | Ack | Refuse | Unknown:
+    """Typed and bounded, or Unknown, or raises Malformed."""
+    try:
+        return _from_gateway.decode(data)
+    except (msgspec.DecodeError, RecursionError) as error:
+        return _unknown(data, error, "from_gateway")
+
+
+def _unknown(data: bytes | str, error: Exception, side: str) -> Unknown:
+    try:
+        name: Any = msgspec.json.decode(_type_only.decode(data).get("type", msgspec.Raw(b"null")))
+    except (msgspec.DecodeError, RecursionError):
+        name = None
+    if isinstance(name, str) and name not in _known[side]:
+        return Unknown(name[:64])
+    raise Malformed(str(error)[:500]) from None
+
+
+def unknown_fields(data: bytes | str, message: Message) -> int:
+    """How many top-level fields of `data` this release ignored. Asked only of peers that speak a newer version."""
+    known = {*message.__struct_fields__, "type"}
+    return sum(1 for name in _type_only.decode(data) if name not in known)
+
+
+def content_hash(drivers: tuple[DriverReport, ...]) -> str:
+    """Names the content of a report: equal content, equal hash, whatever the order drivers answered in."""
+    ordered = sorted(drivers, key=lambda d: d.driver)
+    return hashlib.blake2b(_encode(ordered), digest_size=20).hexdigest()
+
+
+def signed_bytes(host: str, node: str, epoch: int, nonce: str, fingerprint: str) -> bytes:
+    """What an agent signs to connect: bound to the host, its epoch, the server's nonce and the pinned server."""
+    return _encode(["cyborg-agent-connect-1", host, node, epoch, nonce, fingerprint])
+
+
+def authorization(credential: Credential) -> str:
+    """The value of the upgrade request's Authorization header."""
+    return f"{SCHEME} {base64.urlsafe_b64encode(_encode(credential)).decode()}"
+
+
+def parse_authorization(value: str) -> Credential:
+    """The reverse; raises Malformed."""
+    scheme, _, encoded = value.partition(" ")
+    if scheme.lower() != SCHEME.lower() or len(encoded) > 8192:
+        raise Malformed(f"the Authorization header is not '{SCHEME} …'")
+    try:
+        return msgspec.json.decode(base64.urlsafe_b64decode(encoded.strip()), type=Credential)
+    except (ValueError, msgspec.DecodeError):
+        raise Malformed("the credential is not readable") from None
+
+
+def join_string(address: str, fingerprint: str, host: str, secret: str) -> str:
+    """The one pasteable string of `manage.py join_token`: where, whom to trust, for which host, the secret."""
+    return base64.urlsafe_b64encode(_encode([1, address, fingerprint, host, secret])).decode().rstrip("=")
+
+
+class Join(Struct, frozen=True, array_like=True):
+    """What a join string holds. `address` is `http://host:port` or `https://…`; `fingerprint` '' without TLS."""
+
+    version: int
+    address: str
+    fingerprint: str
+    host: str
+    secret: str
+
+
+def parse_join_string(text: str) -> Join:
+    """Raises Malformed with a sentence for the person who pasted it."""
+    try:
+        return msgspec.json.decode(base64.urlsafe_b64decode(text.strip() + "=" * (-len(text.strip()) % 4)), type=Join)
+    except (ValueError, msgspec.DecodeError):
+        raise Malformed("the join token is not readable: paste the whole line that `join_token` printed") from None

@@ -1,0 +1,1 @@
+"""The house around the rooms: settings, URLs, servers, the one-command supervisor, local identity."""

@@ -1,0 +1,65 @@
+"""One process for everything: agents' sockets on the event loop, Django in a bounded set of threads beside it.
+
+The event loop never waits for the database (measured: an ORM call in a consumer queues every agent behind it).
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+os.environ.setdefault("DJANGO_SETTINGS_MODULE", "cyborgweb.settings.base")
+
+from a2wsgi import WSGIMiddleware
+from channels.routing import ProtocolTypeRouter, URLRouter
+from django.urls import re_path
+
+from agents.gateway import Gateway
+from agents.wire import CHALLENGE_PATH
+from cyborgweb.settings.keys import keys
+from cyborgweb.wsgi import application as wsgi
+
+BUSY = b'{"error_message": "The service is busy: try again in a second."}'
+
+
+class BoundedThreads:
+    """Django on `threads` threads; at most `queue` requests wait, beyond it 503 with Retry-After at once."""
+
+    def __init__(self, threads: int, queue: int) -> None:
+        self._app = WSGIMiddleware(wsgi, workers=threads)
+        self._limit = threads + queue
+        self._inside = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if self._inside >= self._limit:
+            headers = [(b"content-type", b"application/json"), (b"retry-after", b"1")]
+            await send({"type": "http.response.start", "status": 503, "headers": headers})
+            await send({"type": "http.response.body", "body": BUSY})
+            return
+        self._inside += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._inside -= 1
+
+
+class Http:
+    """The challenge is answered on the event loop, everything else by Django."""
+
+    def __init__(self, gateway: Gateway, django: BoundedThreads) -> None:
+        self._gateway, self._django = gateway, django
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == CHALLENGE_PATH:
+            await self._gateway.challenge(scope, receive, send)
+        else:
+            await self._django(scope, receive, send)
+
+
+gateway = Gateway(keys())
+application = ProtocolTypeRouter(
+    {
+        "http": Http(gateway, BoundedThreads(keys().request_threads, keys().request_queue)),
+        "websocket": URLRouter([re_path(r"^ws/agent$", gateway)]),
+    }
+)

@@ -1,0 +1,36 @@
+"""`manage.py api_token NAME`: a token for `X-Auth-Token`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from django.contrib.auth import get_user_model
+from django.core.management.base import BaseCommand, CommandError
+
+from cyborgweb.models import ApiToken
+
+IMPLIED = {"admin": ["admin", "manager", "member", "reader"], "manager": ["manager", "member", "reader"]}
+
+
+class Command(BaseCommand):
+    help = "Make an API token. The last line printed is the token; it is shown once and stored only as a hash."
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("name", help="what it is for, shown in the console")
+        parser.add_argument("--role", default="admin", choices=["admin", "manager", "member", "reader", "service"])
+        parser.add_argument("--project", default="local", help="project id it is scoped to (default: local)")
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        name, role = options["name"], options["role"]
+        if not 0 < len(name) <= 150:
+            raise CommandError("NAME is 1 to 150 characters")
+        users = get_user_model()
+        user, made = users.objects.get_or_create(username=f"token-{name}"[:150])
+        if made:
+            user.set_unusable_password()
+            user.save()
+        roles = IMPLIED.get(role, ["member", "reader"] if role == "member" else [role])
+        secret = ApiToken.make(name, user, roles, options["project"])
+        self.stdout.write(f"Token {name!r} with the roles {', '.join(roles)} in project {options['project']!r}:")
+        self.stdout.write(secret)

@@ -1,0 +1,73 @@
+"""`manage.py prepare`: bring the database up to date and make what a first start needs; asked for by the supervisor."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import secrets
+import sys
+from pathlib import Path
+from typing import Any
+
+from django.contrib.auth import get_user_model
+from django.core.management import call_command
+from django.core.management.base import BaseCommand
+from django.db import connection
+
+from accelerators import ticks
+from agents import enrolment
+from agents.host.settings import AgentSettings
+from cyborgweb.settings.keys import keys
+from drivers.configuration import load
+
+MIGRATION_LOCK = 0x6D696772
+
+
+class Command(BaseCommand):
+    help = "Migrate (one process at a time), make the first login and a join token for this machine's agent; prints JSON."
+    requires_system_checks: list[str] = []
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--address", required=True, help="where agents reach this conductor: http://host:port")
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT pg_advisory_lock(%s)", [MIGRATION_LOCK])
+        call_command("migrate", verbosity=0, interactive=False, stdout=sys.stderr, skip_checks=True)
+        path = keys().state / "first-login"
+        facts = {
+            "login": _first_login(path),
+            "login_file": str(path),
+            "join": _join(options["address"]),
+            "jobs": {j.name: (j.cluster, ticks.LOCK_CLASS, ticks.lock_id(j.name)) for j in ticks.jobs()},
+            "dsn": _dsn(),
+        }
+        self.stdout.write(json.dumps(facts))
+
+
+def _first_login(path: Path) -> str:
+    """`admin / password`, made when there is no user yet; afterwards what the file says, or that somebody has one."""
+    if path.exists():
+        return path.read_text().strip()
+    users = get_user_model()
+    if users.objects.exists():
+        return "the one you already have"
+    password = secrets.token_urlsafe(12)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(f"admin / {password}\n")
+    users.objects.create_superuser("admin", password=password)
+    return f"admin / {password}"
+
+
+def _join(address: str) -> str:
+    host = load(AgentSettings, os.environ).host_name
+    return enrolment.make_token(host, address=address, hours=keys().join_token_hours, created_by="prepare")
+
+
+def _dsn() -> str:
+    from psycopg.conninfo import make_conninfo
+
+    params = connection.get_connection_params()
+    wanted = {k: v for k, v in params.items() if k in ("dbname", "user", "password", "host", "port")}
+    return make_conninfo("", **wanted)

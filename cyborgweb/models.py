@@ -1,0 +1,41 @@
+"""Local identity: API tokens for `X-Auth-Token` where there is no Keystone (`CYBORG_AUTH=local`)."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+
+from django.conf import settings
+from django.contrib.postgres.fields import ArrayField
+from django.db import models
+from django.db.models.functions import Now
+
+
+class ApiToken(models.Model):
+    """A token of a local user. Only its hash is stored. `roles` are Keystone's words: admin, member, service…"""
+
+    name = models.CharField(max_length=255)
+    token_hash = models.CharField(max_length=64, unique=True)
+    user = models.ForeignKey(settings.AUTH_USER_MODEL, models.CASCADE, related_name="api_tokens")
+    roles = ArrayField(models.CharField(max_length=64), default=list)
+    project_id = models.CharField(max_length=64, default="", blank=True)
+    created_at = models.DateTimeField(db_default=Now())
+
+    class Meta:
+        ordering = ["name"]
+        verbose_name = "API token"
+
+    def __str__(self) -> str:
+        return self.name
+
+    @classmethod
+    def make(cls, name: str, user: object, roles: list[str], project_id: str) -> str:
+        """Store a new token and return its secret, which is shown once and kept nowhere."""
+        secret = secrets.token_urlsafe(32)
+        cls.objects.create(name=name, user=user, token_hash=digest(secret), roles=roles, project_id=project_id)
+        return secret
+
+
+def digest(secret: str) -> str:
+    """How a token is stored and looked up. Tokens are 256 random bits, so a plain hash suffices."""
+    return hashlib.sha256(secret.encode()).hexdigest()

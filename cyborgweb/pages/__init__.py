@@ -1,0 +1,1 @@
+"""Pages that show more than one room."""

@@ -1,0 +1,5 @@
+"""The console's first page: counts by state."""
+
+
+def context(request, context):
+    return context

@@ -1,0 +1,232 @@
+"""The one-command supervisor behind `make up`: database, web, two clusters and an agent, for one machine.
+
+No Django in this process: it must start fast and outlive whatever goes wrong in the others. Every child has a session
+of its own, so a signal to the group reaches us alone; every child dies with us, also when we are killed with SIGKILL.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import IO, Any
+
+from cyborgweb.children import Child, say
+from cyborgweb.postgres import Postgres, PostgresError
+from cyborgweb.settings.keys import Keys, keys, listen_address
+from cyborgweb.tickwatch import TickWatch
+from drivers.configuration import ConfigurationError
+from drivers.process import die_with_parent
+
+ROOT = Path(__file__).resolve().parents[1]
+STOP_S = {"web": 2.5, "agent": 2.0, "work": 1.5, "ingest": 1.5}
+"""Stopping order, and how long each may take before SIGKILL; with PostgreSQL's below 10 s."""
+TIMELY_S = 8.0
+
+
+class CannotStart(RuntimeError):
+    """What stands in the way, in one sentence for the person at the terminal."""
+
+
+class Supervisor:
+    """Starts everything, keeps it running, stops it in order."""
+
+    def __init__(self, settings: Keys) -> None:
+        self.settings = settings
+        self.selector = selectors.DefaultSelector()
+        self.children: dict[str, Child] = {}
+        self.postgres: Postgres | None = None
+        self.postgres_retry = 0.0
+        self.watch: TickWatch | None = None
+        self.stopping = False
+        self.wake_r, self.wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def run(self) -> None:
+        """Everything, until SIGINT or SIGTERM; raises CannotStart before anything runs."""
+        self._catch_signals()
+        lock = self._own_state_directory()
+        listener = self._listener()
+        try:
+            self._start_database()
+            facts = self._prepare(listener)
+            if not self.stopping:
+                self._start_children(listener, facts)
+                self._greet(listener, facts)
+            while not self.stopping:
+                self._turn()
+        finally:
+            self._stop()
+            listener.close()
+            lock.close()
+
+    def _catch_signals(self) -> None:
+        signal.set_wakeup_fd(self.wake_w)
+        for sig in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(sig, self._on_signal)
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # wakes the selector
+        self.selector.register(self.wake_r, selectors.EVENT_READ)
+
+    def _on_signal(self, signum: int, _frame: object) -> None:
+        if not self.stopping:
+            say("serve", f"{signal.Signals(signum).name}: stopping")
+        self.stopping = True
+
+    def _own_state_directory(self) -> IO[str]:
+        state = self.settings.state
+        try:
+            state.mkdir(parents=True, exist_ok=True, mode=0o700)
+            lock = (state / "lock").open("a")
+        except OSError as error:
+            raise CannotStart(f"the state directory {state} is not writable ({error.strerror}): set CYBORG_STATE_DIR") from None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CannotStart(f"another one runs on {state}: stop it, or set CYBORG_STATE_DIR to another folder") from None
+        return lock
+
+    def _listener(self) -> socket.socket:
+        host, port = listen_address(self.settings.listen)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+        except OSError as error:
+            raise CannotStart(f"cannot listen on {host}:{port} ({error.strerror}): set CYBORG_LISTEN, port 0 takes a free one") from None
+        listener.listen(4096)
+        return listener
+
+    def _start_database(self) -> None:
+        if self.settings.database_url:
+            return
+        self.postgres = Postgres(self.settings.state / "postgres", self.settings.pg_bin)
+        self.postgres.start()
+        self.postgres.ensure_database("cyborg")
+        say("postgres", f"accepting connections in {self.postgres.socket}")
+
+    def _prepare(self, listener: socket.socket) -> dict[str, Any]:
+        """Migrate, make the first login and a join token for the local agent: `manage.py prepare`, in its own process."""
+        address = "http://%s:%d" % listener.getsockname()[:2]
+        done = subprocess.run(
+            [sys.executable, ROOT / "manage.py", "prepare", "--address", address],
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
+            cwd=ROOT,
+            env=self._environment(),
+            start_new_session=True,
+        )
+        if done.returncode:
+            raise CannotStart("the database could not be prepared; the reason stands above")
+        facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return facts
+
+    def _environment(self, **more: str) -> dict[str, str]:
+        state = {"CYBORG_STATE_DIR": str(self.settings.state), "DJANGO_SETTINGS_MODULE": "cyborgweb.settings.base"}
+        return os.environ | {"PYTHONUNBUFFERED": "1", "CYBORG_PARENT": str(os.getpid())} | state | more
+
+    def _start_children(self, listener: socket.socket, facts: dict[str, Any]) -> None:
+        python = sys.executable
+        worker = self._environment(DJANGO_SETTINGS_MODULE="cyborgweb.settings.worker")
+        agent = self._environment(CYBORG_JOIN_TOKEN=facts["join"], **self._agent_defaults())
+        plan = {
+            "web": ([python, "-m", "cyborgweb.web", "--fd", str(listener.fileno())], self._environment(), (listener.fileno(),)),
+            "ingest": ([python, str(ROOT / "manage.py"), "cluster", "ingest"], worker, ()),
+            "work": ([python, str(ROOT / "manage.py"), "cluster", "work"], worker, ()),
+            "agent": ([python, "-m", "agents.host.main", "--die-with-parent"], agent, ()),
+        }
+        for name, (command, environment, fds) in plan.items():
+            self.children[name] = Child(name, command, environment, fds, self.selector, ROOT)
+            self.children[name].start()
+        self.watch = TickWatch(facts["jobs"], facts["dsn"], self.settings.tick_stall_s, self.wake_w)
+        self.watch.start()
+
+    def _agent_defaults(self) -> dict[str, str]:
+        """What `make up` adds so that a fresh machine shows something; whatever the operator sets wins."""
+        ours = {
+            "CYBORG_AGENT_STATE_DIR": str(self.settings.state / "agent"),
+            "CYBORG_ENABLED_DRIVERS": "fake_driver,pci_driver",
+            "CYBORG_DRIVER_SETTINGS": str(ROOT / "docs" / "sample-drivers.toml"),
+        }
+        return {name: value for name, value in ours.items() if name not in os.environ}
+
+    def _greet(self, listener: socket.socket, facts: dict[str, Any]) -> None:
+        host, port = listener.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        say("serve", f"console: http://{shown}:{port}/admin/")
+        say("serve", f"first login: {facts['login']} (kept in {facts['login_file']})")
+
+    def _turn(self) -> None:
+        """One round of the loop: output, deaths, stalls."""
+        for ready, _ in self.selector.select(timeout=0.5):
+            if ready.fd == self.wake_r:
+                _drain(self.wake_r)
+            elif isinstance(ready.data, Child):
+                ready.data.read()
+        if self.stopping:
+            return
+        self._keep_database()
+        for child in self.children.values():
+            child.keep()
+        for name, job in self.watch.stalled() if self.watch else ():
+            if self.children[name].running_for() > self.settings.tick_stall_s + 3:
+                say("serve", f"cluster {name} does not take up job {job}: replacing it")
+                self.children[name].kill()
+
+    def _keep_database(self) -> None:
+        if self.postgres is None or self.postgres.process is None or self.postgres.process.poll() is None:
+            return
+        if time.monotonic() < self.postgres_retry:
+            return
+        say("postgres", f"ended with {self.postgres.process.returncode}: starting it again")
+        try:
+            self.postgres.start()
+        except PostgresError as error:
+            say("postgres", str(error))
+            self.postgres_retry = time.monotonic() + 5
+
+    def _stop(self) -> None:
+        end = time.monotonic() + TIMELY_S
+        for name, patience in STOP_S.items():
+            if child := self.children.get(name):
+                child.stop(min(patience, max(0.2, end - time.monotonic())))
+        if self.postgres:
+            self.postgres.stop(timeout=max(1.0, end - time.monotonic()))
+        say("serve", "stopped")
+
+
+def _drain(fd: int) -> None:
+    try:
+        while os.read(fd, 4096):
+            pass
+    except BlockingIOError:
+        return
+
+
+def main() -> None:
+    """`python -m cyborgweb.serve`."""
+    parser = argparse.ArgumentParser(
+        prog="cyborgweb.serve",
+        description="Run the whole control plane on this machine: database, web, clusters, agent. Ctrl-C stops it.",
+        epilog="Configuration: CYBORG_… variables or a TOML file named by CYBORG_CONFIG; see docs/configuration.md.",
+    )
+    parser.add_argument("--leash", action="store_true", help="stop when the process that started this one ends")
+    if parser.parse_args().leash:
+        die_with_parent(signal.SIGTERM)
+    try:
+        Supervisor(keys()).run()
+    except (CannotStart, ConfigurationError, PostgresError) as error:
+        print(f"cyborgweb: {error}", file=sys.stderr)  # noqa: T201
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""Django's settings for web processes, commands and tests. Values come from `keys`; clusters add `worker`."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from cyborgweb.postgres import Postgres
+from cyborgweb.settings.keys import Keys, keys
+
+KEYS = keys()
+BASE_DIR = Path(__file__).resolve().parents[2]
+
+
+def _secret(settings: Keys) -> str:
+    """Django's secret key: made once, kept in the state directory, readable by its owner alone."""
+    path = settings.state / "secret-key"
+    try:
+        return path.read_text().strip()
+    except FileNotFoundError:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch(mode=0o600, exist_ok=True)
+    made = secrets.token_urlsafe(48)
+    with path.open("r+") as file:
+        if stored := file.read().strip():
+            return stored
+        file.write(made)
+    return made
+
+
+def _database(settings: Keys) -> dict[str, object]:
+    common = {
+        "ENGINE": "django.db.backends.postgresql",
+        "CONN_MAX_AGE": 300,
+        "CONN_HEALTH_CHECKS": True,
+        "TEST": {"NAME": "test_cyborg"},
+    }
+    if not settings.database_url:
+        return common | {"NAME": "cyborg", "USER": "postgres", "HOST": str(Postgres(settings.state / "postgres").socket)}
+    url = urlsplit(settings.database_url)
+    options = dict(pair.split("=", 1) for pair in url.query.split("&") if "=" in pair)
+    return common | {
+        "NAME": unquote(url.path.lstrip("/")),
+        "USER": unquote(url.username or ""),
+        "PASSWORD": unquote(url.password or ""),
+        "HOST": options.pop("host", None) or url.hostname or "",
+        "PORT": str(url.port or ""),
+        "OPTIONS": options,
+    }
+
+
+SECRET_KEY = _secret(KEYS)
+DEBUG = KEYS.debug
+ALLOWED_HOSTS = list(KEYS.allowed_hosts)
+DATABASES = {"default": _database(KEYS)}
+DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
+
+INSTALLED_APPS = [
+    "unfold",
+    "django.contrib.admin",
+    "django.contrib.auth",
+    "django.contrib.contenttypes",
+    "django.contrib.sessions",
+    "django.contrib.messages",
+    "django.contrib.staticfiles",
+    "rest_framework",
+    "django_q",
+    "accelerators",
+    "agents",
+    "cyborgweb",
+]
+MIDDLEWARE = [
+    "django.middleware.security.SecurityMiddleware",
+    "whitenoise.middleware.WhiteNoiseMiddleware",
+    "cyborgweb.requests.RequestIdMiddleware",
+    "django.contrib.sessions.middleware.SessionMiddleware",
+    "django.middleware.common.CommonMiddleware",
+    "django.middleware.csrf.CsrfViewMiddleware",
+    "django.contrib.auth.middleware.AuthenticationMiddleware",
+    "django.contrib.messages.middleware.MessageMiddleware",
+    "django.middleware.clickjacking.XFrameOptionsMiddleware",
+]
+ROOT_URLCONF = "cyborgweb.urls"
+ASGI_APPLICATION = "cyborgweb.asgi.application"
+WSGI_APPLICATION = "cyborgweb.wsgi.application"
+APPEND_SLASH = True
+TEMPLATES = [
+    {
+        "BACKEND": "django.template.backends.django.DjangoTemplates",
+        "DIRS": [BASE_DIR / "templates"],
+        "APP_DIRS": True,
+        "OPTIONS": {
+            "context_processors": [
+                "django.template.context_processors.request",
+                "django.contrib.auth.context_processors.auth",
+                "django.contrib.messages.context_processors.messages",
+            ]
+        },
+    }
+]
+STATIC_URL = "/static/"
+WHITENOISE_USE_FINDERS = True
+WHITENOISE_AUTOREFRESH = False
+LOGIN_URL = "admin:login"
+USE_TZ = True
+TIME_ZONE = "UTC"
+USE_I18N = False
+AUTH_PASSWORD_VALIDATORS = [
+    {"NAME": "django.contrib.auth.password_validation.MinimumLengthValidator", "OPTIONS": {"min_length": 10}},
+    {"NAME": "django.contrib.auth.password_validation.CommonPasswordValidator"},
+]
+SECURE_REFERRER_POLICY = "same-origin"
+X_FRAME_OPTIONS = "DENY"
+DATA_UPLOAD_MAX_MEMORY_SIZE = 1_048_576
+CHANNEL_LAYERS: dict[str, object] = {}
+
+REST_FRAMEWORK = {
+    "DEFAULT_AUTHENTICATION_CLASSES": ["cyborgweb.identity.TokenAuthentication"],
+    "DEFAULT_PERMISSION_CLASSES": ["cyborgweb.policy.RulePermission"],
+    "UNAUTHENTICATED_USER": None,
+}
+
+Q_CLUSTER = {
+    "name": "work",
+    "label": "Jobs",
+    "orm": "default",
+    "workers": 2,
+    "timeout": 60,
+    "retry": 90,
+    "max_attempts": 1,
+    "bulk": 10,
+    "queue_limit": 4,
+    "poll": 0.1,
+    "save_limit": -1,
+    "catch_up": False,
+    "recycle": 5000,
+    "log_level": "WARNING",
+    "ALT_CLUSTERS": {"ingest": {"workers": 1, "poll": 0.05, "queue_limit": 2}},
+}
+
+LOGGING = {
+    "version": 1,
+    "disable_existing_loggers": False,
+    "formatters": {"line": {"format": "%(levelname)s %(name)s: %(message)s"}},
+    "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
+    "root": {"handlers": ["stderr"], "level": "INFO"},
+}
+
+UNFOLD = {
+    "SITE_TITLE": "Accelerators",
+    "SITE_HEADER": "Accelerators",
+    "SITE_SUBHEADER": "control plane",
+    "SITE_SYMBOL": "memory",
+    "SHOW_HISTORY": False,
+    "SHOW_VIEW_ON_SITE": False,
+    "DASHBOARD_CALLBACK": "cyborgweb.pages.overview.context",
+}

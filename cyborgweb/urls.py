@@ -1,0 +1,28 @@
+"""Where everything answers: the console, both API mounts, health."""
+
+from django.contrib import admin
+from django.db import DatabaseError, connection
+from django.http import HttpRequest, HttpResponse, JsonResponse
+from django.urls import path
+
+
+def healthz(request: HttpRequest) -> HttpResponse:
+    """The process lives. Asks nobody."""
+    return JsonResponse({"status": "ok"})
+
+
+def readyz(request: HttpRequest) -> HttpResponse:
+    """It can work: the database answers. 503 with the reason otherwise."""
+    try:
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT 1")
+    except DatabaseError:
+        return JsonResponse({"status": "waiting", "reason": "the database does not answer"}, status=503)
+    return JsonResponse({"status": "ok"})
+
+
+urlpatterns = [
+    path("healthz", healthz),
+    path("readyz", readyz),
+    path("admin/", admin.site.urls),
+]

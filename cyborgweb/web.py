@@ -1,0 +1,42 @@
+"""`python -m cyborgweb.web`: uvicorn on a socket that the supervisor has bound, so a restart of web loses no caller."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import socket
+
+import uvicorn
+
+from cyborgweb.settings.keys import keys
+from drivers.process import die_with_parent
+
+
+def main() -> None:
+    """Serve until SIGTERM; `--fd` is an inherited, listening socket."""
+    parser = argparse.ArgumentParser(prog="cyborgweb.web", description=__doc__)
+    parser.add_argument("--fd", type=int, required=True, help="file descriptor of a listening socket")
+    fd = parser.parse_args().fd
+    die_with_parent()
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    config = uvicorn.Config(
+        "cyborgweb.asgi:application",
+        ws="websockets-sansio",
+        ws_per_message_deflate=False,
+        ws_max_size=keys().max_message_bytes,
+        ws_ping_interval=30.0,
+        ws_ping_timeout=30.0,
+        loop="uvloop",
+        http="httptools",
+        lifespan="off",
+        access_log=False,
+        log_config=None,
+        backlog=4096,
+        timeout_graceful_shutdown=2,
+        server_header=False,
+    )
+    uvicorn.Server(config).run(sockets=[socket.socket(fileno=fd)])
+
+
+if __name__ == "__main__":
+    main()

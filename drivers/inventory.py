@@ -1,0 +1,96 @@
+"""The words for hardware that every room shares: frozen structs, no behaviour.
+
+Drivers make them, the agent sends them (`agents.wire`), the conductor stores them (`accelerators.diff`).
+Sizes are bounded here because a report comes from a host that may be hostile (promise X5).
+Shapes follow upstream's driver objects (contract sections 5.1, 6.3, 8.1), plus health `status`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+Word = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.:-]+$")]
+"""An identifier: driver name, attribute key."""
+Name = Annotated[str, Meta(min_length=1, max_length=255)]
+"""A name people read: host, deployable, model, device key."""
+Text = Annotated[str, Meta(max_length=4096)]
+"""Free text or a JSON document as a string: board info, reasons."""
+Count = Annotated[int, Meta(ge=0, le=65_535)]
+
+DeviceType = Literal["GPU", "FPGA", "AICHIP", "QAT", "NIC", "SSD"]
+HandleType = Literal["PCI", "MDEV", "TEST_PCI", "DEV"]
+Health = Literal["ok", "degraded", "failed", "unknown"]
+
+
+class Attribute(Struct, frozen=True):
+    """`rc` names the resource class; keys that start with `trait` name traits (contract 6.3)."""
+
+    key: Word
+    value: Annotated[str, Meta(max_length=1024)]
+
+
+class AttachHandle(Struct, frozen=True):
+    """One assignable unit. `info` is canonical JSON (sorted keys, string values): its bytes are its identity."""
+
+    attach_type: HandleType
+    info: Annotated[str, Meta(min_length=2, max_length=255)]
+
+
+class Deployable(Struct, frozen=True):
+    """The part of a device that is a resource provider; `name` is the provider's name (contract 6.2)."""
+
+    name: Name
+    num_accelerators: Count
+    attributes: Annotated[tuple[Attribute, ...], Meta(max_length=64)] = ()
+    handles: Annotated[tuple[AttachHandle, ...], Meta(max_length=1024)] = ()
+    driver_name: Annotated[str, Meta(max_length=100)] = ""
+
+
+class Device(Struct, frozen=True):
+    """A card. `key` is its identity on the host: `serial:…`, else `pci:dddd:bb:dd.f`, else `<driver>:…`.
+
+    `address` is the PCI address of the management function, None for what is not on PCI.
+    `vendor` and `model` are the exact strings that upstream shows for the same hardware.
+    """
+
+    key: Name
+    type: DeviceType
+    vendor: Name
+    model: Name
+    address: Annotated[str, Meta(max_length=32, pattern=r"^[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$")] | None = None
+    std_board_info: Text = ""
+    vendor_board_info: Text = ""
+    status: Health = "ok"
+    status_reason: Text = ""
+    numa_node: Annotated[int, Meta(ge=-1, le=4095)] = -1
+    kernel_driver: Annotated[str, Meta(max_length=64)] = ""
+    deployables: Annotated[tuple[Deployable, ...], Meta(max_length=256)] = ()
+
+
+class Fault(Struct, frozen=True):
+    """Something a driver or the agent could not take for a device, said so that a person can act on it."""
+
+    subject: Name
+    reason: Text
+
+
+class Sample(Struct, frozen=True):
+    """Load of one device at one moment: broadcast, never stored. Units are part of the metric's name."""
+
+    key: Name
+    metric: Word
+    value: float
+
+
+class DriverReport(Struct, frozen=True):
+    """What one driver answered. `error` empty means *ok*: `devices` is then its complete list.
+
+    With an error `devices` is empty, and what was known before stays known (shown stale).
+    """
+
+    driver: Word
+    error: Text = ""
+    devices: Annotated[tuple[Device, ...], Meta(max_length=4096)] = ()
+    faults: Annotated[tuple[Fault, ...], Meta(max_length=256)] = ()

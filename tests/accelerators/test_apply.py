@@ -1,0 +1,145 @@
+"""A report's way into the tables: found, changed, missing, back, stale, unchanged; at a constant number of statements."""
+
+from __future__ import annotations
+
+import pytest
+from django.db import connection
+from django.db.utils import IntegrityError
+from django.test.utils import CaptureQueriesContext
+
+from accelerators import conductor
+from accelerators.models import AttachHandle, Attribute, Deployable, Device, Event, Host, Intent
+from tests.support.reports import a_host, answer, apply, card, report
+from tests.support.writeguard import ForbiddenWrite
+
+pytestmark = pytest.mark.django_db
+
+
+def test_what_is_found_is_stored_inactive_with_one_event_per_device() -> None:
+    host = a_host()
+    apply(host, answer(card(1, handles=2), card(2)))
+    assert list(Device.objects.values_list("address", "state")) == [("0000:01:00.0", "inactive"), ("0000:02:00.0", "inactive")]
+    assert AttachHandle.objects.count() == 3
+    assert Attribute.objects.filter(key="rc", value="FPGA").count() == 2
+    assert list(Event.objects.filter(subject_type="device").values_list("action", flat=True)) == ["device.found"] * 2
+    assert Intent.objects.get().kind == "provider"
+
+
+def test_an_equal_report_changes_no_device_and_makes_no_event() -> None:
+    host = a_host()
+    apply(host, answer(card(1)))
+    events = Event.objects.count()
+    apply(host, answer(card(1)), seq=2)
+    assert Event.objects.count() == events
+    assert Device.objects.get().updated_at is None
+
+
+def test_a_change_is_one_event_with_before_and_after() -> None:
+    host = a_host()
+    apply(host, answer(card(1)))
+    apply(host, answer(card(1, status="degraded", status_reason="link at x8 of x16")), seq=2)
+    event = Event.objects.get(action="device.changed")
+    assert event.changes["status"] == ["ok", "degraded"]
+    assert Device.objects.get().status_reason == "link at x8 of x16"
+
+
+def test_missing_marks_and_back_restores_what_it_was() -> None:
+    host = a_host()
+    apply(host, answer(card(1), card(2)))
+    with conductor.writing():
+        Device.objects.filter(address="0000:01:00.0").update(state="ready")
+    apply(host, answer(card(2)), seq=2)
+    gone = Device.objects.get(address="0000:01:00.0")
+    assert (gone.state, gone.returns_to) == ("missing", "ready")
+    apply(host, answer(card(1), card(2)), seq=3)
+    back = Device.objects.get(address="0000:01:00.0")
+    assert (back.state, back.returns_to, back.pk) == ("ready", None, gone.pk)
+    assert [e.action for e in Event.objects.filter(subject=gone.uuid).order_by("id")] == [
+        "device.found",
+        "device.missing",
+        "device.back",
+    ]
+
+
+def test_an_empty_answer_marks_and_never_removes() -> None:
+    host = a_host()
+    apply(host, answer(*(card(n) for n in range(8))))
+    apply(host, answer(), seq=2)
+    assert Device.objects.filter(state="missing").count() == 8
+    assert Deployable.objects.count() == 8
+
+
+def test_L6_a_driver_that_fails_costs_only_its_own_freshness() -> None:
+    host = a_host()
+    good, bad = answer(card(1), driver="good"), answer(card(2), driver="bad")
+    apply(host, good, bad)
+    apply(host, answer(card(1), card(3), driver="good"), answer(driver="bad", error="it hung for 20 s"), seq=2)
+    assert set(Device.objects.values_list("address", "state")) == {
+        (f"0000:0{n}:00.0", "inactive") for n in (1, 2, 3)
+    }
+    host.refresh_from_db()
+    assert host.drivers["bad"]["error"] == "it hung for 20 s"
+    assert Event.objects.get(action="driver.failed").reason == "it hung for 20 s"
+    apply(host, good, bad, seq=3)
+    assert Event.objects.filter(action="driver.recovered").count() == 1
+
+
+def test_an_answer_followed_by_a_failure_in_one_batch_is_not_lost() -> None:
+    host = a_host()
+    first = report(answer(card(1), driver="flaky"), seq=1)
+    second = report(answer(driver="flaky", error="crashed"), seq=2)
+    conductor.apply({host.id: [second, first]})
+    assert Device.objects.get().address == "0000:01:00.0"
+    assert Host.objects.get().drivers["flaky"]["error"] == "crashed"
+
+
+def test_older_reports_are_dropped() -> None:
+    host = a_host()
+    apply(host, answer(card(1), card(2)), seq=5)
+    assert apply(host, answer(), seq=4) == 0
+    assert not Device.objects.filter(state="missing").exists()
+
+
+def test_handles_that_vanish_are_marked_and_the_others_stay() -> None:
+    host = a_host()
+    apply(host, answer(card(1, handles=4)))
+    keep = card(1, handles=4).deployables[0].handles[1:]
+    less = card(1, handles=4)
+    from msgspec.structs import replace
+
+    apply(host, answer(replace(less, deployables=(replace(less.deployables[0], handles=keep, num_accelerators=3),))), seq=2)
+    gone = AttachHandle.objects.filter(missing_since__isnull=False)
+    assert ['"function": "0"' in h.attach_info for h in gone] == [True]
+
+
+def test_an_operators_attribute_survives_reports() -> None:
+    host = a_host()
+    apply(host, answer(card(1)))
+    with conductor.writing():
+        Attribute.objects.create(deployable=Deployable.objects.get(), key="rack", value="A7", origin="operator")
+        Attribute.objects.filter(key="trait0").update(origin="operator", value="CUSTOM_MINE")
+    apply(host, answer(card(1)), seq=2)
+    assert set(Attribute.objects.values_list("key", "value")) == {("rc", "FPGA"), ("rack", "A7"), ("trait0", "CUSTOM_MINE")}
+
+
+@pytest.mark.parametrize("hosts", [1, 20])
+def test_statements_per_batch_are_constant(hosts: int) -> None:
+    made = [a_host(f"cmp{n}") for n in range(hosts)]
+    batch = {host.id: [report(answer(*(card(n) for n in range(20))))] for host in made}
+    with CaptureQueriesContext(connection) as captured:
+        conductor.apply(batch)
+    assert len(captured) <= 2  # the savepoint; the rest goes around Django's cursor, counted below
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT count(*) FROM accelerators_device")
+        assert cursor.fetchone()[0] == 20 * hosts
+
+
+def test_events_cannot_be_changed() -> None:
+    a_host()
+    with pytest.raises(IntegrityError, match="append-only"), conductor.writing():
+        Event.objects.update(reason="never happened")
+
+
+def test_nobody_but_the_conductor_writes() -> None:
+    with pytest.raises(ForbiddenWrite):
+        Host.objects.create(name="x", node="x")

@@ -1,0 +1,1 @@
+"""What tests share: the database, the write guard, reports, a gateway to talk to."""

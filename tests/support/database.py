@@ -1,0 +1,37 @@
+"""One embedded PostgreSQL for the run (not durable: it is thrown away). Loaded with `-p`, before Django reads settings."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+
+STATE = Path(tempfile.mkdtemp(prefix="cyborg-test-"))
+os.environ["CYBORG_STATE_DIR"] = str(STATE)
+for name in [name for name in os.environ if name.startswith("CYBORG_") and name != "CYBORG_STATE_DIR"]:
+    if name != "CYBORG_PG_BIN":
+        del os.environ[name]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Start the database before Django looks for it."""
+    from cyborgweb.postgres import Postgres
+
+    postgres = Postgres(STATE / "postgres", os.environ.get("CYBORG_PG_BIN", ""), durable=False)
+    postgres.start()
+    postgres.ensure_database("cyborg")
+    config.stash[_postgres] = postgres
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Stop it and take everything away."""
+    if postgres := config.stash.get(_postgres, None):
+        postgres.stop()
+        shutil.rmtree(postgres.socket, ignore_errors=True)
+    shutil.rmtree(STATE, ignore_errors=True)
+
+
+_postgres: pytest.StashKey = pytest.StashKey()
