@@ -112,7 +112,10 @@ def known(public_keys: Iterable[str]) -> dict[str, Identity]:
 
 
 def admit(credential: wire.Credential, identity: Identity | None) -> Identity:
-    """The identity under which a verified credential connects, enrolling it by its token where needed; else Refused."""
+    """The identity under which a verified credential connects, enrolling it by its token where needed; else Refused.
+
+    A used token ends the older ones of its host: a replaced key cannot come back with the token it once had.
+    """
     if identity is not None and identity.host == credential.host:
         if identity.node != credential.node:
             conductor.ensure_host(credential.host, credential.node, credential.host)
@@ -137,6 +140,7 @@ def _enrol(credential: wire.Credential) -> Identity:
                 Agent.objects.create(host=host, public_key=credential.public_key)
                 change = {"public_key": [agent.public_key if agent else None, credential.public_key]}
                 conductor.record("agent.enrolled", Source.AGENT, host.name, host=host, changes=change, reason="join token")
+        JoinToken.objects.filter(host_name=host.name, pk__lt=token.pk).update(expires_at=datetime.now(UTC))
         JoinToken.objects.filter(pk=token.pk).update(public_key=credential.public_key, used_at=datetime.now(UTC))
     return known([credential.public_key])[credential.public_key]
 

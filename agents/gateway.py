@@ -42,10 +42,11 @@ class Limits(Protocol):
 class Session:
     """One connected agent. `last` is the newest (epoch, seq) this process has made durable or found applied."""
 
-    __slots__ = ("applied", "identity", "last", "send", "version")
+    __slots__ = ("applied", "identity", "last", "offers_newer", "send", "version")
 
-    def __init__(self, identity: Identity, version: str, send: Any) -> None:
+    def __init__(self, identity: Identity, version: str, offered: list[str], send: Any) -> None:
         self.identity, self.version, self.send = identity, version, send
+        self.offers_newer = any(name not in wire.VERSIONS for name in offered)
         self.applied = identity.applied_hash
         self.last = (0, 0)
 
@@ -68,6 +69,10 @@ class Gateway:
             refusals=self.refusals,
         )
 
+    def stop(self) -> None:
+        """End the writer thread (tests; a real process just ends)."""
+        self._writer.stop()
+
     async def challenge(self, scope: Any, receive: Any, send: Any) -> None:
         """GET /ws/agent/challenge: a nonce, before anything is known of who asks."""
         get = scope["method"] == "GET"
@@ -89,7 +94,7 @@ class Gateway:
             self.refusals.add(host, refused.code, refused.reason)
             await _deny(scope, send, refused)
             return
-        session = Session(identity, version, send)
+        session = Session(identity, version, scope["subprotocols"], send)
         if older := self.sessions.get(identity.host_id):
             await self._refuse(older, "superseded", "this host has connected again")
         self.sessions[identity.host_id] = session
@@ -113,12 +118,15 @@ class Gateway:
         await session.send({"type": "websocket.send", "text": wire.encode(welcome)})
 
     async def _receive(self, session: Session, receive: Any) -> None:
+        newer = session.offers_newer
         while (event := await receive())["type"] == "websocket.receive":
             data = event.get("text") or event.get("bytes") or b""
             try:
                 if len(data) > self.limits.max_message_bytes:
                     raise wire.Malformed(f"{len(data)} bytes; at most {self.limits.max_message_bytes} are taken")
                 message = wire.decode_from_agent(data)
+                if newer:
+                    self.counters["unknown_fields"] += wire.unknown_fields(data, message)
             except wire.Malformed as error:
                 await self._refuse(session, "malformed", str(error))
                 return

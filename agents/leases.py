@@ -29,7 +29,7 @@ class Leases:
     """Filled on the event loop, emptied by the writer thread. `seen` costs a dictionary write."""
 
     def __init__(self, flush_s: float) -> None:
-        self._flush_s = flush_s
+        self.flush_s = flush_s
         self._next = 0.0
         self._lock = threading.Lock()
         self._seen: dict[int, tuple[float, int]] = {}
@@ -55,7 +55,7 @@ class Leases:
             self._seen = seen | self._seen
             self._facts = facts | self._facts
             raise
-        self._next = time.monotonic() + self._flush_s
+        self._next = time.monotonic() + self.flush_s
         return True
 
     def _write(self, seen: dict[int, tuple[float, int]], facts: dict[int, dict[str, object]]) -> None:

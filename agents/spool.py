@@ -63,6 +63,7 @@ class Writer(threading.Thread):
         self._jobs: queue.SimpleQueue[SpoolJob | AdmitJob] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._looked = time.monotonic()
+        self._stopping = False
 
     def put(self, job: SpoolJob | AdmitJob) -> None:
         """Called on the event loop; starts the thread at the first job."""
@@ -71,17 +72,24 @@ class Writer(threading.Thread):
             self.start()
         self._jobs.put(job)
 
+    def stop(self) -> None:
+        """End the thread after what it has in its hands, and close its connection."""
+        self._stopping = True
+        if self.is_alive():
+            self.join(15)
+
     def run(self) -> None:
-        while True:
+        while not self._stopping:
             batch = self._collect()
             if batch:
                 self._until_done(lambda jobs=batch: self._serve(jobs))  # type: ignore[misc]
             self._until_done(self._housekeeping)
+        connection.close()
 
     def _collect(self) -> list[SpoolJob | AdmitJob]:
         """What arrives within the interval after the first job."""
         try:
-            batch = [self._jobs.get(timeout=1.0)]
+            batch = [self._jobs.get(timeout=min(1.0, self._leases.flush_s))]
         except queue.Empty:
             return []
         end = time.monotonic() + self._interval_s
@@ -95,7 +103,7 @@ class Writer(threading.Thread):
     def _until_done(self, work: Callable[[], None]) -> None:
         """The database may be away for long: nothing is acknowledged meanwhile, and nothing is lost."""
         pause = 0.1
-        while True:
+        while not self._stopping:
             try:
                 return work()
             except (OperationalError, InterfaceError, psycopg.OperationalError) as error:

@@ -155,8 +155,10 @@ def _unknown(data: bytes | str, error: Exception, side: str) -> Unknown:
     raise Malformed(str(error)[:500]) from None
 
 
-def unknown_fields(data: bytes | str, message: Message) -> int:
+def unknown_fields(data: bytes | str, message: Message | Unknown) -> int:
     """How many top-level fields of `data` this release ignored. Asked only of peers that speak a newer version."""
+    if isinstance(message, Unknown):
+        return 0
     known = {*message.__struct_fields__, "type"}
     return sum(1 for name in _type_only.decode(data) if name not in known)
 

@@ -1,0 +1,149 @@
+"""The agent's few keys, read once at its start by `main`; `docs/configuration.md` takes its second table from here.
+
+Everything else an agent is told by the gateway when it connects.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from agents import wire
+from drivers.configuration import ConfigurationError, key, load
+
+_WORD = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
+
+
+@dataclass(frozen=True)
+class AgentSettings:
+    """One field per `CYBORG_…` key. `drivers.configuration.keys_of` lists them for the manual."""
+
+    join_token: str = key(
+        "CYBORG_JOIN_TOKEN",
+        "",
+        "The line that `manage.py join_token HOST` printed. Needed until this host has joined, then remembered.",
+        "*(absent)*",
+    )
+    join_token_file: str = key(
+        "CYBORG_JOIN_TOKEN_FILE", "", "A file that holds the same line; `CYBORG_JOIN_TOKEN` wins.", "*(absent)*"
+    )
+    state_dir: str = key(
+        "CYBORG_AGENT_STATE_DIR", "./var/agent", "The agent's key and journal. One agent per directory."
+    )
+    host_name: str = key(
+        "CYBORG_HOST_NAME",
+        "",
+        "This host as Placement names its compute provider.",
+        "the join token's host, else `getfqdn()`",
+    )
+    host_node: str = key(
+        "CYBORG_HOST_NODE", "", "This host as upstream's `[DEFAULT]host` names it.", "`gethostname()`"
+    )
+    enabled_drivers: tuple[str, ...] = key(
+        "CYBORG_ENABLED_DRIVERS",
+        ("fake_driver",),
+        "Drivers to run, comma separated. Where two claim one PCI address, the first one here has it.",
+        "`fake_driver`",
+    )
+    driver_settings: str = key(
+        "CYBORG_DRIVER_SETTINGS",
+        "",
+        "A TOML file with one table per driver, such as `[pci_driver]` with its `rules`.",
+        "*(absent)*",
+    )
+    rescan_s: float = key("CYBORG_RESCAN_S", 60.0, "Seconds between two full looks when no uevent asks for one.")
+    uevent_debounce_ms: int = key(
+        "CYBORG_UEVENT_DEBOUNCE_MS", 300, "Milliseconds in which a burst of uevents becomes one look."
+    )
+    driver_deadline_s: float = key(
+        "CYBORG_DRIVER_DEADLINE_S", 20.0, "Seconds a driver has for one answer; then its process is killed."
+    )
+
+
+def read_settings(environ: Mapping[str, str]) -> AgentSettings:
+    """All keys, in range; raises ConfigurationError with one sentence."""
+    settings = load(AgentSettings, environ)
+    for name, value, low in (
+        ("CYBORG_RESCAN_S", settings.rescan_s, 1),
+        ("CYBORG_UEVENT_DEBOUNCE_MS", settings.uevent_debounce_ms, 0),
+        ("CYBORG_DRIVER_DEADLINE_S", settings.driver_deadline_s, 0.1),
+    ):
+        if not low <= value <= 86_400_000:
+            raise ConfigurationError(f"{name}={value} is not usable: give {low} or more")
+    drivers = settings.enabled_drivers
+    if not 1 <= len(drivers) <= 64 or len(set(drivers)) != len(drivers):
+        raise ConfigurationError("CYBORG_ENABLED_DRIVERS names no driver, more than 64, or one of them twice")
+    for word in drivers:
+        if not _WORD.fullmatch(word):
+            raise ConfigurationError(f"CYBORG_ENABLED_DRIVERS: {word!r} cannot be a driver's name")
+    return settings
+
+
+def read_join(settings: AgentSettings) -> wire.Join | None:
+    """The join token, from the variable or the file; None when neither is given. Raises ConfigurationError."""
+    text, source = settings.join_token, "CYBORG_JOIN_TOKEN"
+    if not text and settings.join_token_file:
+        source = f"CYBORG_JOIN_TOKEN_FILE={settings.join_token_file}"
+        try:
+            text = Path(settings.join_token_file).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return None  # an operator may remove it once the host has joined
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigurationError(f"{source} cannot be read: {error}") from None
+    if not text.strip():
+        return None
+    try:
+        join = wire.parse_join_string(text)
+    except wire.Malformed as error:
+        raise ConfigurationError(f"{source}: {error}") from None
+    check_address(join.address, join.fingerprint, source)
+    return join
+
+
+def check_address(address: str, fingerprint: str, source: str) -> None:
+    """A gateway's address is `http(s)://host[:port]`, and only https can be pinned. Raises ConfigurationError."""
+    try:
+        parts = urlsplit(address)
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
+    except ValueError:
+        usable = False
+    if not usable:
+        raise ConfigurationError(f"{source}: the gateway's address {address!r} is not http://HOST:PORT or https://…")
+    if fingerprint and not address.startswith("https:"):
+        raise ConfigurationError(f"{source}: it pins a certificate, but its address {address} is not https")
+
+
+def host_of(settings: AgentSettings, join: wire.Join | None, known: str = "") -> tuple[str, str]:
+    """(name, node) of this host: what is configured, else the token's, else `known` from the journal, else asked.
+
+    Raises ConfigurationError when the configured name is not the token's: such an agent would only be refused.
+    """
+    name = settings.host_name or (join.host if join else "") or known or socket.getfqdn()
+    if join and name != join.host:
+        raise ConfigurationError(
+            f"CYBORG_HOST_NAME={name}, but the join token is for {join.host}: make a token for {name}, or unset it"
+        )
+    return name, settings.host_node or socket.gethostname()
+
+
+def driver_tables(settings: AgentSettings) -> dict[str, dict[str, Any]]:
+    """The settings of each driver by its name, {} where the file has no table. Raises ConfigurationError."""
+    path = settings.driver_settings
+    if not path:
+        return {}
+    try:
+        stored = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigurationError(f"CYBORG_DRIVER_SETTINGS={path} cannot be read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"CYBORG_DRIVER_SETTINGS={path} is not TOML: {error}") from None
+    for name, table in stored.items():
+        if not isinstance(table, dict):
+            raise ConfigurationError(f"CYBORG_DRIVER_SETTINGS={path}: {name!r} stands outside of a [driver] table")
+    return stored

@@ -1,0 +1,194 @@
+"""An agent's socket, seen from the host: who is let in, what is acknowledged when, what is refused and remembered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from accelerators.models import Device, Event, Host
+from agents import enrolment, tasks, wire
+from agents.gateway import Gateway
+from agents.leases import watch
+from agents.models import Agent, JoinToken, Lease, Spooled
+from cyborgweb.settings.keys import Keys
+from tests.support.reports import answer, card
+from tests.support.webserver import serving, until
+from tests.support.wireagent import WireAgent, ask, is_closed
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+
+@pytest.fixture
+def gateway() -> Iterator[Gateway]:
+    made = Gateway(Keys(lease_flush_s=0.05, max_message_bytes=200_000))
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def port(gateway: Gateway) -> Iterator[int]:
+    async def application(scope, receive, send):  # type: ignore[no-untyped-def]
+        await (gateway.challenge if scope["type"] == "http" else gateway)(scope, receive, send)
+
+    with serving(application) as port:
+        yield port
+
+
+def token(host: str = "cmp1") -> str:
+    return wire.parse_join_string(enrolment.make_token(host, address="http://x", hours=1, created_by="t")).secret
+
+
+@pytest.fixture
+def agent(port: int) -> WireAgent:
+    return WireAgent(port, token=token())
+
+
+def a_report(*devices: object, seq: int = 1, epoch: int = 1) -> wire.Report:
+    drivers = (answer(*devices),)  # type: ignore[arg-type]
+    return wire.Report(epoch, seq, wire.content_hash(drivers), drivers)
+
+
+def test_a_report_is_acknowledged_after_it_is_durable_and_becomes_rows(agent: WireAgent) -> None:
+    with agent.connect() as socket:
+        assert ask(socket, a_report(card(1), card(2))) == wire.Ack(1, "Report")
+    assert Spooled.objects.count() == 1
+    tasks.merge()
+    assert Device.objects.count() == 2 and Spooled.objects.count() == 0
+    assert Event.objects.filter(action="agent.enrolled", host="cmp1").count() == 1
+
+
+def test_P1_an_unchanged_report_costs_no_statement(agent: WireAgent, gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    with agent.connect() as socket:
+        ask(socket, a_report(card(1)))
+    tasks.merge()
+    with agent.connect() as socket:
+        assert agent.welcome and agent.welcome.applied_hash == a_report(card(1)).hash
+        monkeypatch.setattr(gateway._writer, "put", None)  # the only road to the database
+        assert ask(socket, a_report(card(1), seq=2)) == wire.Ack(2, "Report")
+    assert Spooled.objects.count() == 0
+
+
+def test_the_same_content_is_stored_again_when_another_came_between(agent: WireAgent) -> None:
+    with agent.connect() as socket:
+        ask(socket, a_report(card(1)))
+        tasks.merge()
+        ask(socket, a_report(card(2), seq=2))
+        ask(socket, a_report(card(1), seq=3))
+    assert Spooled.objects.count() == 2
+    tasks.merge()
+    assert list(Device.objects.values_list("address", "state")) == [("0000:01:00.0", "inactive")]
+
+
+def test_an_older_report_is_acknowledged_and_dropped(agent: WireAgent) -> None:
+    with agent.connect() as socket:
+        ask(socket, a_report(card(1), seq=5))
+        assert ask(socket, a_report(seq=4)) == wire.Ack(4, "Report")
+    assert Spooled.objects.count() == 1
+
+
+def test_beats_are_acknowledged_and_renew_the_lease(agent: WireAgent) -> None:
+    with agent.connect() as socket:
+        assert ask(socket, wire.Beat(7)) == wire.Ack(7, "Beat")
+        until(lambda: Lease.objects.filter(host__name="cmp1").exists())
+
+
+def test_hello_is_kept(agent: WireAgent) -> None:
+    with agent.connect() as socket:
+        socket.send(wire.encode(wire.Hello("9.9", "boot-1")))
+        until(lambda: Agent.objects.filter(version="9.9", boot_id="boot-1", wire=wire.VERSIONS[0]).exists())
+
+
+def test_L1_silence_makes_a_host_stale_and_a_beat_brings_it_back(agent: WireAgent) -> None:
+    with agent.connect() as socket:
+        ask(socket, a_report(card(1)))
+        until(lambda: Lease.objects.exists())
+        tasks.merge()
+        watch()
+        assert Host.objects.get().stale_since is None
+        long_ago = datetime.now(UTC) - timedelta(seconds=31)
+        Lease.objects.update(seen_at=long_ago)
+        watch()
+        assert Host.objects.get().stale_since is not None and Device.objects.get().state == "inactive"
+        ask(socket, wire.Beat(1))
+        until(lambda: Lease.objects.get().seen_at > long_ago)
+        watch()
+    assert Host.objects.get().stale_since is None
+    assert list(Event.objects.filter(subject_type="host", action__in=["host.stale", "host.live"]).order_by("id").values_list("action", flat=True)) == ["host.stale", "host.live"]
+
+
+@pytest.mark.parametrize(
+    "data",
+    ["{", "[]", '{"type":"Report"}', '{"type":"Report","epoch":-1,"seq":1,"hash":"x","drivers":[]}', '"' + "x" * 250_000, "[" * 100_000],
+    ids=["cut", "list", "fields", "negative", "oversize", "deep"],
+)
+def test_what_is_no_message_is_refused_closed_and_told_once(agent: WireAgent, data: str) -> None:
+    for _ in range(2):
+        with agent.connect() as socket:
+            refusal = ask(socket, data)
+            assert isinstance(refusal, wire.Refuse) and refusal.code == "malformed" and refusal.reason
+            assert is_closed(socket)
+    until(lambda: Event.objects.filter(action="agent.refused", host="cmp1").exists())
+    assert Event.objects.filter(action="agent.refused").count() == 1
+
+
+def test_a_text_that_cannot_be_stored_is_refused_and_the_rest_go_on(agent: WireAgent, port: int) -> None:
+    other = WireAgent(port, host="cmp2", token=token("cmp2"))
+    with agent.connect() as bad, other.connect() as good:
+        message = wire.encode(a_report(card(1, model="nul"))).replace("nul", "n\\u0000l")
+        assert isinstance(ask(bad, message), wire.Refuse)
+        assert ask(good, a_report(card(1))) == wire.Ack(1, "Report")
+
+
+def test_unknown_types_and_fields_are_ignored_and_counted(agent: WireAgent, gateway: Gateway) -> None:
+    agent.versions = ("cyborg.agent.2", *wire.VERSIONS)
+    with agent.connect() as socket:
+        socket.send('{"type":"Prophecy","when":"soon"}')
+        assert ask(socket, '{"type":"Beat","seq":3,"mood":"fine"}') == wire.Ack(3, "Beat")
+    assert gateway.counters == {"unknown_types": 1, "unknown_fields": 1}
+
+
+def test_a_host_that_connects_again_replaces_its_older_socket(agent: WireAgent) -> None:
+    with agent.connect() as first, agent.connect() as second:
+        refusal = wire.decode_from_gateway(first.recv(timeout=10))
+        assert isinstance(refusal, wire.Refuse) and refusal.code == "superseded"
+        assert ask(second, wire.Beat(1)) == wire.Ack(1, "Beat")
+
+
+def test_X1_no_door_without_a_key_a_token_and_a_fresh_challenge(agent: WireAgent, port: int) -> None:
+    agent.connect().close()
+    used = agent.challenge()
+    header = agent.credential(used)
+    agent.connect(header).close()
+    assert agent.refused(header) == (401, "challenge")
+    assert agent.refused("") == (401, "credential")
+    assert agent.refused(agent.credential(agent.challenge(), host="cmp2")) == (401, "signature")
+    assert WireAgent(port).refused() == (403, "not-enrolled")
+    assert WireAgent(port, token="guess").refused() == (403, "token-unknown")
+    assert WireAgent(port, host="cmp9", token=token("cmp2")).refused() == (403, "token-host")
+    assert WireAgent(port, token=agent.token).refused() == (403, "token-used")
+    assert WireAgent(port, token=agent.token, versions=("cyborg.agent.0",)).refused() == (403, "version")
+    late = token("cmp3")
+    JoinToken.objects.filter(host_name="cmp3").update(expires_at=datetime.now(UTC))
+    assert WireAgent(port, host="cmp3", token=late).refused() == (403, "token-expired")
+    moved = WireAgent(port, host="cmp7", key=agent.key)
+    assert moved.refused() == (403, "not-enrolled")
+    assert Host.objects.count() == 1
+
+
+def test_the_same_key_may_use_its_token_again_and_a_new_token_brings_a_new_key(agent: WireAgent, port: int) -> None:
+    agent.connect().close()
+    agent.connect().close()
+    WireAgent(port, token=token()).connect().close()
+    assert agent.refused() == (403, "token-expired")
+    assert Agent.objects.count() == 1 and Host.objects.count() == 1
+
+
+def test_the_gateway_tells_the_highest_epoch_it_saw(agent: WireAgent) -> None:
+    agent.epoch = 90
+    with agent.connect() as socket:
+        ask(socket, a_report(card(1), epoch=90))
+        until(lambda: Lease.objects.filter(epoch=90).exists())
+    agent.epoch = 3
+    agent.connect().close()
+    assert agent.welcome and agent.welcome.epoch == 90

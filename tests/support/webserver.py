@@ -1,0 +1,40 @@
+"""The real ASGI application on a free port, in a thread of the test process."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+
+
+@contextmanager
+def serving(application: Any, **options: Any) -> Iterator[int]:
+    """Yields the port; stops the server at the end."""
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    values = {"ws": "websockets-sansio", "ws_per_message_deflate": False, "log_config": None, "lifespan": "off"}
+    server = uvicorn.Server(uvicorn.Config(application, **values | options))
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
+    thread.start()
+    until(lambda: server.started)
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join(10)
+
+
+def until(condition: Callable[[], Any], deadline_s: float = 20.0) -> Any:
+    """Wait for a condition, never for a time; fails loudly at the deadline."""
+    end = time.monotonic() + deadline_s
+    while time.monotonic() < end:
+        if found := condition():
+            return found
+        time.sleep(0.02)
+    raise AssertionError(f"not within {deadline_s} s: {condition}")

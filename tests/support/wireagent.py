@@ -1,0 +1,89 @@
+"""The smallest honest agent: real key, real challenge, real socket. For tests that look at the conductor's end."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+from dataclasses import dataclass, field
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.sync.client import ClientConnection, connect
+
+from agents import wire
+
+
+@dataclass
+class WireAgent:
+    """`connect()` gives a socket after Welcome, or raises websockets' InvalidStatus with the refusal in its body."""
+
+    port: int
+    host: str = "cmp1"
+    node: str = "cmp1"
+    token: str = ""
+    epoch: int = 1
+    key: Ed25519PrivateKey = field(default_factory=Ed25519PrivateKey.generate)
+    versions: tuple[str, ...] = wire.VERSIONS
+    welcome: wire.Welcome | None = None
+
+    @property
+    def public_key(self) -> str:
+        """base64url."""
+        return base64.urlsafe_b64encode(self.key.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)).decode()
+
+    def challenge(self) -> str:
+        """A nonce of the gateway."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+        connection.request("GET", wire.CHALLENGE_PATH)
+        nonce: str = json.loads(connection.getresponse().read())["nonce"]
+        connection.close()
+        return nonce
+
+    def credential(self, nonce: str, **changes: object) -> str:
+        """The Authorization header; `changes` forge single fields after signing."""
+        signed = wire.signed_bytes(self.host, self.node, self.epoch, nonce, "")
+        signature = base64.urlsafe_b64encode(self.key.sign(signed)).decode()
+        fields = {"host": self.host, "node": self.node, "epoch": self.epoch, "nonce": nonce, "token": self.token}
+        values = fields | {"public_key": self.public_key, "signature": signature} | changes
+        return wire.authorization(wire.Credential(**values))  # type: ignore[arg-type]
+
+    def connect(self, authorization: str | None = None) -> ClientConnection:
+        """Connected and welcomed."""
+        header = authorization if authorization is not None else self.credential(self.challenge())
+        socket = connect(
+            f"ws://127.0.0.1:{self.port}{wire.PATH}",
+            additional_headers={"Authorization": header},
+            subprotocols=list(self.versions),  # type: ignore[arg-type]
+            compression=None,
+            open_timeout=10,
+            legacy=True,
+        )
+        welcome = wire.decode_from_gateway(socket.recv(timeout=10))
+        assert isinstance(welcome, wire.Welcome)
+        self.welcome = welcome
+        return socket
+
+    def refused(self, authorization: str | None = None) -> tuple[int, str]:
+        """Status and code of the refusal that connecting meets."""
+        try:
+            self.connect(authorization).close()
+        except InvalidStatus as error:
+            return error.response.status_code, json.loads(error.response.body)["code"]
+        raise AssertionError("it was let in")
+
+
+def ask(socket: ClientConnection, message: wire.Message | str) -> wire.Ack | wire.Refuse | wire.Welcome | wire.Unknown:
+    """Send one message and take the next answer."""
+    socket.send(message if isinstance(message, str) else wire.encode(message))
+    return wire.decode_from_gateway(socket.recv(timeout=10))
+
+
+def is_closed(socket: ClientConnection) -> bool:
+    """Whether the gateway closes it within 10 s."""
+    try:
+        socket.recv(timeout=10)
+    except ConnectionClosed:
+        return True
+    return False
