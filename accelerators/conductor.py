@@ -108,7 +108,14 @@ def mark_hosts(ids: Iterable[int], since: datetime | None) -> int:
             was, host.stale_since, host.updated_at = host.stale_since, since, datetime.now(UTC)
             action = "host.stale" if since else "host.live"
             reason = "nothing heard of its agent" if since else "its agent is heard again"
-            record(action, Source.SYSTEM, "leases", host=host, changes={"stale_since": [_iso(was), _iso(since)]}, reason=reason)
+            record(
+                action,
+                Source.SYSTEM,
+                "leases",
+                host=host,
+                changes={"stale_since": [_iso(was), _iso(since)]},
+                reason=reason,
+            )
         Host.objects.bulk_update(hosts, ["stale_since", "updated_at"])
         return len(hosts)
 
@@ -134,7 +141,7 @@ def record(
             source=source.value,
             actor=actor[:255],
             action=action,
-            subject_type=action.split(".")[0],
+            subject_type=action.split(".", maxsplit=1)[0],
             subject=host.uuid if host else None,
             subject_name=host.name if host else host_name[:255],
             host=host.name if host else host_name[:255],

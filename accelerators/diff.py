@@ -199,7 +199,9 @@ def _device(host: StoredHost, driver: str, device: Device, old: StoredDevice | N
     if old is not None and old.state == "missing":
         action = "device.back"
         state = old.returns_to or "inactive"
-        into.moves.append({"uuid": device_uuid, "state": state, "returns_to": None, "reason": "seen again by its driver"})
+        into.moves.append(
+            {"uuid": device_uuid, "state": state, "returns_to": None, "reason": "seen again by its driver"}
+        )
         changes["state"] = ["missing", state]
     if old is None or changes:
         into.events.append(_event(host, action, device_uuid, device.model, changes, f"reported by {driver}"))
@@ -236,9 +238,7 @@ def _attributes(
     for key, value in wanted.items():
         attribute = known.get(key)
         if attribute is None or (attribute.value != value and attribute.origin == "agent"):
-            into.attributes.append(
-                {"uuid": str(uuid.uuid4()), "deployable": deployable, "key": key, "value": value}
-            )
+            into.attributes.append({"uuid": str(uuid.uuid4()), "deployable": deployable, "key": key, "value": value})
             if old:
                 changes[f"attribute {key}"] = [attribute.value if attribute else None, value]
     for key, attribute in known.items():
@@ -274,7 +274,7 @@ def _missing(host: StoredHost, device: StoredDevice, into: Changes) -> None:
 
 
 def _drivers(host: StoredHost, answers: dict[str, Answer], now: str, into: Changes) -> dict[str, dict[str, Any]]:
-    """The host's `drivers` column; a driver that was enabled and is no longer stays, as an error, while it has devices."""
+    """The host's `drivers` column; a driver that is no longer enabled stays, as an error, while it has devices."""
     result: dict[str, dict[str, Any]] = {}
     counts = {driver: len(answer.devices) for driver, answer in answers.items() if answer.devices is not None}
     for driver, answer in answers.items():
@@ -302,7 +302,7 @@ def _event(host: StoredHost, action: str, subject: str | None, name: str, change
     return {
         "actor": host.name,
         "action": action,
-        "subject_type": action.split(".")[0],
+        "subject_type": action.split(".", maxsplit=1)[0],
         "subject": subject,
         "subject_name": name[:255],
         "host": host.name,

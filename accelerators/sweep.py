@@ -51,7 +51,9 @@ def _removable(before: datetime) -> QuerySet[Device]:
         Q(attach_handle__deployable__device=OuterRef("pk")) | Q(deployable__device=OuterRef("pk"))
     )
     offered = Deployable.objects.filter(device=OuterRef("pk"), rp_uuid__isnull=False)
-    error = Func(F("host__drivers"), F("driver"), Value("error"), function="jsonb_extract_path_text", output_field=TextField())
+    error = Func(
+        F("host__drivers"), F("driver"), Value("error"), function="jsonb_extract_path_text", output_field=TextField()
+    )
     missing = Device.objects.annotate(driver_error=error).filter(
         state="missing", state_since__lt=before, host__stale_since__isnull=True, driver_error=""
     )

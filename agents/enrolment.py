@@ -139,7 +139,9 @@ def _enrol(credential: wire.Credential) -> Identity:
                 Agent.objects.filter(public_key=credential.public_key).delete()
                 Agent.objects.create(host=host, public_key=credential.public_key)
                 change = {"public_key": [agent.public_key if agent else None, credential.public_key]}
-                conductor.record("agent.enrolled", Source.AGENT, host.name, host=host, changes=change, reason="join token")
+                conductor.record(
+                    "agent.enrolled", Source.AGENT, host.name, host=host, changes=change, reason="join token"
+                )
         JoinToken.objects.filter(host_name=host.name, pk__lt=token.pk).update(expires_at=datetime.now(UTC))
         JoinToken.objects.filter(pk=token.pk).update(public_key=credential.public_key, used_at=datetime.now(UTC))
     return known([credential.public_key])[credential.public_key]
@@ -150,7 +152,9 @@ def _check(token: JoinToken | None, credential: wire.Credential) -> None:
     if token is None:
         raise Refused(403, "token-unknown", f"the join token is not known here: {again}")
     if token.host_name != credential.host:
-        raise Refused(403, "token-host", f"the join token is for host {token.host_name!r}, not {credential.host!r}: {again}")
+        raise Refused(
+            403, "token-host", f"the join token is for host {token.host_name!r}, not {credential.host!r}: {again}"
+        )
     if token.expires_at < datetime.now(UTC):
         raise Refused(403, "token-expired", f"the join token expired at {token.expires_at:%Y-%m-%d %H:%M} UTC: {again}")
     if token.public_key and token.public_key != credential.public_key:

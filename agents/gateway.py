@@ -132,7 +132,9 @@ class Gateway:
                 return
             if type(message) is wire.Beat:
                 self.leases.seen(session.identity.host_id, 0)
-                await session.send({"type": "websocket.send", "text": f'{{"type":"Ack","seq":{message.seq},"of":"Beat"}}'})
+                await session.send(
+                    {"type": "websocket.send", "text": f'{{"type":"Ack","seq":{message.seq},"of":"Beat"}}'}
+                )
             elif type(message) is wire.Report:
                 if not await self._report(session, message, data):
                     return

@@ -16,7 +16,9 @@ class Agent(models.Model):
     public_key = models.CharField(max_length=64, db_collation="C", unique=True)
     enrolled_at = models.DateTimeField(db_default=Now())
     version = models.CharField(max_length=64, default="", blank=True)
-    wire = models.CharField(max_length=32, default="", blank=True, help_text="Wire version agreed at its last connection.")
+    wire = models.CharField(
+        max_length=32, default="", blank=True, help_text="Wire version agreed at its last connection."
+    )
     boot_id = models.CharField(max_length=64, default="", blank=True)
     connected_at = models.DateTimeField(null=True, blank=True)
 
@@ -42,7 +44,7 @@ class Lease(models.Model):
 
 
 class JoinToken(models.Model):
-    """Permission to bind one key to one host. Only its hash is stored; the same key may use it again until it expires."""
+    """Permission to bind one key to one host. Stored as a hash; the same key may use it again until it expires."""
 
     host_name = models.CharField(max_length=255, db_collation="C")
     secret_hash = models.CharField(max_length=64, unique=True)
@@ -54,9 +56,7 @@ class JoinToken(models.Model):
 
     class Meta:
         constraints = [
-            models.CheckConstraint(
-                condition=Q(public_key="") | Q(used_at__isnull=False), name="token_bound_means_used"
-            )
+            models.CheckConstraint(condition=Q(public_key="") | Q(used_at__isnull=False), name="token_bound_means_used")
         ]
 
     def __str__(self) -> str:

@@ -45,4 +45,6 @@ class Refusals:
                 continue
             count, tally.count, tally.written_at = tally.count, 0, now
             changes = {"code": [None, code], "count": [None, count]}
-            conductor.record("agent.refused", Source.SYSTEM, "gateway", host_name=host, changes=changes, reason=tally.reason)
+            conductor.record(
+                "agent.refused", Source.SYSTEM, "gateway", host_name=host, changes=changes, reason=tally.reason
+            )

@@ -8,16 +8,19 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import django
+
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "cyborgweb.settings.base")
+django.setup()
 
-from a2wsgi import WSGIMiddleware
-from channels.routing import ProtocolTypeRouter, URLRouter
-from django.urls import re_path
+from a2wsgi import WSGIMiddleware  # noqa: E402  (what follows needs Django's registry)
+from channels.routing import ProtocolTypeRouter, URLRouter  # noqa: E402
+from django.urls import re_path  # noqa: E402
 
-from agents.gateway import Gateway
-from agents.wire import CHALLENGE_PATH
-from cyborgweb.settings.keys import keys
-from cyborgweb.wsgi import application as wsgi
+from agents.gateway import Gateway  # noqa: E402
+from agents.wire import CHALLENGE_PATH  # noqa: E402
+from cyborgweb.settings.keys import keys  # noqa: E402
+from cyborgweb.wsgi import application as wsgi  # noqa: E402
 
 BUSY = b'{"error_message": "The service is busy: try again in a second."}'
 

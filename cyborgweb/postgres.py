@@ -50,7 +50,7 @@ def find(pg_bin: str = "", wanted_major: int | None = None) -> Binaries:
         return usable[0]
     if wanted_major is not None and found:
         raise PostgresError(
-            f"the database was made by PostgreSQL {wanted_major}, and here are only {', '.join(str(b.major) for b in found)}:"
+            f"the database was made by PostgreSQL {wanted_major}, here is only {', '.join(str(b.major) for b in found)}:"
             f" name the folder of version {wanted_major} in CYBORG_PG_BIN, or dump it there with pg_dumpall, move the"
             " folder away, start again and load the dump with psql"
         )
@@ -82,7 +82,7 @@ def _major(folder: Path) -> int | None:
 
 @dataclass
 class Postgres:
-    """One server over one data directory. `start`, then `stop`; a kill -9 of this process stops it too (fast shutdown)."""
+    """One server over one data directory. `start`, then `stop`; killing this process stops it too (fast shutdown)."""
 
     home: Path
     pg_bin: str = ""
@@ -106,7 +106,9 @@ class Postgres:
         for folder in (self.home, self.socket):
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if os.getuid() and self.socket.stat().st_uid != os.getuid():
-            raise PostgresError(f"{self.socket} belongs to somebody else: remove it, or choose a shorter CYBORG_STATE_DIR")
+            raise PostgresError(
+                f"{self.socket} belongs to somebody else: remove it, or choose a shorter CYBORG_STATE_DIR"
+            )
         wrap = _as_unprivileged(self.home, self.socket)
         if not version.exists():
             self._initialise(binaries, wrap)
@@ -116,16 +118,35 @@ class Postgres:
         shutil.rmtree(self.data, ignore_errors=True)  # left half-made by a start that was killed
         made = self.home / "data.new"
         shutil.rmtree(made, ignore_errors=True)
-        options = ["-U", "postgres", "--auth=trust", "-E", "UTF8", "--locale=C", *([] if self.durable else ["--no-sync"])]
+        options = [
+            "-U",
+            "postgres",
+            "--auth=trust",
+            "-E",
+            "UTF8",
+            "--locale=C",
+            *([] if self.durable else ["--no-sync"]),
+        ]
         done = subprocess.run(
-            [*wrap, binaries.folder / "initdb", "-D", made, *options], capture_output=True, text=True, check=False, cwd="/"
+            [*wrap, binaries.folder / "initdb", "-D", made, *options],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd="/",
         )
         if done.returncode:
             raise PostgresError(f"initdb failed: {done.stderr.strip()[-500:]}")
         made.rename(self.data)
 
     def _run(self, binaries: Binaries, wrap: list[str]) -> None:
-        settings = ["-c", "listen_addresses=", "-c", f"unix_socket_directories={self.socket}", "-c", "max_connections=100"]
+        settings = [
+            "-c",
+            "listen_addresses=",
+            "-c",
+            f"unix_socket_directories={self.socket}",
+            "-c",
+            "max_connections=100",
+        ]
         settings += ["-c", "shared_buffers=128MB", "-c", "log_min_messages=warning", "-c", "autovacuum_naptime=20s"]
         if not self.durable:
             settings += ["-c", "fsync=off", "-c", "synchronous_commit=off", "-c", "full_page_writes=off"]
@@ -145,7 +166,9 @@ class Postgres:
                 return
             if time.monotonic() > end:
                 self.stop()
-                raise PostgresError(f"PostgreSQL does not start; the last lines of {self.home / 'log'}: {self._log_tail()}")
+                raise PostgresError(
+                    f"PostgreSQL does not start; the last lines of {self.home / 'log'}: {self._log_tail()}"
+                )
             time.sleep(0.3)  # an old server may be on its way down, its lock file still there
 
     def _accepts(self, end: float) -> bool:
@@ -194,7 +217,10 @@ def _as_unprivileged(home: Path, socket: Path) -> list[str]:
     if os.getuid() != 0:
         return []
     namespace = ["unshare", "--user", "--map-user=1000", "--map-group=1000"]
-    if shutil.which("unshare") and not subprocess.run([*namespace, "true"], capture_output=True, check=False).returncode:
+    if (
+        shutil.which("unshare")
+        and not subprocess.run([*namespace, "true"], capture_output=True, check=False).returncode
+    ):
         return namespace
     return _as_account(home, socket)
 

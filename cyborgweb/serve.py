@@ -85,11 +85,15 @@ class Supervisor:
             state.mkdir(parents=True, exist_ok=True, mode=0o700)
             lock = (state / "lock").open("a")
         except OSError as error:
-            raise CannotStart(f"the state directory {state} is not writable ({error.strerror}): set CYBORG_STATE_DIR") from None
+            raise CannotStart(
+                f"the state directory {state} is not writable ({error.strerror}): set CYBORG_STATE_DIR"
+            ) from None
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise CannotStart(f"another one runs on {state}: stop it, or set CYBORG_STATE_DIR to another folder") from None
+            raise CannotStart(
+                f"another one runs on {state}: stop it, or set CYBORG_STATE_DIR to another folder"
+            ) from None
         return lock
 
     def _listener(self) -> socket.socket:
@@ -100,7 +104,9 @@ class Supervisor:
         try:
             listener.bind((host, port))
         except OSError as error:
-            raise CannotStart(f"cannot listen on {host}:{port} ({error.strerror}): set CYBORG_LISTEN, port 0 takes a free one") from None
+            raise CannotStart(
+                f"cannot listen on {host}:{port} ({error.strerror}): set CYBORG_LISTEN, port 0 takes a free one"
+            ) from None
         listener.listen(4096)
         return listener
 
@@ -113,8 +119,8 @@ class Supervisor:
         say("postgres", f"accepting connections in {self.postgres.socket}")
 
     def _prepare(self, listener: socket.socket) -> dict[str, Any]:
-        """Migrate, make the first login and a join token for the local agent: `manage.py prepare`, in its own process."""
-        address = "http://%s:%d" % listener.getsockname()[:2]
+        """Migrate, make the first login and the local agent's join token: `manage.py prepare`, in its own process."""
+        address = _address(listener)
         done = subprocess.run(
             [sys.executable, ROOT / "manage.py", "prepare", "--address", address],
             stdout=subprocess.PIPE,
@@ -138,9 +144,17 @@ class Supervisor:
         worker = self._environment(DJANGO_SETTINGS_MODULE="cyborgweb.settings.worker")
         agent = self._environment(CYBORG_JOIN_TOKEN=facts["join"], **self._agent_defaults())
         plan = {
-            "web": ([python, "-m", "cyborgweb.web", "--fd", str(listener.fileno())], self._environment(), (listener.fileno(),)),
-            "ingest": ([python, str(ROOT / "manage.py"), "cluster", "ingest"], worker, ()),
-            "work": ([python, str(ROOT / "manage.py"), "cluster", "work"], worker, ()),
+            "web": (
+                [python, "-m", "cyborgweb.web", "--fd", str(listener.fileno())],
+                self._environment(),
+                (listener.fileno(),),
+            ),
+            "ingest": (
+                [python, str(ROOT / "manage.py"), "cluster", "ingest"],
+                worker | {"Q_CLUSTER_NAME": "ingest"},
+                (),
+            ),
+            "work": ([python, str(ROOT / "manage.py"), "cluster", "work"], worker | {"Q_CLUSTER_NAME": "work"}, ()),
             "agent": ([python, "-m", "agents.host.main", "--die-with-parent"], agent, ()),
         }
         for name, (command, environment, fds) in plan.items():
@@ -159,9 +173,7 @@ class Supervisor:
         return {name: value for name, value in ours.items() if name not in os.environ}
 
     def _greet(self, listener: socket.socket, facts: dict[str, Any]) -> None:
-        host, port = listener.getsockname()[:2]
-        shown = f"[{host}]" if ":" in host else host
-        say("serve", f"console: http://{shown}:{port}/admin/")
+        say("serve", f"console: {_address(listener)}/admin/")
         say("serve", f"first login: {facts['login']} (kept in {facts['login_file']})")
 
     def _turn(self) -> None:
@@ -201,6 +213,11 @@ class Supervisor:
         if self.postgres:
             self.postgres.stop(timeout=max(1.0, end - time.monotonic()))
         say("serve", "stopped")
+
+
+def _address(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _drain(fd: int) -> None:

@@ -20,7 +20,9 @@ class Device(fields.Row):
     type = models.CharField(max_length=16, choices=fields.choices(DeviceType))
     vendor = fields.name()
     model = fields.name()
-    address = models.CharField(max_length=32, null=True, blank=True, help_text="PCI address of the management function.")
+    address = models.CharField(
+        max_length=32, null=True, blank=True, help_text="PCI address of the management function."
+    )
     std_board_info = models.TextField(default="", blank=True)
     vendor_board_info = models.TextField(default="", blank=True)
     numa_node = models.IntegerField(default=-1, help_text="-1: unknown.")

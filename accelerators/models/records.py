@@ -38,7 +38,7 @@ class Event(models.Model):
 
 
 class Intent(fields.Row):
-    """Something to be done outside the database because of a change in it; made in the same transaction, never dropped."""
+    """Something to be done outside the database because of a change in it: made in its transaction, never dropped."""
 
     kind = models.CharField(max_length=32, db_collation="C")
     key = fields.name()

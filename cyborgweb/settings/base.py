@@ -37,7 +37,11 @@ def _database(settings: Keys) -> dict[str, object]:
         "TEST": {"NAME": "test_cyborg"},
     }
     if not settings.database_url:
-        return common | {"NAME": "cyborg", "USER": "postgres", "HOST": str(Postgres(settings.state / "postgres").socket)}
+        return common | {
+            "NAME": "cyborg",
+            "USER": "postgres",
+            "HOST": str(Postgres(settings.state / "postgres").socket),
+        }
     url = urlsplit(settings.database_url)
     options = dict(pair.split("=", 1) for pair in url.query.split("&") if "=" in pair)
     return common | {
@@ -145,6 +149,7 @@ LOGGING = {
     "formatters": {"line": {"format": "%(levelname)s %(name)s: %(message)s"}},
     "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "line"}},
     "root": {"handlers": ["stderr"], "level": "INFO"},
+    "loggers": {"django-q": {"level": "WARNING"}},
 }
 
 UNFOLD = {

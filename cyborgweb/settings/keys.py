@@ -14,23 +14,35 @@ from drivers.configuration import ConfigurationError, key, load
 class Keys:
     """One field a key; see `docs/configuration.md`."""
 
-    state_dir: str = key("CYBORG_STATE_DIR", "./var", "Embedded database, secrets, and the agent's state in one-command mode.")
+    state_dir: str = key(
+        "CYBORG_STATE_DIR", "./var", "Embedded database, secrets, and the agent's state in one-command mode."
+    )
     database_url: str = key(
         "CYBORG_DATABASE_URL",
         "",
         "`postgresql://user:password@host:port/name`, PostgreSQL 15 or later.",
         "*(absent: embedded PostgreSQL)*",
     )
-    pg_bin: str = key("CYBORG_PG_BIN", "", "Folder with `postgres` and `initdb` for the embedded database.", "*(found)*")
-    listen: str = key("CYBORG_LISTEN", "127.0.0.1:8000", "Web, API and sockets in one-command mode; port 0 takes a free one.")
+    pg_bin: str = key(
+        "CYBORG_PG_BIN", "", "Folder with `postgres` and `initdb` for the embedded database.", "*(found)*"
+    )
+    listen: str = key(
+        "CYBORG_LISTEN", "127.0.0.1:8000", "Web, API and sockets in one-command mode; port 0 takes a free one."
+    )
     request_threads: int = key("CYBORG_REQUEST_THREADS", 8, "HTTP requests worked on at once by one web process.")
     request_queue: int = key(
-        "CYBORG_REQUEST_QUEUE", 64, "HTTP requests that may wait for a thread; beyond it the answer is 503 with Retry-After."
+        "CYBORG_REQUEST_QUEUE",
+        64,
+        "HTTP requests that may wait for a thread; beyond it the answer is 503 with Retry-After.",
     )
-    flush_interval_ms: float = key("CYBORG_FLUSH_INTERVAL_MS", 5.0, "How long a gateway collects reports before one commit.")
+    flush_interval_ms: float = key(
+        "CYBORG_FLUSH_INTERVAL_MS", 5.0, "How long a gateway collects reports before one commit."
+    )
     flush_max_rows: int = key("CYBORG_FLUSH_MAX_ROWS", 500, "Reports in one commit at most.")
     lease_flush_s: float = key("CYBORG_LEASE_FLUSH_S", 5.0, "How often a gateway writes the leases that were renewed.")
-    beat_s: float = key("CYBORG_BEAT_S", 8.0, "How often an agent renews its lease; silent for two of them, it is down.")
+    beat_s: float = key(
+        "CYBORG_BEAT_S", 8.0, "How often an agent renews its lease; silent for two of them, it is down."
+    )
     max_message_bytes: int = key("CYBORG_MAX_MESSAGE_BYTES", 1_048_576, "Largest message of an agent.")
     tick_stall_s: float = key(
         "CYBORG_TICK_STALL_S", 5.0, "A job not taken up for so long means that its cluster is stuck and is replaced."
@@ -60,5 +72,7 @@ def listen_address(listen: str) -> tuple[str, int]:
     """Host and port of a `CYBORG_LISTEN` value; IPv6 addresses stand in brackets."""
     host, _, port = listen.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
-        raise ConfigurationError(f"CYBORG_LISTEN={listen!r} is not usable: write ADDRESS:PORT, for example 127.0.0.1:8000")
+        raise ConfigurationError(
+            f"CYBORG_LISTEN={listen!r} is not usable: write ADDRESS:PORT, for example 127.0.0.1:8000"
+        )
     return host.strip("[]"), int(port)

@@ -1,4 +1,4 @@
-"""A report's way into the tables: found, changed, missing, back, stale, unchanged; at a constant number of statements."""
+"""A report's way into the tables: found, changed, missing, back, unchanged; in a constant number of statements."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ pytestmark = pytest.mark.django_db
 def test_what_is_found_is_stored_inactive_with_one_event_per_device() -> None:
     host = a_host()
     apply(host, answer(card(1, handles=2), card(2)))
-    assert list(Device.objects.values_list("address", "state")) == [("0000:01:00.0", "inactive"), ("0000:02:00.0", "inactive")]
+    assert list(Device.objects.values_list("address", "state")) == [
+        ("0000:01:00.0", "inactive"),
+        ("0000:02:00.0", "inactive"),
+    ]
     assert AttachHandle.objects.count() == 3
     assert Attribute.objects.filter(key="rc", value="FPGA").count() == 2
     assert list(Event.objects.filter(subject_type="device").values_list("action", flat=True)) == ["device.found"] * 2
@@ -74,9 +77,7 @@ def test_L6_a_driver_that_fails_costs_only_its_own_freshness() -> None:
     good, bad = answer(card(1), driver="good"), answer(card(2), driver="bad")
     apply(host, good, bad)
     apply(host, answer(card(1), card(3), driver="good"), answer(driver="bad", error="it hung for 20 s"), seq=2)
-    assert set(Device.objects.values_list("address", "state")) == {
-        (f"0000:0{n}:00.0", "inactive") for n in (1, 2, 3)
-    }
+    assert set(Device.objects.values_list("address", "state")) == {(f"0000:0{n}:00.0", "inactive") for n in (1, 2, 3)}
     host.refresh_from_db()
     assert host.drivers["bad"]["error"] == "it hung for 20 s"
     assert Event.objects.get(action="driver.failed").reason == "it hung for 20 s"
@@ -107,7 +108,11 @@ def test_handles_that_vanish_are_marked_and_the_others_stay() -> None:
     less = card(1, handles=4)
     from msgspec.structs import replace
 
-    apply(host, answer(replace(less, deployables=(replace(less.deployables[0], handles=keep, num_accelerators=3),))), seq=2)
+    apply(
+        host,
+        answer(replace(less, deployables=(replace(less.deployables[0], handles=keep, num_accelerators=3),))),
+        seq=2,
+    )
     gone = AttachHandle.objects.filter(missing_since__isnull=False)
     assert ['"function": "0"' in h.attach_info for h in gone] == [True]
 
@@ -119,7 +124,11 @@ def test_an_operators_attribute_survives_reports() -> None:
         Attribute.objects.create(deployable=Deployable.objects.get(), key="rack", value="A7", origin="operator")
         Attribute.objects.filter(key="trait0").update(origin="operator", value="CUSTOM_MINE")
     apply(host, answer(card(1)), seq=2)
-    assert set(Attribute.objects.values_list("key", "value")) == {("rc", "FPGA"), ("rack", "A7"), ("trait0", "CUSTOM_MINE")}
+    assert set(Attribute.objects.values_list("key", "value")) == {
+        ("rc", "FPGA"),
+        ("rack", "A7"),
+        ("trait0", "CUSTOM_MINE"),
+    }
 
 
 @pytest.mark.parametrize("hosts", [1, 20])

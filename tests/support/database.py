@@ -1,4 +1,4 @@
-"""One embedded PostgreSQL for the run (not durable: it is thrown away). Loaded with `-p`, before Django reads settings."""
+"""One embedded PostgreSQL for the run, not durable. Loaded with `-p`, before Django reads its settings."""
 
 from __future__ import annotations
 

@@ -9,7 +9,8 @@ from typing import Any
 from accelerators import conductor
 
 WRITES = re.compile(
-    r'\b(?:INSERT\s+INTO|UPDATE|DELETE\s+FROM|TRUNCATE|COPY)\s+(?:ONLY\s+|TABLE\s+)?"?(accelerators_\w+)"?', re.IGNORECASE
+    r'\b(?:INSERT\s+INTO|UPDATE|DELETE\s+FROM|TRUNCATE|COPY)\s+(?:ONLY\s+|TABLE\s+)?"?(accelerators_\w+)"?',
+    re.IGNORECASE,
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from typing import Any
 
 from django.core.management.base import BaseCommand
@@ -19,13 +20,13 @@ class Command(BaseCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         name = options["name"]
-        os.environ["Q_CLUSTER_NAME"] = name  # read by django_q.conf at its first import
+        if os.environ.get("Q_CLUSTER_NAME") != name:  # django_q reads it when it is imported, which is before us
+            os.environ["Q_CLUSTER_NAME"] = name
+            os.execv(sys.executable, [sys.executable, *sys.argv])
         from django_q.cluster import Cluster
-        from django_q.conf import Conf
 
         from accelerators import ticks
 
-        assert name in (Conf.CLUSTER_NAME, Conf.PREFIX), "django_q was configured before its cluster was named"
         ticks.kick_all(name)
         connection.close()  # a fork must not share it
         Cluster().start()

@@ -25,7 +25,9 @@ MIGRATION_LOCK = 0x6D696772
 
 
 class Command(BaseCommand):
-    help = "Migrate (one process at a time), make the first login and a join token for this machine's agent; prints JSON."
+    help = (
+        "Migrate (one process at a time), make the first login and a join token for this machine's agent; prints JSON."
+    )
     requires_system_checks: list[str] = []
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:

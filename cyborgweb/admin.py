@@ -1,0 +1,82 @@
+"""Who may come in (users, groups, API tokens), and the lists that show more than one room. Loaded by Django's admin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.contrib import admin
+from django.contrib.auth.admin import GroupAdmin as StockGroupAdmin
+from django.contrib.auth.admin import UserAdmin as StockUserAdmin
+from django.contrib.auth.models import Group, User
+from django.db.models import Model
+from django.http import HttpRequest
+from django.utils.safestring import SafeString
+from unfold.decorators import display
+from unfold.forms import AdminPasswordChangeForm, UserChangeForm, UserCreationForm
+
+from accelerators.admin import marks
+from accelerators.admin.listing import Listing
+from accelerators.models import Host
+from cyborgweb.models import ApiToken
+from cyborgweb.pages.host import HostPage
+
+for stock in (User, Group, Host):
+    admin.site.unregister(stock)
+admin.site.register(Host, HostPage)
+
+
+@admin.register(User)
+class UserAdmin(StockUserAdmin, Listing):
+    """People who log in to the console, and the owners of API tokens."""
+
+    form, add_form, change_password_form = UserChangeForm, UserCreationForm, AdminPasswordChangeForm
+    list_display = ("username", "email", "access", "shown_login")
+    list_filter = ("is_staff", "is_superuser", "is_active")
+    search_help_text = "name, mail address"
+
+    @display(description="Access")
+    def access(self, user: User) -> SafeString:
+        if not user.is_active:
+            return marks.mark("off", "calm")
+        if user.is_superuser:
+            return marks.mark("everything", "good")
+        return marks.mark("console", "good") if user.is_staff else marks.mark("API only", "calm")
+
+    @display(description="Last login", ordering="-last_login")
+    def shown_login(self, user: User) -> SafeString:
+        return marks.ago(user.last_login)
+
+
+@admin.register(Group)
+class GroupAdmin(StockGroupAdmin, Listing):
+    """Permissions that several users share."""
+
+
+@admin.register(ApiToken)
+class ApiTokenAdmin(Listing):
+    """Tokens for `X-Auth-Token`. Made by `manage.py api_token`, which alone knows the secret; deleting one revokes it."""
+
+    list_display = ("name", "user", "shown_roles", "project_id", "created")
+    list_select_related = ("user",)
+    search_fields = ("name__icontains", "user__username__icontains", "project_id__startswith")
+    search_help_text = "name, user, project"
+    fields = ("name", "user", "shown_roles", "project_id", "created_at")
+    readonly_fields = fields
+    empty = "No API tokens yet. “manage.py api_token NAME” makes one and prints it, once."
+
+    def has_add_permission(self, request: HttpRequest) -> bool:
+        return False
+
+    def has_change_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
+        return False
+
+    @display(description="Roles")
+    def shown_roles(self, token: ApiToken) -> str:
+        return ", ".join(token.roles)
+
+    @display(description="Made", ordering="-created_at")
+    def created(self, token: ApiToken) -> SafeString:
+        return marks.ago(token.created_at)
+
+    def get_queryset(self, request: HttpRequest) -> Any:
+        return super().get_queryset(request).defer("token_hash")

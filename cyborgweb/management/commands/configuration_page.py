@@ -1,0 +1,37 @@
+"""`manage.py configuration_page`: docs/configuration.md, made of the code that reads the keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.core.management.base import BaseCommand
+
+from agents.host.settings import AgentSettings
+from cyborgweb.settings.keys import Keys
+from drivers.configuration import keys_of
+
+HEAD = """\
+# Configuration
+
+*Generated from the code by `make docs`.* Every key is an environment variable, and may stand in the TOML file that
+`CYBORG_CONFIG` names; the environment wins. A value that cannot be used is refused at start with one sentence.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    return "\n".join([HEAD, "## The conductor\n", _table(Keys), "\n## The agent\n", _table(AgentSettings), ""])
+
+
+def _table(cls: type) -> str:
+    lines = ["| key | default | effect |", "|---|---|---|"]
+    lines += [f"| `{key.name}` | {key.shown} | {key.effect} |" for key in keys_of(cls)]
+    return "\n".join(lines)
+
+
+class Command(BaseCommand):
+    help = "Print docs/configuration.md, generated from the configuration's code."
+    requires_system_checks: list[str] = []
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        self.stdout.write(page(), ending="")

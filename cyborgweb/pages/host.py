@@ -1,0 +1,42 @@
+"""A host with its agent: the list and page of `accelerators`, and what the room of agents knows beside it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.db.models import QuerySet
+from django.http import HttpRequest
+from django.utils.safestring import SafeString
+from unfold.decorators import display
+
+from accelerators.admin import marks
+from accelerators.admin.hosts import HostAdmin
+from accelerators.models import Host
+from agents.admin import liveness, seen_at
+from agents.models import Agent
+
+
+class HostPage(HostAdmin):
+    """Registered by `cyborgweb.admin` in place of the room's own."""
+
+    list_display = ("name", "shown_live", "shown_agent", "shown_drivers", "shown_devices", "shown_node", "reported")
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Host]:
+        return super().get_queryset(request).select_related("agent", "lease")
+
+    @display(description="Agent", ordering="lease__seen_at")
+    def shown_agent(self, host: Host) -> SafeString:
+        agent = getattr(host, "agent", None)
+        return liveness(agent) if agent else marks.mark("not enrolled", "calm")
+
+    def beside(self, host: Host) -> dict[str, Any]:
+        agent: Agent | None = getattr(host, "agent", None)
+        if agent is None:
+            return {"agent": None}
+        return {
+            "agent": agent,
+            "agent_liveness": liveness(agent),
+            "agent_heard": marks.ago(seen_at(agent)),
+            "agent_connected": marks.ago(agent.connected_at),
+            "agent_enrolled": marks.ago(agent.enrolled_at),
+        }

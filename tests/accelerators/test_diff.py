@@ -1,0 +1,108 @@
+"""Properties of the pure comparison: idempotent, order-free, and it never removes."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accelerators.diff import (
+    DEVICE_FIELDS,
+    Changes,
+    HostReport,
+    StoredAttribute,
+    StoredDeployable,
+    StoredDevice,
+    StoredHandle,
+    StoredHost,
+    compare,
+    fold,
+)
+from drivers.inventory import Device, DriverReport
+from tests.support.reports import card
+
+cards = st.lists(st.integers(0, 9), unique=True, max_size=6).map(
+    lambda ns: tuple(card(n, handles=1 + n % 3) for n in ns)
+)
+answers = st.one_of(cards, st.just("it failed"))
+histories = st.lists(st.tuples(answers, answers), min_size=1, max_size=5)
+
+
+def report(seq: int, one: object, two: object) -> HostReport:
+    said = [
+        DriverReport(name, error=what) if isinstance(what, str) else DriverReport(name, devices=what)  # type: ignore[arg-type]
+        for name, what in (("one", one), ("two", () if isinstance(two, str) is False else two))
+    ]
+    return HostReport(1, seq, "h" * 32, tuple(said))
+
+
+def empty(devices: tuple[StoredDevice, ...] = (), drivers: dict[str, dict[str, object]] | None = None) -> StoredHost:
+    return StoredHost(1, "u", "cmp1", 0, 0, drivers or {}, devices)
+
+
+def run(host: StoredHost, reports: list[HostReport]) -> Changes:
+    changes = Changes()
+    folded = fold(reports, (host.epoch, host.seq))
+    assert folded
+    compare(host, *folded, "now", changes)
+    return changes
+
+
+def stored(changes: Changes) -> tuple[StoredDevice, ...]:
+    """What a database would hold after applying `changes` to nothing."""
+    result = []
+    for row in changes.devices:
+        parts = tuple(_deployable(p, changes) for p in changes.deployables if p["device"] == row["uuid"])
+        facts = tuple(row[name] for name in DEVICE_FIELDS)
+        result.append(StoredDevice(row["uuid"], row["key"], "inactive", None, facts, parts))
+    return tuple(result)
+
+
+def _deployable(row: dict[str, object], changes: Changes) -> StoredDeployable:
+    attributes = [a for a in changes.attributes if a["deployable"] == row["uuid"]]
+    handles = [h for h in changes.handles if h["deployable"] == row["uuid"]]
+    return StoredDeployable(
+        1,
+        str(row["uuid"]),
+        str(row["name"]),
+        row["num"],  # type: ignore[arg-type]
+        str(row["driver_name"]),
+        False,
+        tuple(StoredAttribute(i, a["key"], a["value"], "agent") for i, a in enumerate(attributes)),
+        tuple(StoredHandle(i, h["type"], h["info"], False) for i, h in enumerate(handles)),
+    )
+
+
+@given(cards)
+def test_applying_the_same_twice_changes_nothing(devices: tuple[Device, ...]) -> None:
+    first = run(empty(), [report(1, devices, "x")])
+    again = run(empty(stored(first), first.hosts[0]["drivers"]), [report(2, devices, "x")])
+    assert not (again.devices or again.deployables or again.attributes or again.handles or again.moves or again.events)
+    assert not (again.gone_attributes or again.missing_handles or again.missing_deployables or again.providers)
+
+
+@given(cards, answers)
+def test_nothing_is_lost_whatever_is_reported_next(devices: tuple[Device, ...], following: object) -> None:
+    first = run(empty(), [report(1, devices, "x")])
+    following_report = report(2, following, "x")
+    after = run(empty(stored(first), first.hosts[0]["drivers"]), [following_report])
+    named = {d.key for d in following_report.drivers[0].devices}
+    gone = {d.key for d in devices} - named
+    missing = {row["uuid"] for row in after.moves if row["state"] == "missing"}
+    expected = set() if following_report.drivers[0].error else {d.uuid for d in stored(first) if d.key in gone}
+    assert missing == expected
+
+
+@given(histories, st.randoms())
+def test_the_order_of_arrival_does_not_matter(history: list[tuple[object, object]], random: object) -> None:
+    reports = [report(n + 1, *entry) for n, entry in enumerate(history)]
+    shuffled = list(reports)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    one, two = fold(reports, (0, 0)), fold(shuffled, (0, 0))
+    assert one == two
+
+
+@given(cards)
+def test_one_event_per_device(devices: tuple[Device, ...]) -> None:
+    changes = run(empty(), [report(1, devices, ())])
+    found = [event for event in changes.events if event["subject_type"] == "device"]
+    assert len(found) == len({event["subject"] for event in found}) == len(devices)

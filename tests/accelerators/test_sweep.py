@@ -1,0 +1,65 @@
+"""What is removed, and what never is."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from accelerators import conductor
+from accelerators.models import AcceleratorRequest, AttachHandle, Deployable, Device, DeviceProfile, Event, Host
+from accelerators.sweep import remove_missing
+from tests.support.reports import a_host, answer, apply, card
+
+pytestmark = pytest.mark.django_db
+LATER = datetime.now(UTC) + timedelta(days=2)
+
+
+@pytest.fixture
+def host() -> Host:
+    """A host whose card 1 is missing, its driver being well and its agent live."""
+    host = a_host()
+    apply(host, answer(card(1), card(2)))
+    apply(host, answer(card(2)), seq=2)
+    return host
+
+
+def missing() -> int:
+    return Device.objects.filter(state="missing").count()
+
+
+def test_missing_and_free_goes_after_its_retention_with_an_event(host: Host) -> None:
+    remove_missing()
+    assert missing() == 1
+    remove_missing(LATER)
+    assert missing() == 0 and Device.objects.count() == 1
+    assert Event.objects.filter(action="device.removed").count() == 1
+
+
+def test_S1_missing_and_held_stays(host: Host) -> None:
+    with conductor.writing():
+        profile = DeviceProfile.objects.create(name="p", groups=[{"resources:FPGA": "1"}])
+        handle = AttachHandle.objects.get(deployable__device__state="missing")
+        values = {"project_id": "p", "profile": profile, "group": {}, "state": "Bound", "attach_handle": handle}
+        AcceleratorRequest.objects.create(**values)
+    remove_missing(LATER)
+    assert missing() == 1
+
+
+def test_missing_stays_while_its_agent_is_silent(host: Host) -> None:
+    conductor.mark_hosts([host.id], datetime.now(UTC))
+    remove_missing(LATER)
+    assert missing() == 1
+
+
+def test_missing_stays_while_its_driver_fails(host: Host) -> None:
+    apply(host, answer(error="crashed"), seq=3)
+    remove_missing(LATER)
+    assert missing() == 1
+
+
+def test_missing_stays_while_a_provider_is_recorded(host: Host) -> None:
+    with conductor.writing():
+        Deployable.objects.filter(device__state="missing").update(rp_uuid="11111111-1111-1111-1111-111111111111")
+    remove_missing(LATER)
+    assert missing() == 1

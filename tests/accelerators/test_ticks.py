@@ -1,0 +1,64 @@
+"""Waking jobs: one task however many kicks, no wake-up lost, work done once under a lock."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from django.db import connection
+from django_q.models import OrmQ
+
+from accelerators import ticks
+from accelerators.models import Tick
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+
+def test_many_kicks_are_one_task() -> None:
+    for _ in range(50):
+        ticks.kick("merge")
+    assert Tick.objects.count() == OrmQ.objects.count() == 1
+    assert OrmQ.objects.get().key == "ingest"
+
+
+def test_a_kick_while_the_job_runs_wakes_it_again() -> None:
+    ticks.kick("sweep")
+
+    def step() -> bool:
+        ticks.kick("sweep")
+        return False
+
+    ticks.run("sweep", step)
+    assert Tick.objects.count() == 1 and OrmQ.objects.count() == 2
+
+
+def test_two_runs_of_one_job_never_overlap_and_leave_nothing() -> None:
+    left = [30]
+    inside: list[int] = []
+    overlaps: list[int] = []
+
+    def step() -> bool:
+        inside.append(1)
+        overlaps.append(len(inside))
+        if left[0]:
+            left[0] -= 1
+        inside.pop()
+        return left[0] > 0
+
+    def worker() -> None:
+        ticks.run("sweep", step)
+        connection.close()
+
+    threads = [threading.Thread(target=worker) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert left == [0] and set(overlaps) == {1}
+
+
+def test_kick_all_wakes_one_cluster_afresh() -> None:
+    ticks.kick("merge")
+    ticks.kick_all("ingest")
+    assert {t.name for t in Tick.objects.all()} == {job.name for job in ticks.jobs() if job.cluster == "ingest"}
+    assert OrmQ.objects.count() == 2

@@ -1,0 +1,73 @@
+"""The house rules that a machine can check: who imports whom, how big things are, what is generated."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+ROOMS = ("drivers", "accelerators", "agents", "placement_sync", "cyborgweb", "tests")
+SOURCES = [p for room in ROOMS for p in sorted((ROOT / room).rglob("*.py")) if "migrations" not in p.parts]
+MAX_FILE, MAX_FUNCTION = 400, 60
+
+
+def python(code: str) -> str:
+    """What a fresh interpreter prints."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_the_import_contracts_hold() -> None:
+    done = subprocess.run(
+        [Path(sys.executable).parent / "lint-imports", "--no-cache"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_and_functions_stay_small_and_say_what_they_are(path: Path) -> None:
+    text = path.read_text()
+    assert text.count("\n") <= MAX_FILE
+    tree = ast.parse(text)
+    assert ast.get_docstring(tree), "the module does not say what it is"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert (node.end_lineno or 0) - node.lineno < MAX_FUNCTION, node.name
+
+
+def test_start_up_does_not_import_what_it_does_not_need() -> None:
+    code = (
+        "import django, sys; django.setup(); print([m for m in ('openstack', 'drf_spectacular') if m in sys.modules])"
+    )
+    assert python(f"import os; os.environ['DJANGO_SETTINGS_MODULE'] = 'cyborgweb.settings.base'; {code}") == "[]"
+
+
+def test_the_agent_and_the_drivers_never_see_django() -> None:
+    modules = "agents.host.main, agents.wire, drivers.runner, drivers.catalogue, drivers.pci, drivers.fake"
+    assert python(f"import {modules}, sys; print('django' in sys.modules)") == "False"
+
+
+def test_the_supervisor_never_sees_django() -> None:
+    assert python("import cyborgweb.serve, sys; print('django' in sys.modules)") == "False"
+
+
+@pytest.mark.django_db
+def test_migrations_match_the_models() -> None:
+    from django.core.management import call_command
+
+    call_command("makemigrations", check=True, dry_run=True, verbosity=0)
+
+
+def test_the_configuration_page_is_the_codes() -> None:
+    from cyborgweb.management.commands.configuration_page import page
+
+    assert (ROOT / "docs" / "configuration.md").read_text() == page(), "run `make docs`"

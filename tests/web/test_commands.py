@@ -1,0 +1,91 @@
+"""manage.py as an operator uses it."""
+
+from __future__ import annotations
+
+import json
+import stat
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from django.core.management import CommandError, call_command
+from django.test import override_settings
+
+from agents import wire
+from agents.models import JoinToken
+from cyborgweb.management.commands import prepare
+from cyborgweb.models import ApiToken, digest
+from cyborgweb.settings.keys import Keys, listen_address
+from drivers.configuration import ConfigurationError, load
+
+pytestmark = pytest.mark.django_db
+
+
+def said(*args: str, **options: object) -> list[str]:
+    out = StringIO()
+    call_command(*args, stdout=out, **options)
+    return out.getvalue().splitlines()
+
+
+def test_api_token_prints_the_token_last_and_stores_its_hash_alone() -> None:
+    secret = said("api_token", "ci")[-1]
+    token = ApiToken.objects.get()
+    assert token.token_hash == digest(secret) and secret not in repr(token.__dict__)
+    assert token.roles == ["admin", "manager", "member", "reader"]
+
+
+def test_a_service_token_has_the_role_service_alone() -> None:
+    said("api_token", "nova", "--role", "service")
+    assert ApiToken.objects.get().roles == ["service"]
+
+
+def test_join_token_is_one_pasteable_line() -> None:
+    join = wire.parse_join_string(said("join_token", "cmp1.example", "--address", "https://acc.example:8443")[-1])
+    assert (join.host, join.address) == ("cmp1.example", "https://acc.example:8443")
+    assert join.secret not in JoinToken.objects.get().secret_hash
+
+
+@pytest.mark.parametrize("args", [("api_token", ""), ("join_token", ""), ("join_token", "h", "--address", "ftp://x")])
+def test_bad_words_are_refused_with_a_sentence(args: tuple[str, ...]) -> None:
+    with pytest.raises(CommandError):
+        said(*args)
+
+
+def test_prepare_makes_the_first_login_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "keys", lambda: Keys(state_dir=str(tmp_path)))
+    facts = json.loads(said("prepare", "--address", "http://127.0.0.1:1")[-1])
+    login = tmp_path / "first-login"
+    assert stat.S_IMODE(login.stat().st_mode) == 0o600
+    assert facts["login"] == login.read_text().strip()
+    again = json.loads(said("prepare", "--address", "http://127.0.0.1:1")[-1])
+    assert again["login"] == facts["login"]
+    assert set(facts["jobs"]) == {"merge", "leases", "sweep"}
+
+
+def test_configuration_comes_from_environment_then_file(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text('CYBORG_LISTEN = "0.0.0.0:80"\nCYBORG_BEAT_S = 3\n')
+    keys = load(Keys, {"CYBORG_CONFIG": str(file), "CYBORG_LISTEN": "[::1]:0"})
+    assert (keys.listen, keys.beat_s) == ("[::1]:0", 3.0)
+    assert listen_address(keys.listen) == ("::1", 0)
+
+
+@pytest.mark.parametrize(
+    "environ", [{"CYBORG_BEAT_S": "soon"}, {"CYBORG_CONFIG": "/nowhere"}, {"CYBORG_REQUEST_THREADS": "many"}]
+)
+def test_unusable_configuration_names_the_key(environ: dict[str, str]) -> None:
+    with pytest.raises(ConfigurationError, match=next(iter(environ))):
+        load(Keys, environ)
+
+
+@pytest.mark.parametrize("listen", ["8000", "host:port", ":1", "1.2.3.4:70000"])
+def test_an_unusable_address_is_explained(listen: str) -> None:
+    with pytest.raises(ConfigurationError, match="ADDRESS:PORT"):
+        listen_address(listen)
+
+
+@override_settings(DEBUG=False)
+def test_health_is_open_and_answers_bear_a_request_id(client) -> None:  # type: ignore[no-untyped-def]
+    for path in ("/healthz", "/readyz"):
+        answer = client.get(path)
+        assert answer.status_code == 200 and answer["x-openstack-request-id"].startswith("req-")
