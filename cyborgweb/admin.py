@@ -54,7 +54,7 @@ class GroupAdmin(StockGroupAdmin, Listing):
 
 @admin.register(ApiToken)
 class ApiTokenAdmin(Listing):
-    """Tokens for `X-Auth-Token`. Made by `manage.py api_token`, which alone knows the secret; deleting one revokes it."""
+    """Tokens for `X-Auth-Token`. Made by `manage.py api_token`, which shows it once; deleting one revokes it."""
 
     list_display = ("name", "user", "shown_roles", "project_id", "created")
     list_select_related = ("user",)

@@ -47,6 +47,7 @@ class Supervisor:
         self.postgres_retry = 0.0
         self.watch: TickWatch | None = None
         self.stopping = False
+        self.gate = self.after = -1
         self.wake_r, self.wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def run(self) -> None:
@@ -56,9 +57,10 @@ class Supervisor:
         listener = self._listener()
         try:
             self._start_database()
+            self._start_web(listener)
             facts = self._prepare(listener)
             if not self.stopping:
-                self._start_children(listener, facts)
+                self._start_others(facts)
                 self._greet(listener, facts)
             while not self.stopping:
                 self._turn()
@@ -139,29 +141,27 @@ class Supervisor:
         state = {"CYBORG_STATE_DIR": str(self.settings.state), "DJANGO_SETTINGS_MODULE": "cyborgweb.settings.base"}
         return os.environ | {"PYTHONUNBUFFERED": "1", "CYBORG_PARENT": str(os.getpid())} | state | more
 
-    def _start_children(self, listener: socket.socket, facts: dict[str, Any]) -> None:
-        python = sys.executable
-        worker = self._environment(DJANGO_SETTINGS_MODULE="cyborgweb.settings.worker")
-        agent = self._environment(CYBORG_JOIN_TOKEN=facts["join"], **self._agent_defaults())
-        plan = {
-            "web": (
-                [python, "-m", "cyborgweb.web", "--fd", str(listener.fileno())],
-                self._environment(),
-                (listener.fileno(),),
-            ),
-            "ingest": (
-                [python, str(ROOT / "manage.py"), "cluster", "ingest"],
-                worker | {"Q_CLUSTER_NAME": "ingest"},
-                (),
-            ),
-            "work": ([python, str(ROOT / "manage.py"), "cluster", "work"], worker | {"Q_CLUSTER_NAME": "work"}, ()),
-            "agent": ([python, "-m", "agents.host.main", "--die-with-parent"], agent, ()),
-        }
-        for name, (command, environment, fds) in plan.items():
-            self.children[name] = Child(name, command, environment, fds, self.selector, ROOT)
-            self.children[name].start()
+    def _start_web(self, listener: socket.socket) -> None:
+        """Web loads its code while the database is prepared, and serves once `self.gate` is closed."""
+        after, self.gate = os.pipe()
+        self.after = after
+        command = [sys.executable, "-m", "cyborgweb.web", "--fd", str(listener.fileno()), "--after", str(after)]
+        self._start("web", command, self._environment(), (listener.fileno(), after))
+
+    def _start_others(self, facts: dict[str, Any]) -> None:
+        os.close(self.gate)
+        manage, worker = str(ROOT / "manage.py"), "cyborgweb.settings.worker"
+        for name in ("ingest", "work"):
+            environment = self._environment(DJANGO_SETTINGS_MODULE=worker, Q_CLUSTER_NAME=name)
+            self._start(name, [sys.executable, manage, "cluster", name], environment)
+        environment = self._environment(CYBORG_JOIN_TOKEN=facts["join"], **self._agent_defaults())
+        self._start("agent", [sys.executable, "-m", "agents.host.main", "--die-with-parent"], environment)
         self.watch = TickWatch(facts["jobs"], facts["dsn"], self.settings.tick_stall_s, self.wake_w)
         self.watch.start()
+
+    def _start(self, name: str, command: list[str], environment: dict[str, str], fds: tuple[int, ...] = ()) -> None:
+        self.children[name] = Child(name, command, environment, fds, self.selector, ROOT)
+        self.children[name].start()
 
     def _agent_defaults(self) -> dict[str, str]:
         """What `make up` adds so that a fresh machine shows something; whatever the operator sets wins."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import socket
 
 import uvicorn
@@ -16,11 +17,16 @@ def main() -> None:
     """Serve until SIGTERM; `--fd` is an inherited, listening socket."""
     parser = argparse.ArgumentParser(prog="cyborgweb.web", description=__doc__)
     parser.add_argument("--fd", type=int, required=True, help="file descriptor of a listening socket")
-    fd = parser.parse_args().fd
+    parser.add_argument("--after", type=int, help="file descriptor of a pipe: serve when its other end is closed")
+    arguments = parser.parse_args()
     die_with_parent()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    from cyborgweb.asgi import application
+
+    if arguments.after is not None:
+        os.read(arguments.after, 1)
     config = uvicorn.Config(
-        "cyborgweb.asgi:application",
+        application,
         ws="websockets-sansio",
         ws_per_message_deflate=False,
         ws_max_size=keys().max_message_bytes,
@@ -35,7 +41,7 @@ def main() -> None:
         timeout_graceful_shutdown=2,
         server_header=False,
     )
-    uvicorn.Server(config).run(sockets=[socket.socket(fileno=fd)])
+    uvicorn.Server(config).run(sockets=[socket.socket(fileno=arguments.fd)])
 
 
 if __name__ == "__main__":

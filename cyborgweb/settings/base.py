@@ -157,7 +157,11 @@ UNFOLD = {
     "SITE_HEADER": "Accelerators",
     "SITE_SUBHEADER": "control plane",
     "SITE_SYMBOL": "memory",
+    "SITE_URL": None,
+    "SITE_FAVICONS": [{"rel": "icon", "type": "image/svg+xml", "href": f"{STATIC_URL}console/icon.svg"}],
     "SHOW_HISTORY": False,
     "SHOW_VIEW_ON_SITE": False,
+    "STYLES": [f"{STATIC_URL}console/console.css"],
+    "SIDEBAR": {"navigation": "cyborgweb.pages.navigation.groups"},
     "DASHBOARD_CALLBACK": "cyborgweb.pages.overview.context",
 }
