@@ -152,9 +152,9 @@ def compare(host: StoredHost, report: HostReport, answers: dict[str, Answer], no
                 reported.add(device.key)
                 _device(host, driver, device, stored.get(device.key), into)
     complete = {driver for driver, answer in answers.items() if answer.devices is not None}
-    for device in host.devices:
-        if device.key not in reported and device.facts[0] in complete and device.state != "missing":
-            _missing(host, device, into)
+    for known in host.devices:
+        if known.key not in reported and known.facts[0] in complete and known.state != "missing":
+            _missing(host, known, into)
     after = len(into.deployables) + len(into.missing_deployables) + len(into.attributes) + len(into.gone_attributes)
     if after + len(into.moves) != before:
         into.providers.append({"key": host.uuid, "payload": {"host": host.name}})

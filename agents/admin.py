@@ -1,4 +1,4 @@
-"""Agents and join tokens in the console. Called by Django's admin; `cyborgweb.pages` shows agents beside other rooms."""
+"""Agents and join tokens in the console. Called by Django's admin; `cyborgweb.pages` shows them beside other rooms."""
 
 from __future__ import annotations
 
@@ -81,9 +81,21 @@ class AgentAdmin(ReadOnly):
     ordering = ("host__name",)
     search_fields = ("host__name__icontains", "host__uuid__startswith", "public_key__startswith", "boot_id__startswith")
     search_help_text = "host, public key, boot id"
-    fields = ("shown_host", "shown_liveness", "heard", "connected", "enrolled_at", "version", "wire", "boot_id", "public_key")
+    fields = (
+        "shown_host",
+        "shown_liveness",
+        "heard",
+        "connected",
+        "enrolled_at",
+        "version",
+        "wire",
+        "boot_id",
+        "public_key",
+    )
     readonly_fields = fields
-    empty = "No agents yet. Make a join token with “manage.py join_token HOST” and start cyborg-agent on that host with it."
+    empty = (
+        "No agents yet. Make a join token with “manage.py join_token HOST” and start cyborg-agent on that host with it."
+    )
 
     def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Agent | None:
         found = self.get_queryset(request).select_related("host__lease")

@@ -132,17 +132,19 @@ def encode(message: Message) -> str:
 def decode_from_agent(data: bytes | str) -> Hello | Report | Beat | Unknown:
     """Typed and bounded, or Unknown, or raises Malformed."""
     try:
-        return _from_agent.decode(data)
+        message: Hello | Report | Beat = _from_agent.decode(data)
     except (msgspec.DecodeError, RecursionError) as error:
         return _unknown(data, error, "from_agent")
+    return message
 
 
 def decode_from_gateway(data: bytes | str) -> Welcome | Ack | Refuse | Unknown:
     """Typed and bounded, or Unknown, or raises Malformed."""
     try:
-        return _from_gateway.decode(data)
+        message: Welcome | Ack | Refuse = _from_gateway.decode(data)
     except (msgspec.DecodeError, RecursionError) as error:
         return _unknown(data, error, "from_gateway")
+    return message
 
 
 def _unknown(data: bytes | str, error: Exception, side: str) -> Unknown:

@@ -32,6 +32,20 @@ STOP_S = {"web": 2.5, "agent": 2.0, "work": 1.5, "ingest": 1.5}
 TIMELY_S = 8.0
 
 
+SAMPLE_DRIVERS = """\
+# What this machine's agent is told of its drivers: one table each. Written once, yours to edit.
+
+[fake_driver]
+# Changed by `python -m drivers.fake`: unplug, plug, fail, count, misbehave.
+control_file = "{control}"
+
+[pci_driver]
+# Virtual machines have virtio functions, so that a first look shows real PCI hardware.
+# A function that the host itself uses (its disks, its network) is never taken.
+rules = [{{ vendor = "1af4", type = "FPGA" }}]
+"""
+
+
 class CannotStart(RuntimeError):
     """What stands in the way, in one sentence for the person at the terminal."""
 
@@ -168,9 +182,16 @@ class Supervisor:
         ours = {
             "CYBORG_AGENT_STATE_DIR": str(self.settings.state / "agent"),
             "CYBORG_ENABLED_DRIVERS": "fake_driver,pci_driver",
-            "CYBORG_DRIVER_SETTINGS": str(ROOT / "docs" / "sample-drivers.toml"),
+            "CYBORG_DRIVER_SETTINGS": str(self._sample_drivers()),
         }
         return {name: value for name, value in ours.items() if name not in os.environ}
+
+    def _sample_drivers(self) -> Path:
+        """The agent's driver settings, written once; the operator's edits stay."""
+        path = self.settings.state / "drivers.toml"
+        if not path.exists():
+            path.write_text(SAMPLE_DRIVERS.format(control=self.settings.state / "fake-driver.json"))
+        return path
 
     def _greet(self, listener: socket.socket, facts: dict[str, Any]) -> None:
         say("serve", f"console: {_address(listener)}/admin/")

@@ -19,6 +19,8 @@ Text = Annotated[str, Meta(max_length=4096)]
 """Free text or a JSON document as a string: board info, reasons."""
 Count = Annotated[int, Meta(ge=0, le=65_535)]
 
+PciAddress = Annotated[str, Meta(max_length=32, pattern=r"^[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$")]
+
 DeviceType = Literal["GPU", "FPGA", "AICHIP", "QAT", "NIC", "SSD"]
 HandleType = Literal["PCI", "MDEV", "TEST_PCI", "DEV"]
 Health = Literal["ok", "degraded", "failed", "unknown"]
@@ -59,7 +61,9 @@ class Device(Struct, frozen=True):
     type: DeviceType
     vendor: Name
     model: Name
-    address: Annotated[str, Meta(max_length=32, pattern=r"^[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$")] | None = None
+    address: Annotated[str, Meta(max_length=32, pattern=r"^[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$")] | None = (
+        None
+    )
     std_board_info: Text = ""
     vendor_board_info: Text = ""
     status: Health = "ok"

@@ -1,6 +1,6 @@
 """Who this agent is: an Ed25519 key made once, stored before the first connection. Used by `main` and `link`.
 
-The private key never leaves the state directory. A join token only binds the public key to a host (design, 5.7).
+The private key never leaves the state directory. A join token only binds the public key to a host.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Identity:
         return base64.urlsafe_b64encode(self.key.public_key().public_bytes_raw()).decode()
 
     def credential(self, challenge: wire.Challenge, epoch: int, fingerprint: str, token: str) -> wire.Credential:
-        """Proof for one connection: the server's nonce, signed together with host, epoch and pinned server."""
+        """Proof for one connection: the server's nonce, signed with host, epoch and pinned server."""
         signed = wire.signed_bytes(self.host, self.node, epoch, challenge.nonce, fingerprint)
         return wire.Credential(
             host=self.host,

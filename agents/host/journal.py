@@ -1,8 +1,8 @@
-"""What the agent must not forget, in one SQLite row on the host: epoch, last report, gateway. One owner: `main`.
+"""What the agent must not forget, in one SQLite row on the host: epoch, last report, gateway.
 
-`report` writes what was seen, `link` what the gateway acknowledged. Every change is one transaction in WAL mode with
-synchronous=FULL, so a restart, kill -9 or power cut at any write leaves the row as some commit left it. Calls block
-for one fsync; they are rare (a changed inventory, its acknowledgement, a new gateway).
+Owned by `main`: `report` writes what was seen, `link` what the gateway acknowledged. Every change is one transaction in
+WAL mode with synchronous=FULL, so a restart, kill -9 or power cut at any write leaves the row as some commit left it.
+Calls block for one fsync; they are rare (a changed inventory, its acknowledgement, a new gateway).
 
 (`epoch`, `seq`) never names two contents: the epoch goes up at every start, the sequence at every change.
 """
@@ -57,7 +57,10 @@ class WrongHost(Exception):
 
 
 class Journal:
-    """The open journal. Every writing method raises sqlite3.OperationalError when the disk is full or read-only."""
+    """The open journal.
+
+    Every writing method raises sqlite3.OperationalError when the disk is full or read-only.
+    """
 
     def __init__(self, connection: sqlite3.Connection, row: dict[str, Any]) -> None:
         self._connection = connection
@@ -68,14 +71,15 @@ class Journal:
         self.fingerprint: str = row["fingerprint"]
         self._joined_with: str = row["joined_with"]
         self.acknowledged = bool(row["acknowledged"])
-        self.report = self._stamped(row["hash"], _decoded(row)) if row["hash"] else None
+        drivers = _decoded(row) if row["hash"] else None
+        self.report = self._stamped(row["hash"], drivers) if drivers is not None else None
 
     def close(self) -> None:
         """Ends the connection; what was committed stays."""
         self._connection.close()
 
     def record(self, drivers: tuple[DriverReport, ...]) -> bool:
-        """A new report under the next seq, durable when this returns; False when the content is the last one's."""
+        """A new report under the next seq, durable on return; False when the content is the last one's."""
         digest = wire.content_hash(drivers)
         if self.report is not None and self.report.hash == digest:
             return False
@@ -84,23 +88,27 @@ class Journal:
         self._became(self.seq + 1, digest, drivers)
         return True
 
-    def offer_again(self) -> None:
-        """The same content under the next seq: the gateway acknowledged it once, and no longer has it applied."""
-        if self.report is not None:
-            self._write(seq=self.seq + 1, acknowledged=0)
-            self._became(self.seq + 1, self.report.hash, self.report.drivers)
+    def offer_again(self, report: wire.Report) -> wire.Report:
+        """The last report's content under the next seq: it was acknowledged once and is no longer applied."""
+        self._write(seq=self.seq + 1, acknowledged=0)
+        self._became(self.seq + 1, report.hash, report.drivers)
+        return self._stamped(report.hash, report.drivers)
 
     def acknowledge(self, seq: int) -> None:
         """The gateway will not lose report `seq` of this epoch. Nothing when a newer one has been recorded.
 
-        Known in memory even when the disk refuses: forgetting it costs one more report after a restart, no more.
+        Known in memory even when the disk refuses: forgetting it costs one more report after a restart, no
+        more.
         """
         if self.report is not None and self.report.seq == seq and not self.acknowledged:
             self.acknowledged = True
             self._write(acknowledged=1)
 
     def raise_epoch(self, at_least: int) -> None:
-        """Move above an epoch that the gateway has seen. Raises ValueError for one that cannot be moved above."""
+        """Move above an epoch that the gateway has seen.
+
+        Raises ValueError for one that cannot be moved above.
+        """
         if at_least + 1 >= EPOCH_LIMIT:
             raise ValueError(f"the gateway claims to have seen epoch {at_least}, which is out of range")
         epoch = max(self.epoch, at_least + 1)
@@ -134,10 +142,10 @@ class Journal:
 
 
 def open_journal(directory: Path, host: str, clock: Callable[[], float] = time.time) -> Journal:
-    """Open or begin the journal of `host` in an epoch above all earlier ones; that epoch is on disk on return.
+    """Open or begin the journal of `host` in an epoch above all earlier ones, which is then on disk.
 
-    A corrupt file is kept under another name and a new journal begun: its epoch comes from the clock, so it lies
-    above the lost one's. Raises WrongHost, and sqlite3.OperationalError while the disk takes no write.
+    A corrupt file is kept under another name and a new journal begun: its epoch comes from the clock, so it
+    lies above the lost one's. Raises WrongHost, and sqlite3.OperationalError while the disk takes no write.
     """
     path = directory / FILE
     try:
@@ -172,15 +180,15 @@ def _open(path: Path, host: str, clock: Callable[[], float]) -> Journal:
         with connection:
             _prepare(connection)
             row = _row(connection)
-            if row and row["host"] != host:
+            if row and row["host"] != host and row["address"]:  # never joined: the name was not used yet
                 raise WrongHost(
-                    f"the state directory {path.parent} belongs to the host {row['host']}, this one is {host}: "
-                    "give each host its own CYBORG_AGENT_STATE_DIR, or move that directory away and join anew"
+                    f"the state directory {path.parent} belongs to the host {row['host']}, this one is "
+                    f"{host}: give each host its own CYBORG_AGENT_STATE_DIR, or move that one away and join anew"
                 )
             epoch = max(row["epoch"] + 1 if row else 1, int(clock()))
             connection.execute(
                 "INSERT INTO journal (id, host, epoch) VALUES (1, ?, ?)"
-                " ON CONFLICT (id) DO UPDATE SET epoch = excluded.epoch",
+                " ON CONFLICT (id) DO UPDATE SET host = excluded.host, epoch = excluded.epoch",
                 (host, epoch),
             )
         row = _row(connection)
@@ -221,14 +229,14 @@ def _row(connection: sqlite3.Connection) -> dict[str, Any] | None:
     return dict(zip([column[0] for column in cursor.description], row, strict=True)) if row else None
 
 
-def _decoded(row: dict[str, Any]) -> tuple[DriverReport, ...]:
+def _decoded(row: dict[str, Any]) -> tuple[DriverReport, ...] | None:
+    # Another release may have other fields, and so another hash: forgetting costs one report more, no more.
     try:
         drivers = _contents.decode(row["content"])
     except msgspec.DecodeError as error:
-        raise Corrupt(f"its last report is not readable: {error}") from None
-    if wire.content_hash(drivers) != row["hash"]:
-        raise Corrupt("its last report does not match its hash")
-    return drivers
+        log.warning("the last report in the journal is not readable (%s): the next look makes a new one", error)
+        return None
+    return drivers if wire.content_hash(drivers) == row["hash"] else None
 
 
 def _touch(path: Path) -> None:

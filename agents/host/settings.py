@@ -1,4 +1,4 @@
-"""The agent's few keys, read once at its start by `main`; `docs/configuration.md` takes its second table from here.
+"""The agent's few keys, read once at its start by `main`; a table of `docs/configuration.md` comes from here.
 
 Everything else an agent is told by the gateway when it connects.
 """
@@ -27,11 +27,14 @@ class AgentSettings:
     join_token: str = key(
         "CYBORG_JOIN_TOKEN",
         "",
-        "The line that `manage.py join_token HOST` printed. Needed until this host has joined, then remembered.",
+        "The line that `manage.py join_token HOST` printed. Not needed once this host has joined.",
         "*(absent)*",
     )
     join_token_file: str = key(
-        "CYBORG_JOIN_TOKEN_FILE", "", "A file that holds the same line; `CYBORG_JOIN_TOKEN` wins.", "*(absent)*"
+        "CYBORG_JOIN_TOKEN_FILE",
+        "",
+        "A file that holds the same line; `CYBORG_JOIN_TOKEN` wins.",
+        "*(absent)*",
     )
     state_dir: str = key(
         "CYBORG_AGENT_STATE_DIR", "./var/agent", "The agent's key and journal. One agent per directory."
@@ -42,9 +45,7 @@ class AgentSettings:
         "This host as Placement names its compute provider.",
         "the join token's host, else `getfqdn()`",
     )
-    host_node: str = key(
-        "CYBORG_HOST_NODE", "", "This host as upstream's `[DEFAULT]host` names it.", "`gethostname()`"
-    )
+    host_node: str = key("CYBORG_HOST_NODE", "", "This host as upstream's `[DEFAULT]host` names it.", "`gethostname()`")
     enabled_drivers: tuple[str, ...] = key(
         "CYBORG_ENABLED_DRIVERS",
         ("fake_driver",),
@@ -86,7 +87,10 @@ def read_settings(environ: Mapping[str, str]) -> AgentSettings:
 
 
 def read_join(settings: AgentSettings) -> wire.Join | None:
-    """The join token, from the variable or the file; None when neither is given. Raises ConfigurationError."""
+    """The join token, from the variable or the file; None when neither is given.
+
+    Raises ConfigurationError.
+    """
     text, source = settings.join_token, "CYBORG_JOIN_TOKEN"
     if not text and settings.join_token_file:
         source = f"CYBORG_JOIN_TOKEN_FILE={settings.join_token_file}"
@@ -107,7 +111,10 @@ def read_join(settings: AgentSettings) -> wire.Join | None:
 
 
 def check_address(address: str, fingerprint: str, source: str) -> None:
-    """A gateway's address is `http(s)://host[:port]`, and only https can be pinned. Raises ConfigurationError."""
+    """A gateway's address is `http(s)://host[:port]`, and only https can be pinned.
+
+    Raises ConfigurationError.
+    """
     try:
         parts = urlsplit(address)
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
@@ -120,9 +127,10 @@ def check_address(address: str, fingerprint: str, source: str) -> None:
 
 
 def host_of(settings: AgentSettings, join: wire.Join | None, known: str = "") -> tuple[str, str]:
-    """(name, node) of this host: what is configured, else the token's, else `known` from the journal, else asked.
+    """(name, node) of this host: what is configured, else the token's, else `known` (journal), else asked.
 
-    Raises ConfigurationError when the configured name is not the token's: such an agent would only be refused.
+    Raises ConfigurationError when the configured name is not the token's: such an agent would only be
+    refused.
     """
     name = settings.host_name or (join.host if join else "") or known or socket.getfqdn()
     if join and name != join.host:

@@ -6,69 +6,100 @@ from django.db import migrations, models
 
 
 class Migration(migrations.Migration):
-
     initial = True
 
     dependencies = [
-        ('accelerators', '0001_initial'),
+        ("accelerators", "0001_initial"),
     ]
 
     operations = [
         migrations.CreateModel(
-            name='Agent',
+            name="Agent",
             fields=[
-                ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
-                ('public_key', models.CharField(db_collation='C', max_length=64, unique=True)),
-                ('enrolled_at', models.DateTimeField(db_default=django.db.models.functions.datetime.Now())),
-                ('version', models.CharField(blank=True, default='', max_length=64)),
-                ('wire', models.CharField(blank=True, default='', help_text='Wire version agreed at its last connection.', max_length=32)),
-                ('boot_id', models.CharField(blank=True, default='', max_length=64)),
-                ('connected_at', models.DateTimeField(blank=True, null=True)),
-                ('host', models.OneToOneField(on_delete=django.db.models.deletion.CASCADE, related_name='agent', to='accelerators.host')),
+                ("id", models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name="ID")),
+                ("public_key", models.CharField(db_collation="C", max_length=64, unique=True)),
+                ("enrolled_at", models.DateTimeField(db_default=django.db.models.functions.datetime.Now())),
+                ("version", models.CharField(blank=True, default="", max_length=64)),
+                (
+                    "wire",
+                    models.CharField(
+                        blank=True, default="", help_text="Wire version agreed at its last connection.", max_length=32
+                    ),
+                ),
+                ("boot_id", models.CharField(blank=True, default="", max_length=64)),
+                ("connected_at", models.DateTimeField(blank=True, null=True)),
+                (
+                    "host",
+                    models.OneToOneField(
+                        on_delete=django.db.models.deletion.CASCADE, related_name="agent", to="accelerators.host"
+                    ),
+                ),
             ],
             options={
-                'ordering': ['host__name'],
+                "ordering": ["host__name"],
             },
         ),
         migrations.CreateModel(
-            name='JoinToken',
+            name="JoinToken",
             fields=[
-                ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
-                ('host_name', models.CharField(db_collation='C', max_length=255)),
-                ('secret_hash', models.CharField(max_length=64, unique=True)),
-                ('public_key', models.CharField(blank=True, default='', help_text='The key it bound.', max_length=64)),
-                ('created_at', models.DateTimeField(db_default=django.db.models.functions.datetime.Now())),
-                ('created_by', models.CharField(blank=True, default='', max_length=255)),
-                ('expires_at', models.DateTimeField()),
-                ('used_at', models.DateTimeField(blank=True, null=True)),
+                ("id", models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name="ID")),
+                ("host_name", models.CharField(db_collation="C", max_length=255)),
+                ("secret_hash", models.CharField(max_length=64, unique=True)),
+                ("public_key", models.CharField(blank=True, default="", help_text="The key it bound.", max_length=64)),
+                ("created_at", models.DateTimeField(db_default=django.db.models.functions.datetime.Now())),
+                ("created_by", models.CharField(blank=True, default="", max_length=255)),
+                ("expires_at", models.DateTimeField()),
+                ("used_at", models.DateTimeField(blank=True, null=True)),
             ],
             options={
-                'constraints': [models.CheckConstraint(condition=models.Q(('public_key', ''), ('used_at__isnull', False), _connector='OR'), name='token_bound_means_used')],
+                "constraints": [
+                    models.CheckConstraint(
+                        condition=models.Q(("public_key", ""), ("used_at__isnull", False), _connector="OR"),
+                        name="token_bound_means_used",
+                    )
+                ],
             },
         ),
         migrations.CreateModel(
-            name='Lease',
+            name="Lease",
             fields=[
-                ('host', models.OneToOneField(on_delete=django.db.models.deletion.CASCADE, primary_key=True, related_name='lease', serialize=False, to='accelerators.host')),
-                ('seen_at', models.DateTimeField()),
-                ('epoch', models.BigIntegerField(default=0)),
+                (
+                    "host",
+                    models.OneToOneField(
+                        on_delete=django.db.models.deletion.CASCADE,
+                        primary_key=True,
+                        related_name="lease",
+                        serialize=False,
+                        to="accelerators.host",
+                    ),
+                ),
+                ("seen_at", models.DateTimeField()),
+                ("epoch", models.BigIntegerField(default=0)),
             ],
             options={
-                'indexes': [models.Index(fields=['seen_at'], name='lease_seen')],
+                "indexes": [models.Index(fields=["seen_at"], name="lease_seen")],
             },
         ),
         migrations.CreateModel(
-            name='Spooled',
+            name="Spooled",
             fields=[
-                ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
-                ('epoch', models.BigIntegerField()),
-                ('seq', models.BigIntegerField()),
-                ('received_at', models.DateTimeField(db_default=django.db.models.functions.datetime.Now())),
-                ('payload', models.TextField(help_text='The Report message as it came.')),
-                ('host', models.ForeignKey(db_constraint=False, on_delete=django.db.models.deletion.CASCADE, related_name='+', to='accelerators.host')),
+                ("id", models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name="ID")),
+                ("epoch", models.BigIntegerField()),
+                ("seq", models.BigIntegerField()),
+                ("received_at", models.DateTimeField(db_default=django.db.models.functions.datetime.Now())),
+                ("payload", models.TextField(help_text="The Report message as it came.")),
+                (
+                    "host",
+                    models.ForeignKey(
+                        db_constraint=False,
+                        on_delete=django.db.models.deletion.CASCADE,
+                        related_name="+",
+                        to="accelerators.host",
+                    ),
+                ),
             ],
             options={
-                'db_table': 'spool',
+                "db_table": "spool",
             },
         ),
     ]

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 
 import pytest
+
 from accelerators.models import Device, Event, Host
 from agents import enrolment, tasks, wire
 from agents.gateway import Gateway
@@ -58,7 +59,9 @@ def test_a_report_is_acknowledged_after_it_is_durable_and_becomes_rows(agent: Wi
     assert Event.objects.filter(action="agent.enrolled", host="cmp1").count() == 1
 
 
-def test_P1_an_unchanged_report_costs_no_statement(agent: WireAgent, gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_P1_an_unchanged_report_costs_no_statement(
+    agent: WireAgent, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with agent.connect() as socket:
         ask(socket, a_report(card(1)))
     tasks.merge()
@@ -114,12 +117,23 @@ def test_L1_silence_makes_a_host_stale_and_a_beat_brings_it_back(agent: WireAgen
         until(lambda: Lease.objects.get().seen_at > long_ago)
         watch()
     assert Host.objects.get().stale_since is None
-    assert list(Event.objects.filter(subject_type="host", action__in=["host.stale", "host.live"]).order_by("id").values_list("action", flat=True)) == ["host.stale", "host.live"]
+    assert list(
+        Event.objects.filter(subject_type="host", action__in=["host.stale", "host.live"])
+        .order_by("id")
+        .values_list("action", flat=True)
+    ) == ["host.stale", "host.live"]
 
 
 @pytest.mark.parametrize(
     "data",
-    ["{", "[]", '{"type":"Report"}', '{"type":"Report","epoch":-1,"seq":1,"hash":"x","drivers":[]}', '"' + "x" * 250_000, "[" * 100_000],
+    [
+        "{",
+        "[]",
+        '{"type":"Report"}',
+        '{"type":"Report","epoch":-1,"seq":1,"hash":"x","drivers":[]}',
+        '"' + "x" * 250_000,
+        "[" * 100_000,
+    ],
     ids=["cut", "list", "fields", "negative", "oversize", "deep"],
 )
 def test_what_is_no_message_is_refused_closed_and_told_once(agent: WireAgent, data: str) -> None:

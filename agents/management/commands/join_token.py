@@ -11,7 +11,7 @@ from agents import enrolment
 
 
 class Command(BaseCommand):
-    help = "Make a join token for one host; set it there as CYBORG_JOIN_TOKEN and start cyborg-agent. The last line is the token."
+    help = "Make a join token: on the host, set it as CYBORG_JOIN_TOKEN and start cyborg-agent. Last line: the token."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("host", help="the host's name: its compute provider's name in Placement, usually its FQDN")
@@ -23,6 +23,8 @@ class Command(BaseCommand):
             raise CommandError("HOST is 1 to 255 characters")
         if not options["address"].startswith(("http://", "https://")):
             raise CommandError("--address begins with http:// or https://")
-        token = enrolment.make_token(options["host"], address=options["address"], hours=options["hours"], created_by="command line")
+        token = enrolment.make_token(
+            options["host"], address=options["address"], hours=options["hours"], created_by="command line"
+        )
         self.stdout.write(f"Join token for {options['host']}, valid for {options['hours']} hours:")
         self.stdout.write(token)

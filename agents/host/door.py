@@ -1,0 +1,142 @@
+"""The way to the gateway before there is a socket: TLS with a pinned certificate, the challenge.
+
+Used by `link`: one request per attempt, on a connection of its own. Nothing is sent to a server that is not
+the pinned one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import http.client
+import io
+import ssl
+from dataclasses import dataclass
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+import msgspec
+
+from agents import wire
+
+ANSWER_LIMIT = 64 * 1024
+"""Bytes of an HTTP answer that are read; a challenge has some 200."""
+RETRY_LIMIT_S = 600.0
+
+
+@dataclass(frozen=True)
+class Gateway:
+    """Where to connect: from a join token, or from the journal once the host has joined."""
+
+    address: str
+    fingerprint: str
+    secret: str = ""
+
+    @property
+    def socket_address(self) -> str:
+        """The WebSocket's URL."""
+        return "ws" + self.address.removeprefix("http").rstrip("/") + wire.PATH
+
+
+class Refused(Exception):
+    """The gateway answered with a status: `sentence` is its reason, `retry_after` the seconds it asks for."""
+
+    def __init__(self, status: int, sentence: str, retry_after: float = 0.0) -> None:
+        super().__init__(f"the gateway refused ({status}): {sentence}")
+        self.status = status
+        self.retry_after = retry_after
+
+
+class _PinnedObject(ssl.SSLObject):
+    def do_handshake(self) -> None:
+        super().do_handshake()
+        wanted = cast(_PinnedContext, self.context).fingerprint
+        found = hashlib.sha256(self.getpeercert(binary_form=True) or b"").hexdigest()
+        if found != wanted:
+            raise ssl.SSLCertVerificationError(
+                f"the gateway's certificate is sha256:{found}, the join token pins sha256:{wanted}"
+            )
+
+
+class _PinnedContext(ssl.SSLContext):
+    fingerprint: str
+    sslobject_class = _PinnedObject
+
+
+def tls(gateway: Gateway) -> ssl.SSLContext | None:
+    """None for http; for https the pinned certificate only, or without a pin the system's authorities.
+
+    The pin is checked inside the handshake, so neither challenge nor credential reaches another server.
+    """
+    if not gateway.address.startswith("https:"):
+        return None
+    if not gateway.fingerprint:
+        return ssl.create_default_context()
+    context = _PinnedContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.fingerprint = gateway.fingerprint.lower().removeprefix("sha256:").replace(":", "")
+    return context
+
+
+async def challenge(gateway: Gateway, context: ssl.SSLContext | None, timeout: float) -> wire.Challenge:
+    """Ask for a nonce. Raises Refused, OSError (unreachable, TLS, time-out) or wire.Malformed."""
+    async with asyncio.timeout(timeout):
+        status, headers, body = await _get(gateway.address, wire.CHALLENGE_PATH, context)
+    if status != 200:
+        raise refusal(status, headers, body)
+    try:
+        found = msgspec.json.decode(body, type=wire.Challenge)
+    except msgspec.DecodeError as error:
+        raise wire.Malformed(f"{gateway.address} answers, but not as a gateway does: {error}") from None
+    if not set(found.versions) & set(wire.VERSIONS):
+        raise Refused(
+            status,
+            f"it speaks {', '.join(found.versions)}, this agent {', '.join(wire.VERSIONS)}: upgrade one",
+        )
+    return found
+
+
+def refusal(status: int, headers: Any, body: bytes) -> Refused:
+    """What an HTTP answer says to a person: the JSON document's `error`, else the status' own words."""
+    try:
+        sentence = str(msgspec.json.decode(body, type=dict[str, Any])["error"])[:500]
+    except (msgspec.DecodeError, KeyError, RecursionError):
+        sentence = http.client.responses.get(status, "no reason given")
+    return Refused(status, " ".join(sentence.split()), _seconds(headers.get("Retry-After")))
+
+
+def _seconds(value: str | None) -> float:
+    try:
+        return min(max(float(value or 0), 0.0), RETRY_LIMIT_S)
+    except ValueError:  # the header's other form is a date; our gateway never sends one
+        return 0.0
+
+
+async def _get(address: str, path: str, context: ssl.SSLContext | None) -> tuple[int, Any, bytes]:
+    parts = urlsplit(address)
+    port = parts.port or (443 if context else 80)
+    reader, writer = await asyncio.open_connection(parts.hostname, port, ssl=context, limit=ANSWER_LIMIT)
+    try:
+        path = parts.path.rstrip("/") + path
+        writer.write(f"GET {path} HTTP/1.1\r\nHost: {parts.netloc}\r\nConnection: close\r\n\r\n".encode())
+        data = bytearray()
+        while len(data) < ANSWER_LIMIT and (chunk := await reader.read(ANSWER_LIMIT - len(data))):
+            data += chunk
+    finally:
+        writer.transport.abort()
+    return _parsed(bytes(data), address)
+
+
+def _parsed(data: bytes, address: str) -> tuple[int, Any, bytes]:
+    class Bytes:
+        def makefile(self, _mode: str) -> io.BytesIO:
+            return io.BytesIO(data)
+
+    response = http.client.HTTPResponse(cast(Any, Bytes()), method="GET")
+    try:
+        response.begin()
+        return response.status, response.headers, response.read()
+    except http.client.HTTPException as error:
+        raise wire.Malformed(f"{address} answers, but not with HTTP: {type(error).__name__}") from None

@@ -1,0 +1,51 @@
+"""`cyborg-agent --once` in words or JSON: what the drivers of this host find. Pure; called by `main`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from drivers.inventory import Device, DriverReport
+
+HEADINGS = ("DRIVER", "TYPE", "VENDOR", "MODEL", "ADDRESS", "NUMA", "STATUS", "UNITS", "DEVICE")
+
+
+def as_json(reports: Sequence[DriverReport]) -> str:
+    """One JSON array of driver reports, indented, as they would be sent."""
+    return msgspec.json.format(msgspec.json.encode(reports), indent=2).decode() + "\n"
+
+
+def as_table(reports: Sequence[DriverReport], host: str) -> str:
+    """A line per device, then what could not be taken for one, then drivers that failed."""
+    rows = [_row(report.driver, device) for report in reports for device in report.devices]
+    lines = [f"{host}: {len(rows)} {'device' if len(rows) == 1 else 'devices'}"]
+    if rows:
+        lines += ["", *_columns([HEADINGS, *rows])]
+    faults = [f"  {r.driver}  {f.subject}: {f.reason}" for r in reports for f in r.faults]
+    if faults:
+        lines += ["", "Not taken for a device:", *faults]
+    errors = [f"  {report.driver}: {report.error}" for report in reports if report.error]
+    if errors:
+        lines += ["", "Drivers that failed:", *errors]
+    return "\n".join(lines) + "\n"
+
+
+def _row(driver: str, device: Device) -> tuple[str, ...]:
+    status = f"{device.status} ({device.status_reason})" if device.status_reason else device.status
+    return (
+        driver,
+        device.type,
+        device.vendor,
+        device.model,
+        device.address or "-",
+        str(device.numa_node) if device.numa_node >= 0 else "-",
+        status,
+        str(sum(deployable.num_accelerators for deployable in device.deployables)),
+        device.key,
+    )
+
+
+def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
+    return ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -1,0 +1,272 @@
+"""`cyborg-agent`: the daemon on a compute host.
+
+Wires the other files of this room together; called by the shell.
+
+Exit status: 0 stopped when asked, 1 failed (or, with --once, a driver did), 2 unusable configuration.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import fcntl
+import logging
+import os
+import re
+import signal
+import sqlite3
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from agents import wire
+from agents.host import listing
+from agents.host.door import Gateway
+from agents.host.identity import Identity, load_or_make
+from agents.host.journal import Journal, WrongHost, known_host, open_journal
+from agents.host.link import Link
+from agents.host.report import Reporter, canonical
+from agents.host.settings import AgentSettings, driver_tables, host_of, read_join, read_settings
+from agents.host.watch import Interest, Watch
+from drivers import catalogue
+from drivers.claims import settle
+from drivers.configuration import ConfigurationError, keys_of
+from drivers.process import die_with_parent
+from drivers.runner import DriverProcess
+
+log = logging.getLogger("cyborg.agent")
+
+STOP_S = 1.5
+"""Seconds for the driver processes to end; whoever is left then dies with this process."""
+DISK_RETRY_S = 5.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the agent until SIGTERM or SIGINT, or once."""
+    arguments = _parser().parse_args(argv)
+    if arguments.die_with_parent:
+        die_with_parent()
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=logging.DEBUG if arguments.verbose else logging.WARNING if arguments.once else logging.INFO,
+        format="%(asctime)s %(levelname)-7s %(name)s: %(message)s",
+    )
+    logging.getLogger("websockets").setLevel(logging.INFO if arguments.verbose else logging.WARNING)
+    try:
+        settings = read_settings(os.environ)
+        if arguments.once:
+            return asyncio.run(_once(settings, as_json=arguments.json))
+        return asyncio.run(_daemon(settings))
+    except (ConfigurationError, WrongHost) as error:
+        sys.stderr.write(f"cyborg-agent: {error}\n")
+        return 2
+    except KeyboardInterrupt:  # before the loop took the signal over
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    keys = keys_of(AgentSettings)
+    width = max(len(one.name) for one in keys)
+    table = "\n".join(f"  {one.name.ljust(width)}  {one.effect}\n  {'':{width}}  default: {one.shown}" for one in keys)
+    parser = argparse.ArgumentParser(
+        prog="cyborg-agent",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="Finds this host's accelerators and keeps the conductor informed over one WebSocket.",
+        epilog=f"""\
+first steps:
+  cyborg-agent --once                       what is found here; contacts nobody, writes nothing
+  manage.py join_token HOST                 (on the conductor) prints one line
+  CYBORG_JOIN_TOKEN=THAT_LINE cyborg-agent  joins, then runs; the line is needed only once
+
+environment (or a TOML file named by CYBORG_CONFIG):
+{table}""",
+    )
+    parser.add_argument("--once", action="store_true", help="print what the drivers find on this host, and exit")
+    parser.add_argument("--json", action="store_true", help="with --once: as JSON instead of a table")
+    parser.add_argument("--verbose", action="store_true", help="log details")
+    parser.add_argument("--die-with-parent", action="store_true", help="end when the process that started it ends")
+    return parser
+
+
+async def _once(settings: AgentSettings, *, as_json: bool) -> int:
+    join = read_join(settings)
+    name, node = host_of(settings, join, known_host(Path(settings.state_dir)))
+    drivers = _drivers(settings, node, driver_tables(settings))
+    try:
+        answers = await asyncio.gather(*(driver.discover() for driver in drivers.values()))
+    finally:
+        await _close(drivers)
+    reports = [canonical(report) for report in settle(answers)]
+    sys.stdout.write(listing.as_json(reports) if as_json else listing.as_table(reports, name))
+    return 1 if any(report.error for report in reports) else 0
+
+
+async def _daemon(settings: AgentSettings) -> int:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    directory = Path(settings.state_dir).absolute()
+    tables = driver_tables(settings)
+    join = read_join(settings)
+    lock = claim(directory)
+    try:
+        known = known_host(directory)
+        if join is None and not known:
+            raise ConfigurationError(
+                "this host has not joined yet: set CYBORG_JOIN_TOKEN to the line that "
+                "`manage.py join_token HOST` prints on the conductor"
+            )
+        name, node = host_of(settings, join, known)
+        identity = load_or_make(directory, name, node)
+        journal = await _journal(directory, name, stop)
+        if journal is None:
+            return 0
+        try:
+            agent = _Agent(settings, tables, identity, journal, _gateway(join, journal))
+            await _work(agent, stop)
+        finally:
+            journal.close()
+    finally:
+        os.close(lock)
+    log.info("stopped")
+    return 0
+
+
+@dataclass(frozen=True)
+class _Agent:
+    """What is settled before the first look."""
+
+    settings: AgentSettings
+    tables: Mapping[str, Any]
+    identity: Identity
+    journal: Journal
+    gateway: Gateway
+
+
+async def _work(agent: _Agent, stop: asyncio.Event) -> None:
+    settings, identity, journal = agent.settings, agent.identity, agent.journal
+    names = settings.enabled_drivers
+    drivers = _drivers(settings, identity.node, agent.tables)
+    watch = Watch(
+        [_interest(name, agent.tables.get(name, {})) for name in names],
+        debounce_s=settings.uevent_debounce_ms / 1000,
+        rescan_s=settings.rescan_s,
+    )
+    log.info("host %s (node %s), drivers %s", identity.host, identity.node, ", ".join(names))
+    reporter = Reporter(drivers, journal, settle)
+    link = Link(journal, identity, agent.gateway, hello(names), reporter.limit)
+    watch.start()
+    try:
+        works = [link.run(), reporter.run(link.offer), _feed(watch, reporter)]
+        tasks = [asyncio.ensure_future(work) for work in (stop.wait(), *works)]
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for task in done:
+            task.result()
+    finally:
+        watch.close()
+        await _close(drivers)
+
+
+async def _feed(watch: Watch, reporter: Reporter) -> None:
+    while True:
+        reporter.look(await watch.changed())
+
+
+def _drivers(settings: AgentSettings, node: str, tables: Mapping[str, Any]) -> dict[str, DriverProcess]:
+    known = sorted(catalogue.names())
+    for name in settings.enabled_drivers:
+        if name not in known:
+            raise ConfigurationError(f"CYBORG_ENABLED_DRIVERS: there is no driver {name!r}; known: {', '.join(known)}")
+    for name in tables.keys() - set(settings.enabled_drivers):
+        log.warning("CYBORG_DRIVER_SETTINGS has a table for %s, which is not enabled", name)
+    return {
+        name: DriverProcess(name, node, tables.get(name, {}), deadline_s=settings.driver_deadline_s)
+        for name in settings.enabled_drivers
+    }
+
+
+def _interest(name: str, table: Mapping[str, Any]) -> Interest:
+    driver = catalogue.load(name)
+    files = tuple(Path(str(table[key])) for key in driver.watched if table.get(key))
+    return Interest(name, frozenset(driver.subsystems), files)
+
+
+async def _close(drivers: Mapping[str, DriverProcess]) -> None:
+    closing = [asyncio.ensure_future(driver.close()) for driver in drivers.values()]
+    _, late = await asyncio.wait(closing, timeout=STOP_S)
+    for task in late:
+        task.cancel()
+
+
+def hello(drivers: tuple[str, ...]) -> wire.Hello:
+    """What this agent is: its release, the kernel's boot, the enabled drivers."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError as error:
+        log.debug("this kernel has no boot id: %s", error)
+        boot = ""
+    release = re.sub(r"[^A-Za-z0-9_.:-]", "-", metadata.version("cyborgweb"))[:64]
+    return wire.Hello(agent_version=release, boot_id=boot, drivers=drivers)
+
+
+def claim(directory: Path) -> int:
+    """Make the state directory and lock it for this process; the handle must stay open.
+
+    Raises ConfigurationError.
+    """
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        handle = os.open(directory / "lock", os.O_CREAT | os.O_RDWR, 0o600)
+    except OSError as error:
+        raise ConfigurationError(
+            f"CYBORG_AGENT_STATE_DIR={directory} cannot be used: {error.strerror}: {error.filename}"
+        ) from None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise ConfigurationError(
+            f"another agent runs in {directory}: stop it, or give this one its own CYBORG_AGENT_STATE_DIR"
+        ) from None
+    return handle
+
+
+async def _journal(directory: Path, host: str, stop: asyncio.Event) -> Journal | None:
+    """The journal as soon as the disk takes it; None when asked to stop before."""
+    while not stop.is_set():
+        try:
+            return open_journal(directory, host)
+        except sqlite3.OperationalError as error:
+            log.error(
+                "the journal in %s cannot be opened (%s): trying again in %.0f s",
+                directory,
+                error,
+                DISK_RETRY_S,
+            )
+        try:
+            async with asyncio.timeout(DISK_RETRY_S):
+                await stop.wait()
+        except TimeoutError:
+            continue
+    return None
+
+
+def _gateway(join: wire.Join | None, journal: Journal) -> Gateway:
+    if join is not None:
+        return Gateway(join.address, join.fingerprint, join.secret)
+    if not journal.address:
+        raise ConfigurationError(
+            f"{journal.host} has not joined yet: set CYBORG_JOIN_TOKEN to the line that "
+            f"`manage.py join_token {journal.host}` prints on the conductor"
+        )
+    return Gateway(journal.address, journal.fingerprint)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

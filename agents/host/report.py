@@ -1,0 +1,207 @@
+"""From what the drivers answer to the journal: look, settle, put in order, cut to size, record.
+
+Run by `main`. Each driver looks by itself: one that fails, hangs or lies changes its own part of the report
+only (promise L6).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sqlite3
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
+
+import msgspec
+
+from agents import wire
+from agents.host.journal import Journal
+from drivers.inventory import Device, DriverReport
+
+log = logging.getLogger("cyborg.report")
+
+TOGETHER_S = 2.0
+"""Drivers woken together are told together, unless one of them takes longer than this."""
+RETRY_S = 5.0
+"""Between two attempts to write to a journal whose disk is full."""
+LARGEST = 2**53
+"""Stands for any epoch and sequence when a report is measured."""
+
+
+class Looker(Protocol):
+    """One driver in its own process: `drivers.runner.DriverProcess`."""
+
+    async def discover(self) -> DriverReport:
+        """What is there; never raises."""
+
+    async def close(self) -> None:
+        """End the process."""
+
+
+Settle = Callable[[tuple[DriverReport, ...]], tuple[DriverReport, ...]]
+"""Gives each PCI address to one driver: reports in enabled order, in and out."""
+
+
+class Reporter:
+    """Holds the last answer of every driver and keeps the journal's report in step with them."""
+
+    def __init__(
+        self,
+        drivers: Mapping[str, Looker],
+        journal: Journal,
+        settle: Settle,
+        *,
+        max_bytes: int = wire.MAX_MESSAGE,
+        together_s: float = TOGETHER_S,
+        retry_s: float = RETRY_S,
+    ) -> None:
+        self._drivers = drivers
+        self._journal = journal
+        self._settle = settle
+        self._offer: Callable[[], None] | None = None
+        self._max_bytes = max_bytes
+        self._together_s = together_s
+        self._retry_s = retry_s
+        self._answers: dict[str, DriverReport] = {}
+        self._wanted = {name: asyncio.Event() for name in drivers}
+        self._busy: set[str] = set()
+        self._answered = asyncio.Event()
+        self._idle = asyncio.Event()
+
+    def look(self, names: Iterable[str]) -> None:
+        """Have these drivers look again; one that is looking right now does so once more afterwards."""
+        for name in names:
+            self._wanted[name].set()
+
+    def limit(self, max_bytes: int) -> None:
+        """The gateway takes messages of `max_bytes`: every report from now on fits, the last one too."""
+        if max_bytes != self._max_bytes:
+            self._max_bytes = max_bytes
+            if not self._record():
+                self._answered.set()  # `_publish` tries again
+
+    async def run(self, offer: Callable[[], None]) -> None:
+        """Look with all drivers, then whenever asked; `offer` is called after each look. Ends when cancelled."""
+        self._offer = offer
+        self.look(self._drivers)
+        async with asyncio.TaskGroup() as group:
+            for name, driver in self._drivers.items():
+                group.create_task(self._serve(name, driver))
+            group.create_task(self._publish())
+
+    async def _serve(self, name: str, driver: Looker) -> None:
+        while True:
+            await self._wanted[name].wait()
+            self._wanted[name].clear()
+            self._busy.add(name)
+            self._idle.clear()
+            report = await driver.discover()
+            self._tell(report, self._answers.get(name))
+            self._answers[name] = report
+            self._busy.discard(name)
+            self._answered.set()
+            if not self._busy:
+                self._idle.set()
+
+    async def _publish(self) -> None:
+        while True:
+            await self._answered.wait()
+            try:
+                async with asyncio.timeout(self._together_s):
+                    await self._idle.wait()
+            except TimeoutError:
+                log.info("not waiting for %s: the others are reported", ", ".join(sorted(self._busy)))
+            self._answered.clear()
+            while not self._record():
+                await asyncio.sleep(self._retry_s)
+
+    def _record(self) -> bool:
+        """Journal what is known now; False when the disk refused.
+
+        Nothing before every driver has answered once.
+        """
+        if len(self._answers) < len(self._drivers):
+            return True
+        settled = self._settle(tuple(self._answers[name] for name in self._drivers))
+        drivers = fit(tuple(map(canonical, settled)), self._max_bytes)
+        try:
+            changed = self._journal.record(drivers)
+        except sqlite3.OperationalError as error:
+            log.error("the journal takes no report (%s): nothing new is sent until it does", error)
+            return False
+        if changed:
+            for driver, whole in zip(drivers, settled, strict=True):
+                if driver.error and not whole.error:
+                    log.error("driver %s: %s", driver.driver, driver.error)
+            count = sum(len(driver.devices) for driver in drivers)
+            log.info("report %d.%d: %d devices", self._journal.epoch, self._journal.seq, count)
+        if self._offer is not None:
+            self._offer()
+        return True
+
+    def _tell(self, report: DriverReport, before: DriverReport | None) -> None:
+        was = before.error if before else ""
+        if report.error and report.error != was:
+            log.error("driver %s: %s", report.driver, report.error)
+        elif was and not report.error:
+            log.info("driver %s answers again", report.driver)
+        known = before.faults if before else ()
+        for fault in report.faults:
+            if fault not in known:
+                log.warning("driver %s, %s: %s", report.driver, fault.subject, fault.reason)
+
+
+def canonical(report: DriverReport) -> DriverReport:
+    """The same content in one order, so that the order of a directory listing is no change.
+
+    A NUL character costs its driver the whole answer: the conductor refuses any report that holds one.
+    """
+    if b"\\u0000" in msgspec.json.encode(report):
+        return DriverReport(report.driver, "its answer holds a NUL character, which cannot be stored")
+    return DriverReport(
+        driver=report.driver,
+        error=report.error,
+        devices=tuple(sorted(map(_ordered, report.devices), key=lambda device: device.key)),
+        faults=tuple(sorted(report.faults, key=lambda fault: (fault.subject, fault.reason))),
+    )
+
+
+def _ordered(device: Device) -> Device:
+    deployables = (
+        msgspec.structs.replace(
+            deployable, handles=tuple(sorted(deployable.handles, key=lambda h: (h.attach_type, h.info)))
+        )
+        for deployable in device.deployables
+    )
+    return msgspec.structs.replace(
+        device, deployables=tuple(sorted(deployables, key=lambda deployable: deployable.name))
+    )
+
+
+def fit(drivers: tuple[DriverReport, ...], max_bytes: int) -> tuple[DriverReport, ...]:
+    """The report, or one that fits into `max_bytes`: the biggest drivers' lists are replaced by errors.
+
+    What the conductor knows of those stays and is shown stale; the other drivers' devices go on.
+    """
+    size = whole = _size(drivers)
+    left_out: set[str] = set()
+    while size > max_bytes and len(left_out) < len(drivers):
+        parts = {d.driver: len(msgspec.json.encode(d)) for d in drivers if d.driver not in left_out}
+        biggest = max(parts, key=lambda name: parts[name])
+        left_out.add(biggest)
+        drivers = tuple(_too_large(d, whole, max_bytes, parts[biggest]) if d.driver == biggest else d for d in drivers)
+        size = _size(drivers)
+    return drivers
+
+
+def _size(drivers: tuple[DriverReport, ...]) -> int:
+    return len(wire.encode(wire.Report(epoch=LARGEST, seq=LARGEST, hash="0" * 40, drivers=drivers)).encode())
+
+
+def _too_large(report: DriverReport, whole: int, max_bytes: int, part: int) -> DriverReport:
+    return DriverReport(
+        driver=report.driver,
+        error=f"report too large: {whole} bytes of {max_bytes}; this driver's {len(report.devices)} devices "
+        f"and {len(report.faults)} faults take {part} and are left out: raise CYBORG_MAX_MESSAGE_BYTES on "
+        "the conductor, or have the driver find less",
+    )

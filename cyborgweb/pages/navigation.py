@@ -1,0 +1,63 @@
+"""The sidebar, in the product's words. Called by unfold for every page; what a person may not view is not listed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.http import HttpRequest
+from django.urls import reverse
+
+GROUPS: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
+    (
+        "Inventory",
+        (
+            ("Hosts", "dns", "accelerators.host"),
+            ("Devices", "memory", "accelerators.device"),
+            ("Deployables", "widgets", "accelerators.deployable"),
+            ("Attach handles", "cable", "accelerators.attachhandle"),
+        ),
+    ),
+    (
+        "Demand",
+        (
+            ("Requests", "assignment", "accelerators.acceleratorrequest"),
+            ("Device profiles", "tune", "accelerators.deviceprofile"),
+        ),
+    ),
+    (
+        "Record",
+        (
+            ("Events", "history", "accelerators.event"),
+            ("Intents", "outbox", "accelerators.intent"),
+        ),
+    ),
+    (
+        "Access",
+        (
+            ("Agents", "sensors", "agents.agent"),
+            ("Join tokens", "vpn_key", "agents.jointoken"),
+            ("API tokens", "key", "cyborgweb.apitoken"),
+            ("Users", "group", "auth.user"),
+        ),
+    ),
+)
+"""Heading, then per entry: its word, its icon, the model it lists."""
+
+
+def groups(request: HttpRequest) -> list[dict[str, Any]]:
+    """As unfold's SIDEBAR wants it."""
+    overview = {"title": "Overview", "icon": "dashboard", "link": reverse("admin:index")}
+    shown = [{"items": [overview]}]
+    for title, entries in GROUPS:
+        if items := [_item(*entry) for entry in entries if _may_view(request, entry[2])]:
+            shown.append({"title": title, "items": items})
+    return shown
+
+
+def _item(title: str, icon: str, model: str) -> dict[str, Any]:
+    return {"title": title, "icon": icon, "link": reverse(f"admin:{model.replace('.', '_')}_changelist")}
+
+
+def _may_view(request: HttpRequest, model: str) -> bool:
+    app, name = model.split(".")
+    return bool(request.user.has_perm(f"{app}.view_{name}"))

@@ -1,0 +1,24 @@
+// The theme on our own pages, kept where the stock pages keep theirs. Loaded in <head>, so that nothing flickers.
+(function () {
+  function chosen() {
+    try { return JSON.parse(localStorage.getItem("adminTheme")) || "auto"; } catch (error) { return "auto"; }
+  }
+  function show(theme) {
+    document.documentElement.classList.toggle("dark", theme === "dark");
+    document.documentElement.classList.toggle("light", theme === "light");
+    document.querySelectorAll("[data-theme]").forEach(function (button) {
+      button.setAttribute("aria-pressed", String(button.dataset.theme === theme));
+    });
+  }
+  show(chosen());
+  document.addEventListener("DOMContentLoaded", function () {
+    document.querySelectorAll(".themes").forEach(function (row) { row.hidden = false; });
+    document.querySelectorAll("[data-theme]").forEach(function (button) {
+      button.addEventListener("click", function () {
+        localStorage.setItem("adminTheme", JSON.stringify(button.dataset.theme));
+        show(button.dataset.theme);
+      });
+    });
+    show(chosen());
+  });
+})();

@@ -1,0 +1,37 @@
+"""Which drivers are installed, by entry points. Asked by the agent for names, and by a driver's own process to load it.
+
+The group is upstream's and so are the names, so an operator's `enabled_drivers` keeps working.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint, entry_points
+from typing import cast
+
+from drivers.base import Driver
+from drivers.errors import Failed, Invalid
+
+GROUP = "cyborg.accelerator.driver"
+
+
+def names() -> tuple[str, ...]:
+    """All installed drivers, sorted."""
+    return tuple(sorted({point.name for point in entry_points(group=GROUP)}))
+
+
+def load(name: str) -> Driver:
+    """Import a driver and make it. Invalid: the name is unknown or ambiguous; Failed: its code does not load."""
+    point = _find(name)
+    try:
+        return cast(Driver, point.load()())
+    except Exception as error:
+        raise Failed(f"driver {name!r} ({point.value}) cannot be loaded: {type(error).__name__}: {error}") from error
+
+
+def _find(name: str) -> EntryPoint:
+    points = {point.value: point for point in entry_points(group=GROUP, name=name)}
+    if not points:
+        raise Invalid(f"there is no driver {name!r}; installed are {', '.join(names()) or 'none'}")
+    if len(points) > 1:
+        raise Invalid(f"driver {name!r} is installed twice: {' and '.join(sorted(points))}")
+    return points.popitem()[1]

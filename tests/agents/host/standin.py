@@ -1,0 +1,142 @@
+"""A gateway small enough to see through: real sockets, the real messages, no database. A seam for the agent's tests."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import http
+import secrets
+import ssl
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import msgspec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from websockets.asyncio.server import Server, ServerConnection, serve
+from websockets.exceptions import ConnectionClosed
+from websockets.http11 import Request, Response
+
+from agents import wire
+from agents.host.door import Gateway
+from agents.host.pace import Pace
+from drivers.inventory import Device, DriverReport, Fault
+
+QUICK = Pace(low=0.02, high=0.05, slow=0.05, settled=0.5, open=5.0, ping=20.0, silence=15.0, report=60.0)
+
+
+async def until(true: Callable[[], object], seconds: float = 15.0) -> None:
+    """Wait for a condition, with a deadline."""
+    async with asyncio.timeout(seconds):
+        while not true():
+            await asyncio.sleep(0.005)
+
+
+def found(driver: str = "fake_driver", keys: Iterable[str] = ("a",), **more: str) -> DriverReport:
+    """An answer with these devices."""
+    devices = tuple(Device(key=key, type="FPGA", vendor="0xABCD", model=more.get("model", "m")) for key in keys)
+    return DriverReport(driver=driver, devices=devices, error=more.get("error", ""))
+
+
+def faulty(driver: str, subject: str, reason: str) -> DriverReport:
+    """An answer that could take nothing for a device."""
+    return DriverReport(driver=driver, faults=(Fault(subject, reason),))
+
+
+@dataclass
+class StandIn:
+    """Accepts whoever proves a key. `refuse` holds answers (status, JSON text, headers), one per upgrade request."""
+
+    applied_hash: str = ""
+    epoch: int = 0
+    beat_s: float = 0.05
+    max_bytes: int = wire.MAX_MESSAGE
+    acknowledge: bool = True
+    acknowledge_beats: bool = True
+    fingerprint: str = ""
+    refuse: list[tuple[int, str, Mapping[str, str]]] = field(default_factory=list)
+    after_welcome: list[str] = field(default_factory=list)
+    credentials: list[wire.Credential] = field(default_factory=list)
+    hellos: list[wire.Hello] = field(default_factory=list)
+    reports: list[wire.Report] = field(default_factory=list)
+    beats: list[wire.Beat] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
+    sockets: list[ServerConnection] = field(default_factory=list)
+    address: str = ""
+    port: int = 0
+    _nonces: set[str] = field(default_factory=set)
+
+    @asynccontextmanager
+    async def open(self, tls: ssl.SSLContext | None = None) -> AsyncIterator[StandIn]:
+        """Listen on a free port of 127.0.0.1 (the same one again after a restart)."""
+        server: Server
+        async with serve(
+            self._session,
+            "127.0.0.1",
+            self.port,
+            subprotocols=list(wire.VERSIONS),  # type: ignore[arg-type]
+            process_request=self._request,
+            compression=None,
+            ssl=tls,
+        ) as server:
+            self.port = next(iter(server.sockets)).getsockname()[1]
+            self.address = f"{'https' if tls else 'http'}://127.0.0.1:{self.port}"
+            yield self
+
+    def gateway(self, secret: str = "") -> Gateway:
+        """As a join token names it."""
+        return Gateway(self.address, self.fingerprint, secret)
+
+    def _request(self, connection: ServerConnection, request: Request) -> Response | None:
+        self.requests.append(request.path)
+        if request.path == wire.CHALLENGE_PATH:
+            nonce = secrets.token_urlsafe(18)
+            self._nonces.add(nonce)
+            body = msgspec.json.encode(wire.Challenge(nonce=nonce, seconds=30, versions=wire.VERSIONS))
+            return connection.respond(http.HTTPStatus.OK, body.decode())
+        if self.refuse:
+            status, text, headers = self.refuse.pop(0)
+            response = connection.respond(http.HTTPStatus(status), text)
+            response.headers.update(headers)
+            self._note(request)
+            return response
+        self._note(request)
+        return None
+
+    def _note(self, request: Request) -> None:
+        one = wire.parse_authorization(request.headers["Authorization"])
+        self._nonces.remove(one.nonce)
+        signed = wire.signed_bytes(one.host, one.node, one.epoch, one.nonce, self.fingerprint)
+        key = Ed25519PublicKey.from_public_bytes(base64.urlsafe_b64decode(one.public_key))
+        key.verify(base64.urlsafe_b64decode(one.signature), signed)
+        self.credentials.append(one)
+
+    async def _session(self, socket: ServerConnection) -> None:
+        self.sockets.append(socket)
+        welcome = wire.Welcome(
+            beat_s=self.beat_s, epoch=self.epoch, applied_hash=self.applied_hash, max_bytes=self.max_bytes
+        )
+        try:
+            await socket.send(wire.encode(welcome))
+            for text in self.after_welcome:
+                await socket.send(text)
+            async for data in socket:
+                await self._take(socket, data)
+        except ConnectionClosed:
+            return
+
+    async def _take(self, socket: ServerConnection, data: str | bytes) -> None:
+        message = wire.decode_from_agent(data)
+        if isinstance(message, wire.Report):
+            assert message.hash == wire.content_hash(message.drivers)
+            assert len(data) <= self.max_bytes
+            self.reports.append(message)
+            if self.acknowledge:
+                self.applied_hash = message.hash
+                await socket.send(wire.encode(wire.Ack(seq=message.seq)))
+        elif isinstance(message, wire.Beat):
+            self.beats.append(message)
+            if self.acknowledge_beats:
+                await socket.send(wire.encode(wire.Ack(seq=message.seq, of="Beat")))
+        elif isinstance(message, wire.Hello):
+            self.hellos.append(message)

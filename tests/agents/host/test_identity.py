@@ -1,0 +1,52 @@
+"""The key is on disk before anybody hears of it, and for nobody else to read."""
+
+from __future__ import annotations
+
+import base64
+import stat
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+from agents import wire
+from agents.host.identity import FILE, load_or_make
+from drivers.configuration import ConfigurationError
+
+
+def test_the_key_is_made_once_and_private(tmp_path: Path) -> None:
+    first = load_or_make(tmp_path, "cmp1.example", "cmp1")
+    assert stat.S_IMODE((tmp_path / FILE).stat().st_mode) == 0o600
+    assert load_or_make(tmp_path, "cmp1.example", "cmp1").public_key == first.public_key
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+
+
+def test_a_half_written_key_of_a_killed_agent_is_no_obstacle(tmp_path: Path) -> None:
+    (tmp_path / FILE).with_suffix(".new").write_bytes(b"half")
+    load_or_make(tmp_path, "h", "h")
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+
+
+def test_a_key_that_others_can_read_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    load_or_make(tmp_path, "h", "h")
+    (tmp_path / FILE).chmod(0o644)
+    with pytest.raises(ConfigurationError, match=r"open to other users \(mode 0644\): run chmod 600"):
+        load_or_make(tmp_path, "h", "h")
+
+
+@pytest.mark.parametrize("content", [b"", b"not a key", b"AAAA\n"])
+def test_what_is_not_a_key_is_said_so(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / FILE).write_bytes(content)
+    (tmp_path / FILE).chmod(0o600)
+    with pytest.raises(ConfigurationError, match="is not an agent's key: move it away"):
+        load_or_make(tmp_path, "h", "h")
+
+
+def test_the_credential_proves_the_key_for_this_host_epoch_nonce_and_server(tmp_path: Path) -> None:
+    identity = load_or_make(tmp_path, "cmp1.example", "cmp1")
+    challenge = wire.Challenge(nonce="n" * 24, seconds=30, versions=wire.VERSIONS)
+    credential = wire.parse_authorization(wire.authorization(identity.credential(challenge, 7, "ab12", "secret")))
+    signed = wire.signed_bytes("cmp1.example", "cmp1", 7, challenge.nonce, "ab12")
+    key = Ed25519PublicKey.from_public_bytes(base64.urlsafe_b64decode(credential.public_key))
+    key.verify(base64.urlsafe_b64decode(credential.signature), signed)
+    assert (credential.token, credential.epoch) == ("secret", 7)

@@ -1,0 +1,244 @@
+"""The journal after restarts, kills, power cuts, full disks and rubbish."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import signal
+import sqlite3
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from agents.host.journal import FILE, WrongHost, known_host, open_journal
+from drivers.inventory import DriverReport
+from tests.agents.host.standin import found
+
+
+def content(number: int) -> tuple[DriverReport, ...]:
+    return (found(keys=[f"card{number}"], model="m" * 40),)
+
+
+@contextmanager
+def disk_full() -> Iterator[None]:
+    """Files cannot grow: the nearest thing to a full disk that needs no privilege."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_restart_keeps_the_report_and_moves_the_epoch_up(tmp_path: Path) -> None:
+    first = open_journal(tmp_path, "h", clock=lambda: 1000.0)
+    assert first.epoch == 1000
+    assert first.record(content(1))
+    assert not first.record(content(1))
+    assert first.report is not None
+    digest = first.report.hash
+    first.close()
+    second = open_journal(tmp_path, "h", clock=lambda: 1000.0)
+    assert second.epoch == 1001
+    assert second.report is not None
+    assert (second.report.hash, second.report.epoch, second.acknowledged) == (digest, 1001, False)
+    assert second.report.drivers == content(1)
+    second.acknowledge(second.report.seq)
+    second.close()
+    assert open_journal(tmp_path, "h", clock=lambda: 5.0).acknowledged
+
+
+def test_the_files_are_private(tmp_path: Path) -> None:
+    journal = open_journal(tmp_path, "h")
+    journal.record(content(1))
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
+    assert set(modes) == {FILE, f"{FILE}-wal", f"{FILE}-shm"}
+    assert set(modes.values()) == {0o600}
+
+
+def test_an_acknowledgement_of_an_older_report_is_not_the_newer_ones(tmp_path: Path) -> None:
+    journal = open_journal(tmp_path, "h")
+    journal.record(content(1))
+    journal.record(content(2))
+    assert journal.report is not None
+    journal.acknowledge(journal.report.seq - 1)
+    assert not journal.acknowledged
+
+
+def test_a_lost_journal_does_not_go_back(tmp_path: Path) -> None:
+    first = open_journal(tmp_path, "h", clock=lambda: 1000.0)
+    first.close()
+    (tmp_path / FILE).unlink()
+    assert open_journal(tmp_path, "h", clock=lambda: 1002.0).epoch > first.epoch
+
+
+def test_raising_the_epoch_moves_the_report_along(tmp_path: Path) -> None:
+    journal = open_journal(tmp_path, "h", clock=lambda: 10.0)
+    journal.record(content(1))
+    journal.raise_epoch(5000)
+    assert journal.report is not None
+    assert (journal.epoch, journal.report.epoch) == (5001, 5001)
+    with pytest.raises(ValueError, match="out of range"):
+        journal.raise_epoch(2**53)
+    journal.close()
+    assert open_journal(tmp_path, "h", clock=lambda: 10.0).epoch == 5002
+
+
+def test_the_way_to_the_gateway_is_remembered_without_the_secret(tmp_path: Path) -> None:
+    journal = open_journal(tmp_path, "h")
+    journal.joined("https://gw:1", "ab", "the-secret")
+    journal.joined("https://gw:1", "ab", "")
+    journal.close()
+    again = open_journal(tmp_path, "h")
+    assert (again.address, again.fingerprint) == ("https://gw:1", "ab")
+    assert again.has_joined_with("the-secret")
+    assert not again.has_joined_with("another")
+    assert b"the-secret" not in b"".join(path.read_bytes() for path in tmp_path.iterdir())
+
+
+def test_a_joined_directory_belongs_to_its_host(tmp_path: Path) -> None:
+    open_journal(tmp_path, "early").close()
+    journal = open_journal(tmp_path, "h1")  # nobody has joined as `early`
+    journal.joined("http://gw:1", "", "s")
+    journal.close()
+    assert known_host(tmp_path) == "h1"
+    with pytest.raises(WrongHost, match="belongs to the host h1, this one is h2"):
+        open_journal(tmp_path, "h2")
+
+
+def test_a_power_cut_at_any_byte_of_the_log_leaves_some_committed_state(tmp_path: Path) -> None:
+    live = tmp_path / "live"
+    live.mkdir()
+    journal = open_journal(live, "h", clock=lambda: 1.0)
+    seen = {(0, "", False)}
+    for number in range(1, 6):
+        journal.record(content(number))
+        assert journal.report is not None
+        seen.add((journal.seq, journal.report.hash, False))
+        journal.acknowledge(journal.seq)
+        seen.add((journal.seq, journal.report.hash, True))
+    database, log = (live / FILE).read_bytes(), (live / f"{FILE}-wal").read_bytes()
+    lengths = sorted({*range(0, len(log), max(1, len(log) // 150)), *range(0, 100, 7), len(log)})
+    reached = []
+    for length in lengths:
+        cut = tmp_path / "cut"
+        cut.mkdir()
+        (cut / FILE).write_bytes(database)
+        (cut / f"{FILE}-wal").write_bytes(log[:length])
+        with open_and_close(cut) as (state, names):
+            assert state in seen
+            assert not [name for name in names if "corrupt" in name]
+        reached.append(state[0])
+        shutil.rmtree(cut)
+    assert reached == sorted(reached), "a longer log never holds less"
+    assert reached[-1] == 5
+    journal.close()
+
+
+def test_a_file_cut_anywhere_opens_and_what_was_there_is_kept(tmp_path: Path) -> None:
+    live = tmp_path / "live"
+    live.mkdir()
+    journal = open_journal(live, "h", clock=lambda: 1.0)
+    journal.record(content(1))
+    journal.close()
+    whole = (live / FILE).read_bytes()
+    for length in range(0, len(whole), 257):
+        cut = tmp_path / "cut"
+        cut.mkdir()
+        (cut / FILE).write_bytes(whole[:length])
+        with open_and_close(cut) as (state, names):
+            assert state[0] in (0, 1)
+            kept = [name for name in names if "corrupt" in name]
+            assert state[0] == 1 or kept or length == 0
+        shutil.rmtree(cut)
+
+
+@contextmanager
+def open_and_close(directory: Path) -> Iterator[tuple[tuple[int, str, bool], list[str]]]:
+    journal = open_journal(directory, "h", clock=lambda: 1.0)
+    try:
+        digest = journal.report.hash if journal.report else ""
+        yield (journal.seq, digest, journal.acknowledged), [path.name for path in directory.iterdir()]
+        assert journal.record(content(99)), "and it can be written"
+    finally:
+        journal.close()
+
+
+@pytest.mark.parametrize("rubbish", [b"rubbish" * 1000, b"SQLite format 3\0" + b"\xff" * 8000])
+def test_a_corrupt_journal_is_kept_and_a_new_one_begun(
+    tmp_path: Path, rubbish: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        (tmp_path / FILE).write_bytes(rubbish)
+        journal = open_journal(tmp_path, "h", clock=lambda: 77.0)
+        assert (journal.epoch, journal.report) == (77, None)
+        journal.close()
+    kept = [path for path in tmp_path.iterdir() if "corrupt" in path.name]
+    assert [path.read_bytes() for path in kept] == [rubbish, rubbish]
+    assert "a new one is begun" in caplog.text
+
+
+def test_another_programs_database_is_moved_aside_too(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / FILE) as connection:
+        connection.execute("CREATE TABLE notes (id)")
+    connection.close()
+    assert open_journal(tmp_path, "h").report is None
+    assert [path for path in tmp_path.iterdir() if "corrupt" in path.name]
+
+
+def test_a_full_disk_is_an_error_to_repeat_and_nothing_is_half_done(tmp_path: Path) -> None:
+    with disk_full(), pytest.raises(sqlite3.OperationalError):
+        open_journal(tmp_path, "h")
+    journal = open_journal(tmp_path, "h")
+    journal.record(content(1))
+    with disk_full():
+        with pytest.raises(sqlite3.OperationalError):
+            journal.record(content(2))
+        with pytest.raises(sqlite3.OperationalError):
+            journal.acknowledge(1)
+        assert journal.acknowledged, "known until the process ends"
+    assert journal.record(content(2))
+    assert journal.report is not None
+    assert (journal.seq, journal.report.seq) == (2, 2)
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from agents.host.journal import open_journal
+from tests.agents.host.standin import found
+journal = open_journal(Path(sys.argv[1]), "h")
+number = 0
+while True:
+    number += 1
+    journal.record((found(keys=[f"{sys.argv[2]}-{number}"]),))
+    print(journal.epoch, journal.seq, journal.report.hash, flush=True)
+    if number % 3 == 0:
+        journal.acknowledge(journal.seq)
+"""
+
+
+def test_killed_while_it_writes_it_never_gives_one_number_to_two_contents(tmp_path: Path) -> None:
+    told: dict[tuple[int, int], str] = {}
+    for turn in range(6):
+        command = [sys.executable, "-c", WRITER, str(tmp_path), str(turn)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            lines = [process.stdout.readline() for _ in range(3 + 5 * turn)]
+            process.send_signal(signal.SIGKILL)
+            lines += process.stdout.readlines()
+        complete = [line.split() for line in lines if line.endswith("\n")]
+        assert complete
+        for epoch, seq, digest in complete:
+            assert told.setdefault((int(epoch), int(seq)), digest) == digest
+        last = max(told)
+        journal = open_journal(tmp_path, "h", clock=time.time)
+        assert journal.epoch > last[0]
+        assert journal.seq >= last[1], "what was told is in the journal"
+        journal.close()

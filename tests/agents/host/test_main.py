@@ -1,0 +1,242 @@
+"""The program itself, as an operator starts it: in a process of its own, with real drivers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from agents import wire
+from agents.host.identity import FILE as KEY
+from agents.host.main import claim
+from drivers.configuration import ConfigurationError
+from tests.agents.host.standin import StandIn, until
+
+COMMAND = [sys.executable, "-m", "agents.host.main"]
+ROOT = Path(__file__).parents[3]
+
+
+def environment(directory: Path, **more: str) -> dict[str, str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("CYBORG_")}
+    keys = {
+        "CYBORG_AGENT_STATE_DIR": str(directory / "state"),
+        "CYBORG_HOST_NODE": "cmp1",
+        "CYBORG_UEVENT_DEBOUNCE_MS": "20",
+    }
+    return clean | keys | more
+
+
+def run(directory: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *arguments],
+        env=environment(directory, **more),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def token(server: StandIn) -> str:
+    return wire.join_string(server.address, server.fingerprint, "cmp1.example", "s3cret")
+
+
+def lines_of(process: asyncio.subprocess.Process) -> list[str]:
+    """The log so far, filled as it is written."""
+    lines: list[str] = []
+
+    async def read() -> None:
+        assert process.stderr is not None
+        async for line in process.stderr:
+            lines.append(line.decode())
+
+    process.reader = asyncio.ensure_future(read())  # type: ignore[attr-defined]
+    return lines
+
+
+@asynccontextmanager
+async def daemon(directory: Path, **more: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    process = await asyncio.create_subprocess_exec(
+        *COMMAND,
+        "--die-with-parent",
+        env=environment(directory, **more),
+        cwd=ROOT,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+def children(pid: int) -> list[int]:
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def megabytes(pid: int) -> float:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) / 1024
+    raise AssertionError("no RSS")
+
+
+def cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_the_agent_is_free_of_django() -> None:
+    code = "import sys, agents.host.main; sys.exit([m for m in sys.modules if m.split('.')[0] == 'django'])"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False, capture_output=True).returncode == 0
+
+
+def test_help_teaches_and_names_every_key(tmp_path: Path) -> None:
+    done = run(tmp_path, "--help")
+    assert done.returncode == 0
+    for words in ("cyborg-agent --once", "manage.py join_token HOST", "CYBORG_JOIN_TOKEN_FILE", "CYBORG_RESCAN_S"):
+        assert words in done.stdout
+
+
+def test_once_prints_what_is_found_and_touches_nothing(tmp_path: Path) -> None:
+    done = run(tmp_path, "--once", CYBORG_HOST_NAME="cmp1.example")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("cmp1.example: 1 device\n")
+    assert "DRIVER" in done.stdout
+    assert "FPGA" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_once_as_json_is_what_would_be_sent(tmp_path: Path) -> None:
+    done = run(tmp_path, "--once", "--json")
+    (report,) = json.loads(done.stdout)
+    assert report["driver"] == "fake_driver"
+    assert report["devices"][0]["type"] == "FPGA"
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({}, "this host has not joined yet: set CYBORG_JOIN_TOKEN"),
+        ({"CYBORG_JOIN_TOKEN": "rubbish"}, "the join token is not readable"),
+        ({"CYBORG_ENABLED_DRIVERS": "no_driver"}, "there is no driver 'no_driver'; known: fake_driver"),
+        ({"CYBORG_RESCAN_S": "x"}, "CYBORG_RESCAN_S='x' is not usable"),
+        ({"CYBORG_DRIVER_SETTINGS": "/nowhere.toml"}, "CYBORG_DRIVER_SETTINGS=/nowhere.toml cannot be read"),
+        ({"CYBORG_AGENT_STATE_DIR": "/proc/nowhere"}, "CYBORG_AGENT_STATE_DIR=/proc/nowhere cannot be used"),
+    ],
+)
+def test_unusable_configuration_is_one_sentence(tmp_path: Path, keys: dict[str, str], sentence: str) -> None:
+    if "CYBORG_ENABLED_DRIVERS" in keys:
+        keys = keys | {"CYBORG_JOIN_TOKEN": wire.join_string("http://127.0.0.1:1", "", "h", "s")}
+    done = run(tmp_path, **keys)
+    assert done.returncode == 2
+    assert done.stderr.startswith("cyborg-agent: ")
+    assert sentence in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_two_agents_cannot_share_a_state_directory(tmp_path: Path) -> None:
+    handle = claim(tmp_path / "state")
+    with pytest.raises(ConfigurationError, match="another agent runs in"):
+        claim(tmp_path / "state")
+    done = run(tmp_path, CYBORG_JOIN_TOKEN=wire.join_string("http://127.0.0.1:1", "", "h", "s"))
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "stop it, or give this one its own CYBORG_AGENT_STATE_DIR" in done.stderr
+    os.close(handle)
+    os.close(claim(tmp_path / "state"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_stops_within_two_seconds_and_leaves_nothing_running(tmp_path: Path, number: signal.Signals) -> None:
+    async def story() -> None:
+        async with StandIn().open() as server, daemon(tmp_path, CYBORG_JOIN_TOKEN=token(server)) as agent:
+            log = lines_of(agent)
+            await until(lambda: server.reports)
+            drivers = children(agent.pid)
+            assert drivers
+            began = time.monotonic()
+            agent.send_signal(number)
+            assert await agent.wait() == 0
+            assert time.monotonic() - began < 2
+            await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in drivers))
+            await until(lambda: any("stopped" in line for line in log))
+            assert not [line for line in log if "Traceback" in line]
+
+    asyncio.run(story())
+
+
+def test_the_key_is_on_disk_before_the_first_connection(tmp_path: Path) -> None:
+    class Looking(StandIn):
+        def _request(self, connection: object, request: object) -> object:  # type: ignore[override]
+            seen.append((tmp_path / "state" / KEY).exists())
+            return super()._request(connection, request)  # type: ignore[arg-type]
+
+    seen: list[bool] = []
+
+    async def story() -> None:
+        async with Looking().open() as server, daemon(tmp_path, CYBORG_JOIN_TOKEN=token(server)) as agent:
+            lines_of(agent)
+            await until(lambda: server.hellos)
+        assert all(seen)
+
+    asyncio.run(story())
+
+
+def test_killed_at_any_moment_no_number_names_two_contents_and_the_last_state_arrives(tmp_path: Path) -> None:
+    control = tmp_path / "fake.toml"
+    settings = tmp_path / "drivers.toml"
+    settings.write_text(f'[fake_driver]\ncontrol = "{control}"\n')
+
+    def devices(count: int) -> None:
+        control.write_text(f"count = {count}\n")
+
+    async def story() -> None:
+        async with StandIn().open() as server:
+            keys = {"CYBORG_JOIN_TOKEN": token(server), "CYBORG_DRIVER_SETTINGS": str(settings)}
+            for turn in range(4):
+                devices(1 + turn)
+                async with daemon(tmp_path, **keys) as agent:
+                    lines_of(agent)
+                    before = len(server.hellos)
+                    await until(lambda before=before: len(server.hellos) > before)
+                    devices(10 + turn)
+                    agent.kill()
+            devices(3)
+            async with daemon(tmp_path, **keys) as agent:
+                lines_of(agent)
+                await until(lambda: server.reports and len(server.reports[-1].drivers[0].devices) == 3)
+            named: dict[tuple[int, int], str] = {}
+            for report in server.reports:
+                assert named.setdefault((report.epoch, report.seq), report.hash) == report.hash
+            epochs = [credential.epoch for credential in server.credentials]
+            assert epochs == sorted(set(epochs))
+
+    asyncio.run(story())
+
+
+def test_it_is_small_and_idles(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with StandIn(beat_s=5.0).open() as server, daemon(tmp_path, CYBORG_JOIN_TOKEN=token(server)) as agent:
+            lines_of(agent)
+            await until(lambda: server.reports)
+            everyone = [agent.pid, *children(agent.pid)]
+            assert megabytes(agent.pid) <= 50
+            before = sum(map(cpu_s, everyone))
+            beats = len(server.beats)
+            await until(lambda: len(server.beats) >= beats + 2)
+            used = sum(map(cpu_s, everyone)) - before
+            print(f"agent {megabytes(agent.pid):.1f} MB, processor {used:.2f} s")
+            assert used <= 0.1
+
+    asyncio.run(story())

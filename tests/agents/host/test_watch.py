@@ -1,0 +1,147 @@
+"""When to look again."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from agents.host.watch import Interest, Uevents, Watch
+
+PCI = Interest("pci_driver", frozenset({"pci"}))
+BOTH = Interest("both", frozenset({"pci", "nvme"}))
+FAKE = Interest("fake_driver")
+
+
+class Pipe:
+    """Uevents through a socket pair: subsystems, one per datagram; '!' is a receive buffer that overflowed."""
+
+    def __init__(self) -> None:
+        self.reader, self.writer = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.reader.setblocking(False)
+
+    def fileno(self) -> int:
+        return self.reader.fileno()
+
+    def next(self) -> str | None:
+        try:
+            data = self.reader.recv(64).decode()
+        except BlockingIOError:
+            return None
+        if data.startswith("!"):
+            raise OSError(int(data[1:]), "lost")
+        return data
+
+    def close(self) -> None:
+        self.reader.close()
+        self.writer.close()
+
+    def send(self, *subsystems: str) -> None:
+        for subsystem in subsystems:
+            self.writer.send(subsystem.encode())
+
+
+def watching(*interests: Interest, rescan_s: float = 3600, uevents: Callable[[], Uevents]) -> Watch:
+    return Watch(interests, debounce_s=0.05, rescan_s=rescan_s, uevents=uevents)
+
+
+async def changed(watch: Watch) -> frozenset[str]:
+    async with asyncio.timeout(10):
+        return await watch.changed()
+
+
+def test_a_burst_wakes_the_drivers_of_its_subsystems_once() -> None:
+    async def story() -> None:
+        pipe = Pipe()
+        watch = watching(PCI, BOTH, FAKE, uevents=lambda: pipe)
+        watch.start()
+        pipe.send(*["net"] * 5, *["nvme"] * 30, "vfio")
+        assert await changed(watch) == {"both"}
+        pipe.send(*["pci"] * 100)
+        assert await changed(watch) == {"pci_driver", "both"}
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.15):
+                await watch.changed()
+        watch.close()
+
+    asyncio.run(story())
+
+
+def test_lost_events_wake_everyone() -> None:
+    async def story() -> None:
+        pipe = Pipe()
+        watch = watching(PCI, FAKE, uevents=lambda: pipe)
+        watch.start()
+        pipe.send(f"!{errno.ENOBUFS}")
+        assert await changed(watch) == {"pci_driver", "fake_driver"}
+        pipe.send("pci")
+        assert await changed(watch) == {"pci_driver"}
+        watch.close()
+
+    asyncio.run(story())
+
+
+def test_without_a_socket_the_slow_timer_remains_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    def refused() -> Uevents:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    async def story() -> None:
+        watch = watching(PCI, FAKE, rescan_s=0.05, uevents=refused)
+        watch.start()
+        for _ in range(2):
+            assert await changed(watch) == {"pci_driver", "fake_driver"}
+        watch.close()
+
+    asyncio.run(story())
+    assert [record.getMessage() for record in caplog.records] == [
+        "no uevents ([Errno 1] Operation not permitted): changes are seen every 0 s instead"
+    ]
+
+
+def test_a_socket_that_breaks_later_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
+    async def story() -> None:
+        pipe = Pipe()
+        watch = watching(PCI, rescan_s=0.1, uevents=lambda: pipe)
+        watch.start()
+        pipe.send(f"!{errno.EBADF}")
+        assert await changed(watch) == {"pci_driver"}
+        watch.close()
+
+    asyncio.run(story())
+    assert "no more uevents" in caplog.text
+
+
+def test_a_watched_file_wakes_its_driver_when_it_comes_changes_and_goes(tmp_path: Path) -> None:
+    control = tmp_path / "fake.toml"
+
+    async def story() -> None:
+        watch = watching(
+            Interest("fake_driver", files=(control,)), Interest("other", files=(tmp_path / "x",)), uevents=Pipe
+        )
+        watch.start()
+        control.write_text("devices = 2")
+        assert await changed(watch) == {"fake_driver"}
+        control.write_text("devices = 33")
+        assert await changed(watch) == {"fake_driver"}
+        control.unlink()
+        assert await changed(watch) == {"fake_driver"}
+        watch.close()
+
+    asyncio.run(story())
+
+
+@pytest.mark.skipif(not os.access("/sys/class/mem/null/uevent", os.W_OK), reason="only root may ask for a uevent")
+def test_the_kernels_own_events_arrive() -> None:
+    async def story() -> None:
+        watch = Watch([Interest("d", frozenset({"mem"}))], debounce_s=0.01, rescan_s=3600)
+        watch.start()
+        Path("/sys/class/mem/null/uevent").write_text("change")
+        assert await changed(watch) == {"d"}
+        watch.close()
+
+    asyncio.run(story())
