@@ -21,6 +21,7 @@ def main() -> None:
     arguments = parser.parse_args()
     die_with_parent()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # a line for every agent that comes and goes
     from cyborgweb.asgi import application
 
     if arguments.after is not None:

@@ -1,7 +1,7 @@
 """The fake driver: upstream's fake FPGA to the byte, and a script for everything that can go wrong with hardware.
 
-Loaded by `drivers.child`. Settings: `control_file`, a JSON file read at every look. `python -m drivers.fake` writes it: it
-unplugs and plugs devices, changes their number and health, and makes the driver itself misbehave.
+Loaded by `drivers.child`. Settings: `control_file`, a JSON file read at every look. `python -m drivers.fake` writes it:
+it unplugs and plugs devices, changes their number and health, and makes the driver itself misbehave.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from django.db import connection
 
 from accelerators import ticks
 from agents import enrolment
-from agents.host.settings import AgentSettings
+from agents.host.settings import AgentSettings, host_of
 from cyborgweb.settings.keys import keys
 from drivers.configuration import load
 
@@ -63,7 +63,7 @@ def _first_login(path: Path) -> str:
 
 
 def _join(address: str) -> str:
-    host = load(AgentSettings, os.environ).host_name
+    host, _ = host_of(load(AgentSettings, os.environ), None, "")
     return enrolment.make_token(host, address=address, hours=keys().join_token_hours, created_by="prepare")
 
 
