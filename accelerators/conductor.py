@@ -47,7 +47,7 @@ def apply(reports: Mapping[int, Iterable[HostReport]]) -> int:
     One statement loads what is stored, then at most one per table writes: constant, whatever the batch's size.
     Reports not newer than the last applied are dropped.
     """
-    with writing():
+    with writing(), connection.wrap_database_errors:
         cursor = _raw()
         changes, now = Changes(), datetime.now(UTC).isoformat(timespec="seconds")
         for (text,) in cursor.execute(sql.LOAD, [list(reports)]).fetchall():

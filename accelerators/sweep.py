@@ -9,6 +9,7 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 
 from django.conf import settings
+from django.db import connection
 from django.db.models import Exists, F, Func, OuterRef, Q, QuerySet, TextField, Value
 
 from accelerators import conductor, ticks
@@ -19,7 +20,9 @@ BATCH = 200
 
 
 def run() -> None:
-    """The job `sweep`."""
+    """The job `sweep`: partitions for the months to come, then what is missing for long."""
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT accelerators_event_months(2)")
     ticks.run("sweep", remove_missing)
 
 

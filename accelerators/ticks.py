@@ -69,6 +69,12 @@ def kick_all(cluster: str | None = None) -> None:
             kick(job.name)
 
 
+def backstop() -> None:
+    """Once a minute, from django-q2's scheduler: whatever forgot to wake a job, it is late by a minute at most."""
+    for job in jobs():
+        kick(job.name)
+
+
 def run(name: str, step: Callable[[], bool]) -> None:
     """Take up the tick of `name`, then call `step` under the job's lock until it says there is nothing left.
 

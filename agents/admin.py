@@ -75,7 +75,7 @@ class AgentAdmin(ReadOnly):
     """Who was heard, and when."""
 
     list_display = ("shown_host", "shown_liveness", "heard", "version", "wire", "shown_boot", "connected")
-    list_display_links = None
+    list_display_links = ("shown_liveness",)
     list_filter = (Liveness, "version", "wire")
     list_select_related = ("host__lease",)
     ordering = ("host__name",)

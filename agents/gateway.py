@@ -42,9 +42,10 @@ class Limits(Protocol):
 class Session:
     """One connected agent. `last` is the newest (epoch, seq) this process has made durable or found applied."""
 
-    __slots__ = ("applied", "identity", "last", "offers_newer", "send", "version")
+    __slots__ = ("applied", "epoch", "identity", "last", "offers_newer", "send", "version")
 
-    def __init__(self, identity: Identity, version: str, offered: list[str], send: Any) -> None:
+    def __init__(self, identity: Identity, epoch: int, version: str, offered: list[str], send: Any) -> None:
+        self.epoch = epoch
         self.identity, self.version, self.send = identity, version, send
         self.offers_newer = any(name not in wire.VERSIONS for name in offered)
         self.applied = identity.applied_hash
@@ -94,13 +95,13 @@ class Gateway:
             self.refusals.add(host, refused.code, refused.reason)
             await _deny(scope, send, refused)
             return
-        session = Session(identity, version, scope["subprotocols"], send)
+        session = Session(identity, credential.epoch, version, scope["subprotocols"], send)
         if older := self.sessions.get(identity.host_id):
             await self._refuse(older, "superseded", "this host has connected again")
         self.sessions[identity.host_id] = session
         try:
             await send({"type": "websocket.accept", "subprotocol": version})
-            await self._welcome(session, credential)
+            await self._welcome(session)
             await self._receive(session, receive)
         finally:
             if self.sessions.get(identity.host_id) is session:
@@ -111,9 +112,9 @@ class Gateway:
         self._writer.put(AdmitJob(future, credential))
         return await future
 
-    async def _welcome(self, session: Session, credential: wire.Credential) -> None:
+    async def _welcome(self, session: Session) -> None:
         identity = session.identity
-        self.leases.seen(identity.host_id, credential.epoch)
+        self.leases.seen(identity.host_id, session.epoch)
         welcome = wire.Welcome(self.limits.beat_s, identity.epoch, identity.applied_hash, self.limits.max_message_bytes)
         await session.send({"type": "websocket.send", "text": wire.encode(welcome)})
 
@@ -131,7 +132,7 @@ class Gateway:
                 await self._refuse(session, "malformed", str(error))
                 return
             if type(message) is wire.Beat:
-                self.leases.seen(session.identity.host_id, 0)
+                self.leases.seen(session.identity.host_id, session.epoch)
                 await session.send(
                     {"type": "websocket.send", "text": f'{{"type":"Ack","seq":{message.seq},"of":"Beat"}}'}
                 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from datetime import UTC, datetime, timedelta
 
@@ -31,7 +30,6 @@ class Leases:
     def __init__(self, flush_s: float) -> None:
         self.flush_s = flush_s
         self._next = 0.0
-        self._lock = threading.Lock()
         self._seen: dict[int, tuple[float, int]] = {}
         self._facts: dict[int, dict[str, object]] = {}
 

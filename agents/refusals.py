@@ -43,8 +43,8 @@ class Refusals:
             if not tally.count:
                 del self._tallies[host, code]
                 continue
-            count, tally.count, tally.written_at = tally.count, 0, now
+            count, reason = tally.count, tally.reason
             changes = {"code": [None, code], "count": [None, count]}
-            conductor.record(
-                "agent.refused", Source.SYSTEM, "gateway", host_name=host, changes=changes, reason=tally.reason
-            )
+            conductor.record("agent.refused", Source.SYSTEM, "gateway", host_name=host, changes=changes, reason=reason)
+            tally.count -= count  # only now: the database may have been away
+            tally.written_at = now

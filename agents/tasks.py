@@ -50,8 +50,12 @@ def merge_batch() -> bool:
         return False
     batch: Batch = {}
     for host_id, epoch, seq, payload in rows:
-        report = _decode(payload)
-        batch.setdefault(host_id, []).append(HostReport(epoch, seq, report.hash, report.drivers))
+        try:
+            report = _decode(payload)
+        except msgspec.DecodeError as error:  # spooled by another release
+            _drop(host_id, error)
+        else:
+            batch.setdefault(host_id, []).append(HostReport(epoch, seq, report.hash, report.drivers))
     try:
         with transaction.atomic():
             conductor.apply(batch)
@@ -67,6 +71,10 @@ def _one_by_one(batch: Batch) -> None:
             with transaction.atomic():
                 conductor.apply({host_id: reports})
         except (DataError, IntegrityError) as error:
-            host = Host.objects.get(id=host_id)
-            reason = f"its report cannot be stored: {str(error).splitlines()[0]}"
-            conductor.record("report.refused", Source.SYSTEM, "merge", host=host, reason=reason)
+            _drop(host_id, error)
+
+
+def _drop(host_id: int, error: Exception) -> None:
+    host = Host.objects.filter(id=host_id).first()
+    reason = f"its report cannot be stored: {str(error).splitlines()[0]}"
+    conductor.record("report.refused", Source.SYSTEM, "merge", host=host, reason=reason)

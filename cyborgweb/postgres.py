@@ -50,7 +50,7 @@ def find(pg_bin: str = "", wanted_major: int | None = None) -> Binaries:
         return usable[0]
     if wanted_major is not None and found:
         raise PostgresError(
-            f"the data are of PostgreSQL {wanted_major}; here is only {', '.join(str(b.major) for b in found)}:"
+            f"its data are of PostgreSQL {wanted_major}, here is only {', '.join(str(b.major) for b in found)}:"
             f" name the folder of version {wanted_major} in CYBORG_PG_BIN, or dump it there with pg_dumpall, move the"
             " folder away, start again and load the dump with psql"
         )

@@ -7,275 +7,569 @@ from django.db import migrations, models
 
 
 class Migration(migrations.Migration):
-
     initial = True
 
-    dependencies = [
-    ]
+    dependencies = []
 
     operations = [
         migrations.CreateModel(
-            name='Device',
+            name="Device",
             fields=[
-                ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
-                ('uuid', models.UUIDField(default=uuid.uuid4, editable=False, unique=True)),
-                ('created_at', models.DateTimeField(db_default=django.db.models.functions.datetime.Now(), editable=False)),
-                ('updated_at', models.DateTimeField(editable=False, null=True)),
-                ('key', models.CharField(db_collation='C', help_text="Identity on the host: serial:…, else pci:address, else the driver's own.", max_length=255)),
-                ('driver', models.CharField(db_collation='C', max_length=64)),
-                ('type', models.CharField(choices=[('GPU', 'GPU'), ('FPGA', 'FPGA'), ('AICHIP', 'AICHIP'), ('QAT', 'QAT'), ('NIC', 'NIC'), ('SSD', 'SSD')], max_length=16)),
-                ('vendor', models.CharField(db_collation='C', max_length=255)),
-                ('model', models.CharField(db_collation='C', max_length=255)),
-                ('address', models.CharField(blank=True, help_text='PCI address of the management function.', max_length=32, null=True)),
-                ('std_board_info', models.TextField(blank=True, default='')),
-                ('vendor_board_info', models.TextField(blank=True, default='')),
-                ('numa_node', models.IntegerField(default=-1, help_text='-1: unknown.')),
-                ('kernel_driver', models.CharField(blank=True, default='', max_length=64)),
-                ('status', models.CharField(choices=[('ok', 'ok'), ('degraded', 'degraded'), ('failed', 'failed'), ('unknown', 'unknown')], default='unknown', max_length=16)),
-                ('status_reason', models.TextField(blank=True, default='')),
-                ('status_since', models.DateTimeField(db_default=django.db.models.functions.datetime.Now())),
-                ('state', models.CharField(choices=[('inactive', 'inactive'), ('installing', 'installing'), ('ready', 'ready'), ('maintenance', 'maintenance'), ('failed', 'failed'), ('quarantined', 'quarantined'), ('missing', 'missing'), ('retired', 'retired')], default='inactive', max_length=16)),
-                ('state_reason', models.TextField(blank=True, default='found by its driver')),
-                ('state_since', models.DateTimeField(db_default=django.db.models.functions.datetime.Now())),
-                ('state_by', models.CharField(db_collation='C', default='agent', max_length=255)),
-                ('returns_to', models.CharField(blank=True, choices=[('inactive', 'inactive'), ('installing', 'installing'), ('ready', 'ready'), ('maintenance', 'maintenance'), ('failed', 'failed'), ('quarantined', 'quarantined'), ('missing', 'missing'), ('retired', 'retired')], help_text='The state to take up again when a missing device is back.', max_length=16, null=True)),
+                ("id", models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name="ID")),
+                ("uuid", models.UUIDField(default=uuid.uuid4, editable=False, unique=True)),
+                (
+                    "created_at",
+                    models.DateTimeField(db_default=django.db.models.functions.datetime.Now(), editable=False),
+                ),
+                ("updated_at", models.DateTimeField(editable=False, null=True)),
+                (
+                    "key",
+                    models.CharField(
+                        db_collation="C",
+                        help_text="Identity on the host: serial:…, else pci:address, else the driver's own.",
+                        max_length=255,
+                    ),
+                ),
+                ("driver", models.CharField(db_collation="C", max_length=64)),
+                (
+                    "type",
+                    models.CharField(
+                        choices=[
+                            ("GPU", "GPU"),
+                            ("FPGA", "FPGA"),
+                            ("AICHIP", "AICHIP"),
+                            ("QAT", "QAT"),
+                            ("NIC", "NIC"),
+                            ("SSD", "SSD"),
+                        ],
+                        max_length=16,
+                    ),
+                ),
+                ("vendor", models.CharField(db_collation="C", max_length=255)),
+                ("model", models.CharField(db_collation="C", max_length=255)),
+                (
+                    "address",
+                    models.CharField(
+                        blank=True, help_text="PCI address of the management function.", max_length=32, null=True
+                    ),
+                ),
+                ("std_board_info", models.TextField(blank=True, default="")),
+                ("vendor_board_info", models.TextField(blank=True, default="")),
+                ("numa_node", models.IntegerField(default=-1, help_text="-1: unknown.")),
+                ("kernel_driver", models.CharField(blank=True, default="", max_length=64)),
+                (
+                    "status",
+                    models.CharField(
+                        choices=[("ok", "ok"), ("degraded", "degraded"), ("failed", "failed"), ("unknown", "unknown")],
+                        default="unknown",
+                        max_length=16,
+                    ),
+                ),
+                ("status_reason", models.TextField(blank=True, default="")),
+                ("status_since", models.DateTimeField(db_default=django.db.models.functions.datetime.Now())),
+                (
+                    "state",
+                    models.CharField(
+                        choices=[
+                            ("inactive", "inactive"),
+                            ("installing", "installing"),
+                            ("ready", "ready"),
+                            ("maintenance", "maintenance"),
+                            ("failed", "failed"),
+                            ("quarantined", "quarantined"),
+                            ("missing", "missing"),
+                            ("retired", "retired"),
+                        ],
+                        default="inactive",
+                        max_length=16,
+                    ),
+                ),
+                ("state_reason", models.TextField(blank=True, default="found by its driver")),
+                ("state_since", models.DateTimeField(db_default=django.db.models.functions.datetime.Now())),
+                ("state_by", models.CharField(db_collation="C", default="agent", max_length=255)),
+                (
+                    "returns_to",
+                    models.CharField(
+                        blank=True,
+                        choices=[
+                            ("inactive", "inactive"),
+                            ("installing", "installing"),
+                            ("ready", "ready"),
+                            ("maintenance", "maintenance"),
+                            ("failed", "failed"),
+                            ("quarantined", "quarantined"),
+                            ("missing", "missing"),
+                            ("retired", "retired"),
+                        ],
+                        help_text="The state to take up again when a missing device is back.",
+                        max_length=16,
+                        null=True,
+                    ),
+                ),
             ],
             options={
-                'ordering': ['id'],
+                "ordering": ["id"],
             },
         ),
         migrations.CreateModel(
-            name='DeviceProfile',
+            name="DeviceProfile",
             fields=[
-                ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
-                ('uuid', models.UUIDField(default=uuid.uuid4, editable=False, unique=True)),
-                ('created_at', models.DateTimeField(db_default=django.db.models.functions.datetime.Now(), editable=False)),
-                ('updated_at', models.DateTimeField(editable=False, null=True)),
-                ('name', models.CharField(db_collation='C', max_length=255, unique=True)),
-                ('description', models.TextField(blank=True, null=True)),
-                ('groups', models.JSONField()),
+                ("id", models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name="ID")),
+                ("uuid", models.UUIDField(default=uuid.uuid4, editable=False, unique=True)),
+                (
+                    "created_at",
+                    models.DateTimeField(db_default=django.db.models.functions.datetime.Now(), editable=False),
+                ),
+                ("updated_at", models.DateTimeField(editable=False, null=True)),
+                ("name", models.CharField(db_collation="C", max_length=255, unique=True)),
+                ("description", models.TextField(blank=True, null=True)),
+                ("groups", models.JSONField()),
             ],
             options={
-                'ordering': ['id'],
+                "ordering": ["id"],
             },
         ),
         migrations.CreateModel(
-            name='Host',
+            name="Host",
             fields=[
-                ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
-                ('uuid', models.UUIDField(default=uuid.uuid4, editable=False, unique=True)),
-                ('created_at', models.DateTimeField(db_default=django.db.models.functions.datetime.Now(), editable=False)),
-                ('updated_at', models.DateTimeField(editable=False, null=True)),
-                ('name', models.CharField(db_collation='C', help_text="The compute provider's name in Placement, v2's hostname.", max_length=255, unique=True)),
-                ('node', models.CharField(db_collation='C', help_text='Deployable and provider names are built from it.', max_length=255)),
-                ('stale_since', models.DateTimeField(help_text='Since when nothing is heard of its agent; empty: live.', null=True)),
-                ('reported_at', models.DateTimeField(help_text='When its last report was applied.', null=True)),
-                ('applied_hash', models.CharField(default='', help_text='Content of the last report applied.', max_length=64)),
-                ('applied_epoch', models.BigIntegerField(default=0)),
-                ('applied_seq', models.BigIntegerField(default=0)),
-                ('drivers', models.JSONField(default=dict, help_text='Per driver: error (empty when it answered), since when, its number of devices, its faults.')),
+                ("id", models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name="ID")),
+                ("uuid", models.UUIDField(default=uuid.uuid4, editable=False, unique=True)),
+                (
+                    "created_at",
+                    models.DateTimeField(db_default=django.db.models.functions.datetime.Now(), editable=False),
+                ),
+                ("updated_at", models.DateTimeField(editable=False, null=True)),
+                (
+                    "name",
+                    models.CharField(
+                        db_collation="C",
+                        help_text="The compute provider's name in Placement, v2's hostname.",
+                        max_length=255,
+                        unique=True,
+                    ),
+                ),
+                (
+                    "node",
+                    models.CharField(
+                        db_collation="C", help_text="Deployable and provider names are built from it.", max_length=255
+                    ),
+                ),
+                (
+                    "stale_since",
+                    models.DateTimeField(help_text="Since when nothing is heard of its agent; empty: live.", null=True),
+                ),
+                ("reported_at", models.DateTimeField(help_text="When its last report was applied.", null=True)),
+                (
+                    "applied_hash",
+                    models.CharField(default="", help_text="Content of the last report applied.", max_length=64),
+                ),
+                ("applied_epoch", models.BigIntegerField(default=0)),
+                ("applied_seq", models.BigIntegerField(default=0)),
+                (
+                    "drivers",
+                    models.JSONField(
+                        default=dict,
+                        help_text="Per driver: error (empty when it answered), since when, its number of devices, its faults.",
+                    ),
+                ),
             ],
             options={
-                'ordering': ['name'],
+                "ordering": ["name"],
             },
         ),
         migrations.CreateModel(
-            name='Tick',
+            name="Tick",
             fields=[
-                ('name', models.CharField(max_length=64, primary_key=True, serialize=False)),
-                ('at', models.DateTimeField(db_default=django.db.models.functions.datetime.Now())),
+                ("name", models.CharField(max_length=64, primary_key=True, serialize=False)),
+                ("at", models.DateTimeField(db_default=django.db.models.functions.datetime.Now())),
             ],
             options={
-                'db_table': 'tick',
+                "db_table": "tick",
             },
         ),
         migrations.CreateModel(
-            name='Deployable',
+            name="Deployable",
             fields=[
-                ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
-                ('uuid', models.UUIDField(default=uuid.uuid4, editable=False, unique=True)),
-                ('created_at', models.DateTimeField(db_default=django.db.models.functions.datetime.Now(), editable=False)),
-                ('updated_at', models.DateTimeField(editable=False, null=True)),
-                ('name', models.CharField(db_collation='C', help_text="The provider's name in Placement.", max_length=255)),
-                ('num_accelerators', models.IntegerField()),
-                ('driver_name', models.CharField(blank=True, default='', max_length=100)),
-                ('rp_uuid', models.UUIDField(blank=True, db_index=True, null=True)),
-                ('bitstream_id', models.UUIDField(blank=True, null=True)),
-                ('missing_since', models.DateTimeField(blank=True, null=True)),
-                ('parent', models.ForeignKey(blank=True, null=True, on_delete=django.db.models.deletion.PROTECT, related_name='children', to='accelerators.deployable')),
-                ('root', models.ForeignKey(blank=True, null=True, on_delete=django.db.models.deletion.PROTECT, related_name='+', to='accelerators.deployable')),
-                ('device', models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='deployables', to='accelerators.device')),
+                ("id", models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name="ID")),
+                ("uuid", models.UUIDField(default=uuid.uuid4, editable=False, unique=True)),
+                (
+                    "created_at",
+                    models.DateTimeField(db_default=django.db.models.functions.datetime.Now(), editable=False),
+                ),
+                ("updated_at", models.DateTimeField(editable=False, null=True)),
+                (
+                    "name",
+                    models.CharField(db_collation="C", help_text="The provider's name in Placement.", max_length=255),
+                ),
+                ("num_accelerators", models.IntegerField()),
+                ("driver_name", models.CharField(blank=True, default="", max_length=100)),
+                ("rp_uuid", models.UUIDField(blank=True, db_index=True, null=True)),
+                ("bitstream_id", models.UUIDField(blank=True, null=True)),
+                ("missing_since", models.DateTimeField(blank=True, null=True)),
+                (
+                    "parent",
+                    models.ForeignKey(
+                        blank=True,
+                        null=True,
+                        on_delete=django.db.models.deletion.PROTECT,
+                        related_name="children",
+                        to="accelerators.deployable",
+                    ),
+                ),
+                (
+                    "root",
+                    models.ForeignKey(
+                        blank=True,
+                        null=True,
+                        on_delete=django.db.models.deletion.PROTECT,
+                        related_name="+",
+                        to="accelerators.deployable",
+                    ),
+                ),
+                (
+                    "device",
+                    models.ForeignKey(
+                        on_delete=django.db.models.deletion.PROTECT,
+                        related_name="deployables",
+                        to="accelerators.device",
+                    ),
+                ),
             ],
             options={
-                'ordering': ['id'],
+                "ordering": ["id"],
             },
         ),
         migrations.CreateModel(
-            name='AttachHandle',
+            name="AttachHandle",
             fields=[
-                ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
-                ('uuid', models.UUIDField(default=uuid.uuid4, editable=False, unique=True)),
-                ('created_at', models.DateTimeField(db_default=django.db.models.functions.datetime.Now(), editable=False)),
-                ('updated_at', models.DateTimeField(editable=False, null=True)),
-                ('attach_type', models.CharField(choices=[('PCI', 'PCI'), ('MDEV', 'MDEV'), ('TEST_PCI', 'TEST_PCI'), ('DEV', 'DEV')], max_length=16)),
-                ('attach_info', models.CharField(db_collation='C', help_text='JSON; its bytes are its identity.', max_length=255)),
-                ('missing_since', models.DateTimeField(blank=True, null=True)),
-                ('deployable', models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='attach_handles', to='accelerators.deployable')),
+                ("id", models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name="ID")),
+                ("uuid", models.UUIDField(default=uuid.uuid4, editable=False, unique=True)),
+                (
+                    "created_at",
+                    models.DateTimeField(db_default=django.db.models.functions.datetime.Now(), editable=False),
+                ),
+                ("updated_at", models.DateTimeField(editable=False, null=True)),
+                (
+                    "attach_type",
+                    models.CharField(
+                        choices=[("PCI", "PCI"), ("MDEV", "MDEV"), ("TEST_PCI", "TEST_PCI"), ("DEV", "DEV")],
+                        max_length=16,
+                    ),
+                ),
+                (
+                    "attach_info",
+                    models.CharField(db_collation="C", help_text="JSON; its bytes are its identity.", max_length=255),
+                ),
+                ("missing_since", models.DateTimeField(blank=True, null=True)),
+                (
+                    "deployable",
+                    models.ForeignKey(
+                        on_delete=django.db.models.deletion.PROTECT,
+                        related_name="attach_handles",
+                        to="accelerators.deployable",
+                    ),
+                ),
             ],
             options={
-                'ordering': ['id'],
+                "ordering": ["id"],
             },
         ),
         migrations.CreateModel(
-            name='AcceleratorRequest',
+            name="AcceleratorRequest",
             fields=[
-                ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
-                ('uuid', models.UUIDField(default=uuid.uuid4, editable=False, unique=True)),
-                ('created_at', models.DateTimeField(db_default=django.db.models.functions.datetime.Now(), editable=False)),
-                ('updated_at', models.DateTimeField(editable=False, null=True)),
-                ('project_id', models.CharField(db_collation='C', db_index=True, max_length=255)),
-                ('state', models.CharField(choices=[('Initial', 'Initial'), ('BindStarted', 'BindStarted'), ('Bound', 'Bound'), ('BindFailed', 'BindFailed'), ('Unbound', 'Unbound')], default='Initial', max_length=16)),
-                ('group_id', models.IntegerField(default=0)),
-                ('group', models.JSONField()),
-                ('hostname', models.CharField(blank=True, max_length=255, null=True)),
-                ('device_rp_uuid', models.UUIDField(blank=True, null=True)),
-                ('instance_uuid', models.UUIDField(blank=True, db_index=True, null=True)),
-                ('deadline', models.DateTimeField(blank=True, help_text='BindStarted becomes BindFailed after it.', null=True)),
-                ('fault', models.TextField(blank=True, default='', help_text='Why it is BindFailed.')),
-                ('attach_handle', models.OneToOneField(blank=True, null=True, on_delete=django.db.models.deletion.PROTECT, related_name='request', to='accelerators.attachhandle')),
-                ('deployable', models.ForeignKey(blank=True, null=True, on_delete=django.db.models.deletion.PROTECT, related_name='requests', to='accelerators.deployable')),
-                ('profile', models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='requests', to='accelerators.deviceprofile')),
+                ("id", models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name="ID")),
+                ("uuid", models.UUIDField(default=uuid.uuid4, editable=False, unique=True)),
+                (
+                    "created_at",
+                    models.DateTimeField(db_default=django.db.models.functions.datetime.Now(), editable=False),
+                ),
+                ("updated_at", models.DateTimeField(editable=False, null=True)),
+                ("project_id", models.CharField(db_collation="C", db_index=True, max_length=255)),
+                (
+                    "state",
+                    models.CharField(
+                        choices=[
+                            ("Initial", "Initial"),
+                            ("BindStarted", "BindStarted"),
+                            ("Bound", "Bound"),
+                            ("BindFailed", "BindFailed"),
+                            ("Unbound", "Unbound"),
+                        ],
+                        default="Initial",
+                        max_length=16,
+                    ),
+                ),
+                ("group_id", models.IntegerField(default=0)),
+                ("group", models.JSONField()),
+                ("hostname", models.CharField(blank=True, max_length=255, null=True)),
+                ("device_rp_uuid", models.UUIDField(blank=True, null=True)),
+                ("instance_uuid", models.UUIDField(blank=True, db_index=True, null=True)),
+                (
+                    "deadline",
+                    models.DateTimeField(blank=True, help_text="BindStarted becomes BindFailed after it.", null=True),
+                ),
+                ("fault", models.TextField(blank=True, default="", help_text="Why it is BindFailed.")),
+                (
+                    "attach_handle",
+                    models.OneToOneField(
+                        blank=True,
+                        null=True,
+                        on_delete=django.db.models.deletion.PROTECT,
+                        related_name="request",
+                        to="accelerators.attachhandle",
+                    ),
+                ),
+                (
+                    "deployable",
+                    models.ForeignKey(
+                        blank=True,
+                        null=True,
+                        on_delete=django.db.models.deletion.PROTECT,
+                        related_name="requests",
+                        to="accelerators.deployable",
+                    ),
+                ),
+                (
+                    "profile",
+                    models.ForeignKey(
+                        on_delete=django.db.models.deletion.PROTECT,
+                        related_name="requests",
+                        to="accelerators.deviceprofile",
+                    ),
+                ),
             ],
             options={
-                'ordering': ['id'],
+                "ordering": ["id"],
             },
         ),
         migrations.CreateModel(
-            name='Event',
+            name="Event",
             fields=[
-                ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
-                ('at', models.DateTimeField(db_default=django.db.models.functions.datetime.Now())),
-                ('source', models.CharField(choices=[('person', 'person'), ('agent', 'agent'), ('api', 'api'), ('rule', 'rule'), ('system', 'system')], max_length=8)),
-                ('actor', models.CharField(db_collation='C', help_text="The person, the agent's host or the rule.", max_length=255)),
-                ('request_id', models.CharField(blank=True, default='', max_length=64)),
-                ('action', models.CharField(db_collation='C', max_length=64)),
-                ('subject_type', models.CharField(max_length=32)),
-                ('subject', models.UUIDField(blank=True, null=True)),
-                ('subject_name', models.CharField(blank=True, db_collation='C', default='', max_length=255)),
-                ('host', models.CharField(blank=True, db_collation='C', default='', max_length=255)),
-                ('changes', models.JSONField(default=dict, help_text='Per field: [before, after].')),
-                ('reason', models.TextField(blank=True, default='')),
+                ("id", models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name="ID")),
+                ("at", models.DateTimeField(db_default=django.db.models.functions.datetime.Now())),
+                (
+                    "source",
+                    models.CharField(
+                        choices=[
+                            ("person", "person"),
+                            ("agent", "agent"),
+                            ("api", "api"),
+                            ("rule", "rule"),
+                            ("system", "system"),
+                        ],
+                        max_length=8,
+                    ),
+                ),
+                (
+                    "actor",
+                    models.CharField(
+                        db_collation="C", help_text="The person, the agent's host or the rule.", max_length=255
+                    ),
+                ),
+                ("request_id", models.CharField(blank=True, default="", max_length=64)),
+                ("action", models.CharField(db_collation="C", max_length=64)),
+                ("subject_type", models.CharField(max_length=32)),
+                ("subject", models.UUIDField(blank=True, null=True)),
+                ("subject_name", models.CharField(blank=True, db_collation="C", default="", max_length=255)),
+                ("host", models.CharField(blank=True, db_collation="C", default="", max_length=255)),
+                ("changes", models.JSONField(default=dict, help_text="Per field: [before, after].")),
+                ("reason", models.TextField(blank=True, default="")),
             ],
             options={
-                'ordering': ['-at', '-id'],
-                'indexes': [models.Index(fields=['-at', '-id'], name='event_newest_first'), models.Index(fields=['subject', '-at'], name='event_subject'), models.Index(fields=['host', '-at'], name='event_host')],
-                'constraints': [models.CheckConstraint(condition=models.Q(('source__in', ['person', 'agent', 'api', 'rule', 'system'])), name='event_source_known')],
+                "ordering": ["-at", "-id"],
+                "indexes": [
+                    models.Index(fields=["-at", "-id"], name="event_newest_first"),
+                    models.Index(fields=["subject", "-at"], name="event_subject"),
+                    models.Index(fields=["host", "-at"], name="event_host"),
+                ],
+                "constraints": [
+                    models.CheckConstraint(
+                        condition=models.Q(("source__in", ["person", "agent", "api", "rule", "system"])),
+                        name="event_source_known",
+                    )
+                ],
             },
         ),
         migrations.AddField(
-            model_name='device',
-            name='host',
-            field=models.ForeignKey(on_delete=django.db.models.deletion.PROTECT, related_name='devices', to='accelerators.host'),
+            model_name="device",
+            name="host",
+            field=models.ForeignKey(
+                on_delete=django.db.models.deletion.PROTECT, related_name="devices", to="accelerators.host"
+            ),
         ),
         migrations.CreateModel(
-            name='Intent',
+            name="Intent",
             fields=[
-                ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
-                ('uuid', models.UUIDField(default=uuid.uuid4, editable=False, unique=True)),
-                ('created_at', models.DateTimeField(db_default=django.db.models.functions.datetime.Now(), editable=False)),
-                ('updated_at', models.DateTimeField(editable=False, null=True)),
-                ('kind', models.CharField(db_collation='C', max_length=32)),
-                ('key', models.CharField(db_collation='C', max_length=255)),
-                ('payload', models.JSONField(default=dict)),
-                ('attempts', models.IntegerField(default=0)),
-                ('next_at', models.DateTimeField(db_default=django.db.models.functions.datetime.Now())),
-                ('last_error', models.TextField(blank=True, default='')),
+                ("id", models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name="ID")),
+                ("uuid", models.UUIDField(default=uuid.uuid4, editable=False, unique=True)),
+                (
+                    "created_at",
+                    models.DateTimeField(db_default=django.db.models.functions.datetime.Now(), editable=False),
+                ),
+                ("updated_at", models.DateTimeField(editable=False, null=True)),
+                ("kind", models.CharField(db_collation="C", max_length=32)),
+                ("key", models.CharField(db_collation="C", max_length=255)),
+                ("payload", models.JSONField(default=dict)),
+                ("attempts", models.IntegerField(default=0)),
+                ("next_at", models.DateTimeField(db_default=django.db.models.functions.datetime.Now())),
+                ("last_error", models.TextField(blank=True, default="")),
             ],
             options={
-                'ordering': ['id'],
-                'indexes': [models.Index(fields=['next_at'], name='intent_next')],
-                'constraints': [models.UniqueConstraint(fields=('kind', 'key'), name='intent_one_per_kind_and_key')],
+                "ordering": ["id"],
+                "indexes": [models.Index(fields=["next_at"], name="intent_next")],
+                "constraints": [models.UniqueConstraint(fields=("kind", "key"), name="intent_one_per_kind_and_key")],
             },
         ),
         migrations.CreateModel(
-            name='Attribute',
+            name="Attribute",
             fields=[
-                ('id', models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name='ID')),
-                ('uuid', models.UUIDField(default=uuid.uuid4, editable=False, unique=True)),
-                ('created_at', models.DateTimeField(db_default=django.db.models.functions.datetime.Now(), editable=False)),
-                ('updated_at', models.DateTimeField(editable=False, null=True)),
-                ('key', models.CharField(db_collation='C', max_length=255)),
-                ('value', models.TextField()),
-                ('origin', models.CharField(choices=[('agent', 'agent'), ('operator', 'operator')], default='agent', max_length=8)),
-                ('deployable', models.ForeignKey(on_delete=django.db.models.deletion.CASCADE, related_name='attributes', to='accelerators.deployable')),
+                ("id", models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name="ID")),
+                ("uuid", models.UUIDField(default=uuid.uuid4, editable=False, unique=True)),
+                (
+                    "created_at",
+                    models.DateTimeField(db_default=django.db.models.functions.datetime.Now(), editable=False),
+                ),
+                ("updated_at", models.DateTimeField(editable=False, null=True)),
+                ("key", models.CharField(db_collation="C", max_length=255)),
+                ("value", models.TextField()),
+                (
+                    "origin",
+                    models.CharField(
+                        choices=[("agent", "agent"), ("operator", "operator")], default="agent", max_length=8
+                    ),
+                ),
+                (
+                    "deployable",
+                    models.ForeignKey(
+                        on_delete=django.db.models.deletion.CASCADE,
+                        related_name="attributes",
+                        to="accelerators.deployable",
+                    ),
+                ),
             ],
             options={
-                'ordering': ['id'],
-                'constraints': [models.UniqueConstraint(fields=('deployable', 'key'), name='attribute_one_per_deployable_and_key'), models.CheckConstraint(condition=models.Q(('origin__in', ['agent', 'operator'])), name='attribute_origin_known')],
+                "ordering": ["id"],
+                "constraints": [
+                    models.UniqueConstraint(fields=("deployable", "key"), name="attribute_one_per_deployable_and_key"),
+                    models.CheckConstraint(
+                        condition=models.Q(("origin__in", ["agent", "operator"])), name="attribute_origin_known"
+                    ),
+                ],
             },
         ),
         migrations.AddConstraint(
-            model_name='attachhandle',
-            constraint=models.UniqueConstraint(fields=('deployable', 'attach_info'), name='handle_one_per_deployable_and_info'),
+            model_name="attachhandle",
+            constraint=models.UniqueConstraint(
+                fields=("deployable", "attach_info"), name="handle_one_per_deployable_and_info"
+            ),
         ),
         migrations.AddConstraint(
-            model_name='attachhandle',
-            constraint=models.CheckConstraint(condition=models.Q(('attach_type__in', ['PCI', 'MDEV', 'TEST_PCI', 'DEV'])), name='handle_type_known'),
+            model_name="attachhandle",
+            constraint=models.CheckConstraint(
+                condition=models.Q(("attach_type__in", ["PCI", "MDEV", "TEST_PCI", "DEV"])), name="handle_type_known"
+            ),
         ),
         migrations.AddConstraint(
-            model_name='deployable',
-            constraint=models.UniqueConstraint(fields=('device', 'name'), name='deployable_one_per_device_and_name'),
+            model_name="deployable",
+            constraint=models.UniqueConstraint(fields=("device", "name"), name="deployable_one_per_device_and_name"),
         ),
         migrations.AddConstraint(
-            model_name='deployable',
-            constraint=models.CheckConstraint(condition=models.Q(('num_accelerators__gte', 0)), name='deployable_count_not_negative'),
+            model_name="deployable",
+            constraint=models.CheckConstraint(
+                condition=models.Q(("num_accelerators__gte", 0)), name="deployable_count_not_negative"
+            ),
         ),
         migrations.AddIndex(
-            model_name='acceleratorrequest',
-            index=models.Index(condition=models.Q(('state', 'BindStarted')), fields=['deadline'], name='request_deadline'),
+            model_name="acceleratorrequest",
+            index=models.Index(
+                condition=models.Q(("state", "BindStarted")), fields=["deadline"], name="request_deadline"
+            ),
         ),
         migrations.AddConstraint(
-            model_name='acceleratorrequest',
-            constraint=models.CheckConstraint(condition=models.Q(('state__in', ['Initial', 'BindStarted', 'Bound', 'BindFailed', 'Unbound'])), name='request_state_known'),
+            model_name="acceleratorrequest",
+            constraint=models.CheckConstraint(
+                condition=models.Q(("state__in", ["Initial", "BindStarted", "Bound", "BindFailed", "Unbound"])),
+                name="request_state_known",
+            ),
         ),
         migrations.AddConstraint(
-            model_name='acceleratorrequest',
-            constraint=models.CheckConstraint(condition=models.Q(models.Q(('state', 'Bound'), _negated=True), ('attach_handle__isnull', False), _connector='OR'), name='request_bound_holds_a_handle'),
+            model_name="acceleratorrequest",
+            constraint=models.CheckConstraint(
+                condition=models.Q(
+                    models.Q(("state", "Bound"), _negated=True), ("attach_handle__isnull", False), _connector="OR"
+                ),
+                name="request_bound_holds_a_handle",
+            ),
         ),
         migrations.AddConstraint(
-            model_name='acceleratorrequest',
-            constraint=models.CheckConstraint(condition=models.Q(('state__in', ['BindStarted', 'Bound']), ('attach_handle__isnull', True), _connector='OR'), name='request_handle_only_while_binding_or_bound'),
+            model_name="acceleratorrequest",
+            constraint=models.CheckConstraint(
+                condition=models.Q(
+                    ("state__in", ["BindStarted", "Bound"]), ("attach_handle__isnull", True), _connector="OR"
+                ),
+                name="request_handle_only_while_binding_or_bound",
+            ),
         ),
         migrations.AddConstraint(
-            model_name='acceleratorrequest',
-            constraint=models.CheckConstraint(condition=models.Q(models.Q(('state', 'BindStarted'), _negated=True), ('deadline__isnull', False), _connector='OR'), name='request_bind_has_a_deadline'),
+            model_name="acceleratorrequest",
+            constraint=models.CheckConstraint(
+                condition=models.Q(
+                    models.Q(("state", "BindStarted"), _negated=True), ("deadline__isnull", False), _connector="OR"
+                ),
+                name="request_bind_has_a_deadline",
+            ),
         ),
         migrations.AddIndex(
-            model_name='device',
-            index=models.Index(fields=['state', 'type'], name='device_state_type'),
+            model_name="device",
+            index=models.Index(fields=["state", "type"], name="device_state_type"),
         ),
         migrations.AddIndex(
-            model_name='device',
-            index=models.Index(fields=['type', 'vendor'], name='device_type_vendor'),
+            model_name="device",
+            index=models.Index(fields=["type", "vendor"], name="device_type_vendor"),
         ),
         migrations.AddConstraint(
-            model_name='device',
-            constraint=models.UniqueConstraint(fields=('host', 'key'), name='device_one_per_host_and_key'),
+            model_name="device",
+            constraint=models.UniqueConstraint(fields=("host", "key"), name="device_one_per_host_and_key"),
         ),
         migrations.AddConstraint(
-            model_name='device',
-            constraint=models.CheckConstraint(condition=models.Q(('type__in', ['GPU', 'FPGA', 'AICHIP', 'QAT', 'NIC', 'SSD'])), name='device_type_known'),
+            model_name="device",
+            constraint=models.CheckConstraint(
+                condition=models.Q(("type__in", ["GPU", "FPGA", "AICHIP", "QAT", "NIC", "SSD"])),
+                name="device_type_known",
+            ),
         ),
         migrations.AddConstraint(
-            model_name='device',
-            constraint=models.CheckConstraint(condition=models.Q(('state__in', ['inactive', 'installing', 'ready', 'maintenance', 'failed', 'quarantined', 'missing', 'retired'])), name='device_state_known'),
+            model_name="device",
+            constraint=models.CheckConstraint(
+                condition=models.Q(
+                    (
+                        "state__in",
+                        [
+                            "inactive",
+                            "installing",
+                            "ready",
+                            "maintenance",
+                            "failed",
+                            "quarantined",
+                            "missing",
+                            "retired",
+                        ],
+                    )
+                ),
+                name="device_state_known",
+            ),
         ),
         migrations.AddConstraint(
-            model_name='device',
-            constraint=models.CheckConstraint(condition=models.Q(('status__in', ['ok', 'degraded', 'failed', 'unknown'])), name='device_status_known'),
+            model_name="device",
+            constraint=models.CheckConstraint(
+                condition=models.Q(("status__in", ["ok", "degraded", "failed", "unknown"])), name="device_status_known"
+            ),
         ),
         migrations.AddConstraint(
-            model_name='device',
-            constraint=models.CheckConstraint(condition=models.Q(('state', 'missing'), ('returns_to__isnull', True), _connector='OR'), name='device_returns_only_from_missing'),
+            model_name="device",
+            constraint=models.CheckConstraint(
+                condition=models.Q(("state", "missing"), ("returns_to__isnull", True), _connector="OR"),
+                name="device_returns_only_from_missing",
+            ),
         ),
     ]

@@ -92,7 +92,7 @@ class Link:
 
     def _refused(self, error: door.Refused) -> float:
         if error.status not in (200, 401, 403):
-            return error.retry_after + self._retry(str(error))
+            return self._retry(str(error), error.retry_after)
         # A token that has expired may belong to a key that is bound, and a gateway that forgot the key may
         # still take the token: the next attempt tries the other way.
         if self.gateway.secret and error.status in (401, 403):
@@ -101,9 +101,9 @@ class Link:
         self._say(str(error), delay)
         return delay
 
-    def _retry(self, reason: str) -> float:
-        delay = self._backoff.next()
-        self._say(f"{self.gateway.address}: {reason}", delay)
+    def _retry(self, reason: str, at_least: float = 0.0) -> float:
+        delay = at_least + self._backoff.next()
+        self._say(reason, delay)
         return delay
 
     def _say(self, reason: str, delay: float) -> None:
@@ -111,7 +111,7 @@ class Link:
         self._said = (reason, times)
         if worth_saying(times):
             again = f" ({times} times so far)" if times > 1 else ""
-            log.warning("%s%s; next attempt in %.1f s", reason, again, delay)
+            log.warning("%s: %s%s; next attempt in %.1f s", self.gateway.address, reason, again, delay)
 
     async def _connect(self) -> None:
         challenge = await door.challenge(self.gateway, self._tls, self.pace.open)

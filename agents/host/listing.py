@@ -25,7 +25,7 @@ def as_table(reports: Sequence[DriverReport], host: str) -> str:
     faults = [f"  {r.driver}  {f.subject}: {f.reason}" for r in reports for f in r.faults]
     if faults:
         lines += ["", "Not taken for a device:", *faults]
-    errors = [f"  {report.driver}: {report.error}" for report in reports if report.error]
+    errors = [f"  {r.driver}: {r.error.removeprefix(f'{r.driver}: ')}" for r in reports if r.error]
     if errors:
         lines += ["", "Drivers that failed:", *errors]
     return "\n".join(lines) + "\n"

@@ -30,7 +30,7 @@ from agents.host.journal import Journal, WrongHost, known_host, open_journal
 from agents.host.link import Link
 from agents.host.report import Reporter, canonical
 from agents.host.settings import AgentSettings, driver_tables, host_of, read_join, read_settings
-from agents.host.watch import Interest, Watch
+from agents.host.watch import Watch
 from drivers import catalogue
 from drivers.claims import settle
 from drivers.configuration import ConfigurationError, keys_of
@@ -150,11 +150,7 @@ async def _work(agent: _Agent, stop: asyncio.Event) -> None:
     settings, identity, journal = agent.settings, agent.identity, agent.journal
     names = settings.enabled_drivers
     drivers = _drivers(settings, identity.node, agent.tables)
-    watch = Watch(
-        [_interest(name, agent.tables.get(name, {})) for name in names],
-        debounce_s=settings.uevent_debounce_ms / 1000,
-        rescan_s=settings.rescan_s,
-    )
+    watch = Watch(drivers, debounce_s=settings.uevent_debounce_ms / 1000, rescan_s=settings.rescan_s)
     log.info("host %s (node %s), drivers %s", identity.host, identity.node, ", ".join(names))
     reporter = Reporter(drivers, journal, settle)
     link = Link(journal, identity, agent.gateway, hello(names), reporter.limit)
@@ -179,7 +175,7 @@ async def _feed(watch: Watch, reporter: Reporter) -> None:
 
 
 def _drivers(settings: AgentSettings, node: str, tables: Mapping[str, Any]) -> dict[str, DriverProcess]:
-    known = sorted(catalogue.names())
+    known = catalogue.names()
     for name in settings.enabled_drivers:
         if name not in known:
             raise ConfigurationError(f"CYBORG_ENABLED_DRIVERS: there is no driver {name!r}; known: {', '.join(known)}")
@@ -191,17 +187,13 @@ def _drivers(settings: AgentSettings, node: str, tables: Mapping[str, Any]) -> d
     }
 
 
-def _interest(name: str, table: Mapping[str, Any]) -> Interest:
-    driver = catalogue.load(name)
-    files = tuple(Path(str(table[key])) for key in driver.watched if table.get(key))
-    return Interest(name, frozenset(driver.subsystems), files)
-
-
 async def _close(drivers: Mapping[str, DriverProcess]) -> None:
     closing = [asyncio.ensure_future(driver.close()) for driver in drivers.values()]
-    _, late = await asyncio.wait(closing, timeout=STOP_S)
+    done, late = await asyncio.wait(closing, timeout=STOP_S)
     for task in late:
         task.cancel()
+    for task in done:
+        task.result()
 
 
 def hello(drivers: tuple[str, ...]) -> wire.Hello:

@@ -24,6 +24,8 @@ TOGETHER_S = 2.0
 """Drivers woken together are told together, unless one of them takes longer than this."""
 RETRY_S = 5.0
 """Between two attempts to write to a journal whose disk is full."""
+PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+"""A driver that failed is asked again after the first, doubled with every failure up to the second."""
 LARGEST = 2**53
 """Stands for any epoch and sequence when a report is measured."""
 
@@ -38,8 +40,8 @@ class Looker(Protocol):
         """End the process."""
 
 
-Settle = Callable[[tuple[DriverReport, ...]], tuple[DriverReport, ...]]
-"""Gives each PCI address to one driver: reports in enabled order, in and out."""
+Settle = Callable[[tuple[DriverReport, ...], Mapping[str, str]], tuple[DriverReport, ...]]
+"""`drivers.claims.settle`: reports in enabled order, and which address or key a driver held when it last answered."""
 
 
 class Reporter:
@@ -54,6 +56,7 @@ class Reporter:
         max_bytes: int = wire.MAX_MESSAGE,
         together_s: float = TOGETHER_S,
         retry_s: float = RETRY_S,
+        pause_s: float = PAUSE_S,
     ) -> None:
         self._drivers = drivers
         self._journal = journal
@@ -62,7 +65,9 @@ class Reporter:
         self._max_bytes = max_bytes
         self._together_s = together_s
         self._retry_s = retry_s
+        self._pause_s = pause_s
         self._answers: dict[str, DriverReport] = {}
+        self._held = {driver.driver: _things(driver) for driver in journal.report.drivers} if journal.report else {}
         self._wanted = {name: asyncio.Event() for name in drivers}
         self._busy: set[str] = set()
         self._answered = asyncio.Event()
@@ -90,6 +95,7 @@ class Reporter:
             group.create_task(self._publish())
 
     async def _serve(self, name: str, driver: Looker) -> None:
+        pause = self._pause_s
         while True:
             await self._wanted[name].wait()
             self._wanted[name].clear()
@@ -102,6 +108,9 @@ class Reporter:
             self._answered.set()
             if not self._busy:
                 self._idle.set()
+            if report.error:
+                asyncio.get_running_loop().call_later(pause, self._wanted[name].set)
+            pause = min(pause * 2, LONGEST_PAUSE_S) if report.error else self._pause_s
 
     async def _publish(self) -> None:
         while True:
@@ -122,7 +131,9 @@ class Reporter:
         """
         if len(self._answers) < len(self._drivers):
             return True
-        settled = self._settle(tuple(self._answers[name] for name in self._drivers))
+        held = {thing: driver for driver, things in self._held.items() for thing in things}
+        settled = self._settle(tuple(self._answers[name] for name in self._drivers), held)
+        self._held |= {report.driver: _things(report) for report in settled if not report.error}
         drivers = fit(tuple(map(canonical, settled)), self._max_bytes)
         try:
             changed = self._journal.record(drivers)
@@ -142,13 +153,17 @@ class Reporter:
     def _tell(self, report: DriverReport, before: DriverReport | None) -> None:
         was = before.error if before else ""
         if report.error and report.error != was:
-            log.error("driver %s: %s", report.driver, report.error)
+            log.error("driver %s: %s", report.driver, report.error.removeprefix(f"{report.driver}: "))
         elif was and not report.error:
             log.info("driver %s answers again", report.driver)
         known = before.faults if before else ()
         for fault in report.faults:
             if fault not in known:
                 log.warning("driver %s, %s: %s", report.driver, fault.subject, fault.reason)
+
+
+def _things(report: DriverReport) -> frozenset[str]:
+    return frozenset(thing for device in report.devices for thing in (device.key, device.address) if thing)
 
 
 def canonical(report: DriverReport) -> DriverReport:

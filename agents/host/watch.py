@@ -14,9 +14,7 @@ import errno
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 log = logging.getLogger("cyborg.watch")
@@ -27,14 +25,19 @@ RECEIVE_BUFFER = 8 * 1024 * 1024
 SLICE = 256
 """Events taken before others on the loop get their turn."""
 
+State = tuple[int, int, int] | None
 
-@dataclass(frozen=True)
-class Interest:
-    """What wakes one driver: kernel subsystems ('pci', …) and files (polled: time, size, inode)."""
 
-    driver: str
-    subsystems: frozenset[str] = frozenset()
-    files: tuple[Path, ...] = ()
+class Interested(Protocol):
+    """A driver: what wakes it. Known only once its process has answered, so it is read anew each time."""
+
+    @property
+    def subsystems(self) -> tuple[str, ...]:
+        """Kernel subsystems ('pci', …) whose uevents concern it."""
+
+    @property
+    def watched(self) -> tuple[str, ...]:
+        """Files that concern it: polled; another time, size or inode is a change, and so is the first sight."""
 
 
 class Uevents(Protocol):
@@ -97,38 +100,32 @@ class Watch:
 
     def __init__(
         self,
-        interests: Iterable[Interest],
+        drivers: Mapping[str, Interested],
         *,
         debounce_s: float,
         rescan_s: float,
         uevents: Callable[[], Uevents] = NetlinkUevents,
     ) -> None:
-        self._interests = tuple(interests)
-        self._all = frozenset(interest.driver for interest in self._interests)
+        self._drivers = drivers
         self._debounce_s = debounce_s
         self._rescan_s = rescan_s
         self._open_uevents = uevents
         self._uevents: Uevents | None = None
-        self._files = {path: _state(path) for interest in self._interests for path in interest.files}
+        self._files: dict[str, State] = {}
         self._due: set[str] = set()
         self._burst: set[str] = set()
+        self._lost = False
         self._ready = asyncio.Event()
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
     def start(self) -> None:
-        """Begin to listen, on the running loop.
-
-        Without uevents the slow timer is all there is, and that is said.
-        """
-        loop = asyncio.get_running_loop()
-        if any(interest.subsystems for interest in self._interests):
-            try:
-                self._uevents = self._open_uevents()
-                loop.add_reader(self._uevents.fileno(), self._drain)
-            except (OSError, ImportError) as error:
-                log.warning("no uevents (%s): changes are seen every %.0f s instead", error, self._rescan_s)
-        if self._files:
-            self._after("files", FILE_POLL_S, self._poll_files)
+        """Begin to listen, on the running loop. Without uevents the slow timer is all there is, and that is said."""
+        try:
+            self._uevents = self._open_uevents()
+            asyncio.get_running_loop().add_reader(self._uevents.fileno(), self._drain)
+        except (OSError, ImportError) as error:
+            log.warning("no uevents (%s): changes are seen every %g s instead", error, self._rescan_s)
+        self._after("files", FILE_POLL_S, self._poll_files)
         self._after("rescan", self._rescan_s, self._rescan)
 
     def close(self) -> None:
@@ -163,42 +160,45 @@ class Watch:
                 subsystem = self._uevents.next()
                 if subsystem is None:
                     return
-                self._seen({i.driver for i in self._interests if subsystem in i.subsystems})
+                self._seen(subsystem)
         except OSError as error:
             if error.errno == errno.ENOBUFS:
                 log.info("uevents came faster than they were read: every driver looks again")
-                self._seen(self._all)
+                self._lost = True
+                self._seen("")
             else:
                 asyncio.get_running_loop().remove_reader(self._uevents.fileno())
                 self._uevents.close()
                 self._uevents = None
-                log.warning("no more uevents (%s): changes are seen every %.0f s instead", error, self._rescan_s)
+                log.warning("no more uevents (%s): changes are seen every %g s instead", error, self._rescan_s)
 
-    def _seen(self, names: Iterable[str]) -> None:
-        # A fixed window from the first event, not a pause after the last: a device that never rests cannot
-        # starve us.
-        names = set(names)
-        if names and not self._burst:
+    def _seen(self, subsystem: str) -> None:
+        # A fixed window from the first event, not a pause after the last: a device that never rests cannot starve us.
+        if not self._burst:
             self._after("burst", self._debounce_s, self._end_of_burst)
-        self._burst |= names
+        self._burst.add(subsystem)
 
     def _end_of_burst(self) -> None:
-        names, self._burst = self._burst, set()
-        self._wake(names)
+        # Only now is it asked whom it concerns. A driver whose interests are still unknown has not looked either, so it
+        # will see what the event was about.
+        seen, self._burst = self._burst, set()
+        lost, self._lost = self._lost, False
+        self._wake(name for name, driver in self._drivers.items() if lost or seen & set(driver.subsystems))
 
     def _poll_files(self) -> None:
-        states = {path: _state(path) for path in self._files}
-        changed = {path for path, state in states.items() if state != self._files[path]}
+        states = {path: _state(path) for driver in self._drivers.values() for path in driver.watched}
+        changed = {path for path, state in states.items() if path not in self._files or state != self._files[path]}
         self._files = states
-        self._wake(i.driver for i in self._interests if changed & set(i.files))
+        if changed:
+            self._wake(name for name, driver in self._drivers.items() if changed & set(driver.watched))
         self._after("files", FILE_POLL_S, self._poll_files)
 
     def _rescan(self) -> None:
-        self._wake(self._all)
+        self._wake(self._drivers)
         self._after("rescan", self._rescan_s, self._rescan)
 
 
-def _state(path: Path) -> tuple[int, int, int] | None:
+def _state(path: str) -> State:
     try:
         found = os.stat(path)
     except OSError:  # absent is a state like any other

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from django.db.models import F, Value
+from django.db.models.functions import Replace
 
 from accelerators.models import Device, Event, Host
 from agents import enrolment, tasks, wire
@@ -206,3 +208,15 @@ def test_the_gateway_tells_the_highest_epoch_it_saw(agent: WireAgent) -> None:
     agent.epoch = 3
     agent.connect().close()
     assert agent.welcome and agent.welcome.epoch == 90
+
+
+def test_X5_a_report_the_database_refuses_costs_only_its_own_host(agent: WireAgent, port: int) -> None:
+    other = WireAgent(port, host="cmp2", token=token("cmp2"))
+    with agent.connect() as bad, other.connect() as good:
+        ask(bad, a_report(card(1)))
+        ask(good, a_report(card(1)))
+    Spooled.objects.filter(host__name="cmp1").update(payload=Replace(F("payload"), Value("1044"), Value("\\u0000")))
+    tasks.merge()
+    assert list(Device.objects.values_list("host__name", flat=True)) == ["cmp2"]
+    assert "cannot be stored" in Event.objects.get(action="report.refused", host="cmp1").reason
+    assert Spooled.objects.count() == 0

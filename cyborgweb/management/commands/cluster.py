@@ -24,9 +24,13 @@ class Command(BaseCommand):
             os.environ["Q_CLUSTER_NAME"] = name
             os.execv(sys.executable, [sys.executable, *sys.argv])
         from django_q.cluster import Cluster
+        from django_q.models import Schedule
 
         from accelerators import ticks
 
+        if name == "work":
+            minutely = {"func": "accelerators.ticks.backstop", "schedule_type": Schedule.MINUTES, "minutes": 1}
+            Schedule.objects.update_or_create(name="backstop", defaults=minutely | {"cluster": name})
         ticks.kick_all(name)
         connection.close()  # a fork must not share it
         Cluster().start()

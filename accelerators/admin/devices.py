@@ -1,0 +1,295 @@
+"""Devices, their deployables and attach handles: the lists, and the page of one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.contrib import admin
+from django.core.exceptions import PermissionDenied
+from django.db.models import F, Func, Model, Prefetch, Q, QuerySet, TextField, Value
+from django.http import HttpRequest, HttpResponse
+from django.template.response import TemplateResponse
+from django.utils.html import format_html
+from django.utils.safestring import SafeString
+from unfold.decorators import display
+
+from accelerators.admin import marks, timeline
+from accelerators.admin.listing import ReadOnly
+from accelerators.models import AttachHandle, Deployable, Device, Event, Host
+
+
+def driver_error() -> Func:
+    """What a device's driver last failed with, '' when it answered, from the host's `drivers`."""
+    return Func(
+        F("host__drivers"), F("driver"), Value("error"), function="jsonb_extract_path_text", output_field=TextField()
+    )
+
+
+def why_stale(host: Host, driver: str) -> str:
+    """Why what is shown of a device may be out of date; '' when it is not."""
+    if host.stale_since:
+        return f"nothing heard of the agent of {host.name} since {host.stale_since:%Y-%m-%d %H:%M:%S} UTC"
+    error = host.drivers.get(driver, {}).get("error", "")
+    return f"{driver}: {error}" if error else ""
+
+
+class Freshness(admin.SimpleListFilter):
+    """Live, or stale because of the agent or the driver."""
+
+    title, parameter_name = "freshness", "stale"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
+        return [("yes", "stale"), ("no", "live")]
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Device]) -> QuerySet[Device]:
+        if self.value() not in ("yes", "no"):
+            return queryset
+        stale = Q(host__stale_since__isnull=False) | (Q(_error__isnull=False) & ~Q(_error=""))
+        matching = queryset.alias(_error=driver_error())
+        return matching.filter(stale) if self.value() == "yes" else matching.exclude(stale)
+
+
+@admin.register(Device)
+class DeviceAdmin(ReadOnly):
+    """The list of devices, and a page for each."""
+
+    list_display = (
+        "shown_state",
+        "shown_health",
+        "type",
+        "shown_model",
+        "shown_address",
+        "shown_host",
+        "driver",
+        "since",
+    )
+    list_display_links = ("shown_model",)
+    list_filter = ("state", "status", "type", Freshness, "driver")
+    list_select_related = ("host",)
+    ordering = ("host_id", "key")
+    search_fields = (
+        "uuid__startswith",
+        "address__icontains",
+        "host__name__icontains",
+        "model__icontains",
+        "key__icontains",
+    )
+    search_help_text = "uuid, PCI address, host, model, serial"
+    empty = "No devices yet. They appear as soon as an agent on a compute host reports what its drivers found."
+
+    def lookup_allowed(self, lookup: str, value: str, request: HttpRequest) -> bool:
+        return lookup == "host__name" or super().lookup_allowed(lookup, value, request)
+
+    @display(description="State", ordering="state")
+    def shown_state(self, device: Device) -> SafeString:
+        return marks.marks(
+            marks.state(device.state, device.state_reason), marks.stale(why_stale(device.host, device.driver))
+        )
+
+    @display(description="Health", ordering="status")
+    def shown_health(self, device: Device) -> SafeString:
+        return marks.health(device.status, device.status_reason)
+
+    @display(description="Model", ordering="model")
+    def shown_model(self, device: Device) -> SafeString:
+        return format_html('{} <span class="faint">{}</span>', device.model, device.vendor)
+
+    @display(description="Address", ordering="address")
+    def shown_address(self, device: Device) -> SafeString:
+        return marks.mono(device.address or device.key)
+
+    @display(description="Host", ordering="host__name")
+    def shown_host(self, device: Device) -> SafeString:
+        return marks.link("host", device.host_id, device.host.name)
+
+    @display(description="Since", ordering="-state_since")
+    def since(self, device: Device) -> SafeString:
+        return marks.ago(device.state_since)
+
+    def change_view(
+        self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: dict[str, Any] | None = None
+    ) -> HttpResponse:
+        """The page of one device: what it is, why it is so, who holds it, what happened."""
+        device = self.get_object(request, object_id)
+        if device is None:
+            return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
+        if request.method not in ("GET", "HEAD") or not self.has_view_permission(request, device):
+            raise PermissionDenied
+        events = Event.objects.filter(subject=device.uuid)[: timeline.ROWS]
+        context = self.admin_site.each_context(request) | {
+            "title": device.model,
+            "opts": self.opts,
+            "device": device,
+            "state": marks.state(device.state),
+            "health": marks.health(device.status),
+            "stale": marks.stale(stale := why_stale(device.host, device.driver)),
+            "why_stale": stale,
+            "state_since": marks.ago(device.state_since),
+            "status_since": marks.ago(device.status_since),
+            "reported": marks.ago(device.host.reported_at),
+            "deployables": _inside(device),
+            "events": timeline.rows(events),
+        }
+        return TemplateResponse(request, "accelerators/device.html", context)
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Device]:
+        return super().get_queryset(request).select_related("host")
+
+
+def _inside(device: Device) -> list[dict[str, Any]]:
+    """A device's deployables with attributes, handles and who holds each; three statements whatever their number."""
+    handles = AttachHandle.objects.select_related("request__profile")
+    found = device.deployables.prefetch_related("attributes", Prefetch("attach_handles", handles))
+    return [
+        {
+            "deployable": deployable,
+            "attributes": deployable.attributes.all(),
+            "handles": [
+                {
+                    "type": handle.attach_type,
+                    "info": handle.attach_info,
+                    "name": marks.handle(handle.attach_info),
+                    "request": holder(handle),
+                    "missing": marks.mark("missing", "warn", f"since {handle.missing_since:%Y-%m-%d %H:%M:%S} UTC")
+                    if handle.missing_since
+                    else "",
+                }
+                for handle in deployable.attach_handles.all()
+            ],
+            "held": sum(holder(handle) is not None for handle in deployable.attach_handles.all()),
+            "missing_since": marks.ago(deployable.missing_since) if deployable.missing_since else "",
+        }
+        for deployable in found
+    ]
+
+
+def holder(handle: AttachHandle) -> Model | None:
+    """The request that holds a handle."""
+    return getattr(handle, "request", None)
+
+
+class Presence(admin.SimpleListFilter):
+    """Whether its driver still names it."""
+
+    title, parameter_name = "presence", "presence"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
+        return [("present", "present"), ("missing", "missing")]
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Any]) -> QuerySet[Any]:
+        return queryset.filter(missing_since__isnull=self.value() == "present") if self.value() else queryset
+
+
+@admin.register(Deployable)
+class DeployableAdmin(ReadOnly):
+    """Parts of devices that are resource providers."""
+
+    list_display = ("name", "num_accelerators", "shown_device", "shown_host", "rp_uuid", "shown_missing")
+    list_filter = ("device__type", "device__state", Presence)
+    list_select_related = ("device__host",)
+    ordering = ("id",)
+    search_fields = ("uuid__startswith", "rp_uuid__startswith", "name__icontains", "device__host__name__icontains")
+    search_help_text = "uuid, provider uuid, name, PCI address, host"
+    empty = "No deployables yet. Each device that an agent reports brings its own."
+
+    @display(description="Device", ordering="device__model")
+    def shown_device(self, deployable: Deployable) -> SafeString:
+        return marks.link("device", deployable.device_id, deployable.device)
+
+    @display(description="Host", ordering="device__host__name")
+    def shown_host(self, deployable: Deployable) -> SafeString:
+        return marks.link("host", deployable.device.host_id, deployable.device.host.name)
+
+    @display(description="Presence", ordering="missing_since")
+    def shown_missing(self, deployable: Deployable) -> SafeString:
+        return presence(deployable.missing_since)
+
+
+class Held(admin.SimpleListFilter):
+    """Whether a request holds the handle."""
+
+    title, parameter_name = "use", "use"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
+        return [("held", "held"), ("free", "free")]
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[AttachHandle]) -> QuerySet[AttachHandle]:
+        return queryset.filter(request__isnull=self.value() == "free") if self.value() else queryset
+
+
+@admin.register(AttachHandle)
+class AttachHandleAdmin(ReadOnly):
+    """Assignable units, and who holds each."""
+
+    list_display = (
+        "shown_name",
+        "attach_type",
+        "shown_holder",
+        "instance",
+        "project",
+        "shown_device",
+        "shown_host",
+        "shown_missing",
+    )
+    list_filter = ("attach_type", Held, Presence)
+    list_select_related = ("request", "deployable__device__host")
+    ordering = ("id",)
+    search_fields = (
+        "uuid__startswith",
+        "request__instance_uuid__startswith",
+        "deployable__name__icontains",
+        "deployable__device__host__name__icontains",
+    )
+    search_help_text = "uuid, instance uuid, PCI address, host"
+    fields = (
+        "uuid",
+        "attach_type",
+        "attach_info",
+        "shown_holder",
+        "instance",
+        "project",
+        "shown_device",
+        "shown_host",
+        "shown_missing",
+    )
+    readonly_fields = fields
+    empty = "No attach handles yet. Each deployable that an agent reports brings its own."
+
+    @display(description="Handle", ordering="attach_info")
+    def shown_name(self, handle: AttachHandle) -> SafeString:
+        return format_html(
+            '<span class="mono" title="{}">{}</span>', handle.attach_info, marks.handle(handle.attach_info)
+        )
+
+    @display(description="Held by")
+    def shown_holder(self, handle: AttachHandle) -> SafeString:
+        request = holder(handle)
+        return marks.link("acceleratorrequest", request.pk, str(request)[:8]) if request else marks.mark("free", "calm")
+
+    @display(description="Instance")
+    def instance(self, handle: AttachHandle) -> SafeString:
+        return marks.short(getattr(holder(handle), "instance_uuid", None))
+
+    @display(description="Project")
+    def project(self, handle: AttachHandle) -> SafeString:
+        return marks.short(getattr(holder(handle), "project_id", None))
+
+    @display(description="Device")
+    def shown_device(self, handle: AttachHandle) -> SafeString:
+        return marks.link("device", handle.deployable.device_id, handle.deployable.device)
+
+    @display(description="Host")
+    def shown_host(self, handle: AttachHandle) -> SafeString:
+        device = handle.deployable.device
+        return marks.link("host", device.host_id, device.host.name)
+
+    @display(description="Presence", ordering="missing_since")
+    def shown_missing(self, handle: AttachHandle) -> SafeString:
+        return presence(handle.missing_since)
+
+
+def presence(missing_since: Any) -> SafeString:
+    """Whether its driver still names it."""
+    if missing_since is None:
+        return marks.mark("present", "good")
+    return marks.mark("missing", "warn", f"since {missing_since:%Y-%m-%d %H:%M:%S} UTC")

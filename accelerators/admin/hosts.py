@@ -1,0 +1,150 @@
+"""Hosts: the list, and the page of one host. `cyborgweb.pages.host` adds what the room of agents knows."""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import urlencode
+
+from django.contrib import admin
+from django.core.exceptions import PermissionDenied
+from django.db.models import Count, IntegerField, OuterRef, QuerySet, Subquery, Value
+from django.db.models.functions import Coalesce
+from django.http import HttpRequest, HttpResponse
+from django.template.response import TemplateResponse
+from django.urls import reverse
+from django.utils.html import format_html
+from django.utils.safestring import SafeString
+from unfold.decorators import display
+
+from accelerators.admin import marks, timeline
+from accelerators.admin.devices import why_stale
+from accelerators.admin.listing import ReadOnly
+from accelerators.models import Device, Event, Host
+
+DEVICE_ROWS = 200
+"""So many devices are shown on a host's page; the filtered list has them all."""
+
+
+class Live(admin.SimpleListFilter):
+    """Whether anything is heard of the host's agent."""
+
+    title, parameter_name = "freshness", "stale"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
+        return [("yes", "stale"), ("no", "live")]
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Host]) -> QuerySet[Host]:
+        if self.value() not in ("yes", "no"):
+            return queryset
+        return queryset.filter(stale_since__isnull=self.value() == "no")
+
+
+@admin.register(Host)
+class HostAdmin(ReadOnly):
+    """The list of hosts, and a page for each."""
+
+    list_display = ("name", "shown_live", "shown_drivers", "shown_devices", "shown_node", "reported")
+    list_filter = (Live,)
+    ordering = ("name",)
+    search_fields = ("uuid__startswith", "name__icontains", "node__icontains")
+    search_help_text = "name, node, uuid"
+    empty = (
+        "No hosts yet. Make a join token with “manage.py join_token HOST” and start cyborg-agent on that host with it."
+    )
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Host]:
+        counts = Device.objects.filter(host=OuterRef("pk")).order_by().values("host").annotate(n=Count("*")).values("n")
+        number = Coalesce(Subquery(counts), Value(0), output_field=IntegerField())
+        return super().get_queryset(request).annotate(number_of_devices=number)
+
+    def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Host | None:
+        """By id or uuid, and by name: events know a host by its name."""
+        found = super().get_object(request, object_id, from_field)
+        return found or self.get_queryset(request).filter(name=object_id).first()
+
+    @display(description="Freshness", ordering="stale_since")
+    def shown_live(self, host: Host) -> SafeString:
+        return live(host)
+
+    @display(description="Drivers")
+    def shown_drivers(self, host: Host) -> SafeString:
+        failing = {name: entry["error"] for name, entry in host.drivers.items() if entry.get("error")}
+        if not host.drivers:
+            return marks.NOTHING
+        if failing:
+            why = "; ".join(f"{name}: {error}" for name, error in failing.items())
+            return marks.mark(f"{len(failing)} of {len(host.drivers)} failing", "bad", why)
+        return marks.mark(f"{len(host.drivers)} answering", "good", ", ".join(host.drivers))
+
+    @display(description="Devices", ordering="number_of_devices")
+    def shown_devices(self, host: Host) -> SafeString:
+        return format_html('<a href="{}">{}</a>', devices_of(host), host.number_of_devices)
+
+    @display(description="Node", ordering="node")
+    def shown_node(self, host: Host) -> str:
+        return host.node
+
+    @display(description="Last change", ordering="-reported_at")
+    def reported(self, host: Host) -> SafeString:
+        return marks.ago(host.reported_at)
+
+    def change_view(
+        self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: dict[str, Any] | None = None
+    ) -> HttpResponse:
+        """The page of one host: drivers, devices, events; `extra_context` brings what other rooms know."""
+        host = self.get_object(request, object_id)
+        if host is None:
+            return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
+        if request.method not in ("GET", "HEAD") or not self.has_view_permission(request, host):
+            raise PermissionDenied
+        devices = Device.objects.filter(host=host).order_by("key")[:DEVICE_ROWS]
+        context = self.admin_site.each_context(request) | {
+            "title": host.name,
+            "opts": self.opts,
+            "host": host,
+            "live": live(host),
+            "reported": marks.ago(host.reported_at),
+            "drivers": [_driver(name, entry) for name, entry in sorted(host.drivers.items())],
+            "devices": [_device(host, device) for device in devices],
+            "devices_url": devices_of(host),
+            "events": timeline.rows(Event.objects.filter(host=host.name)[: timeline.ROWS]),
+        }
+        return TemplateResponse(request, "accelerators/host.html", context | self.beside(host) | (extra_context or {}))
+
+    def beside(self, host: Host) -> dict[str, Any]:
+        """What other rooms show on the page; this room knows nothing of them."""
+        return {}
+
+
+def live(host: Host) -> SafeString:
+    """Whether what is known of a host is fresh, and since when not."""
+    if host.stale_since is None:
+        return marks.mark("live", "good")
+    return marks.mark("stale", "warn", f"nothing heard of its agent since {host.stale_since:%Y-%m-%d %H:%M:%S} UTC")
+
+
+def devices_of(host: Host) -> str:
+    """Address of the list of a host's devices."""
+    return f"{reverse('admin:accelerators_device_changelist')}?{urlencode({'host__name': host.name})}"
+
+
+def _driver(name: str, entry: dict[str, Any]) -> dict[str, Any]:
+    error = entry.get("error", "")
+    return {
+        "name": name,
+        "answer": marks.mark("failing", "bad") if error else marks.mark("answering", "good"),
+        "error": error,
+        "since": marks.ago(entry.get("since")),
+        "devices": entry.get("devices", 0),
+        "faults": entry.get("faults", []),
+    }
+
+
+def _device(host: Host, device: Device) -> dict[str, Any]:
+    return {
+        "device": device,
+        "state": marks.state(device.state, device.state_reason),
+        "stale": marks.stale(why_stale(host, device.driver)),
+        "health": marks.health(device.status, device.status_reason),
+        "since": marks.ago(device.state_since),
+    }

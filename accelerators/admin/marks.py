@@ -1,0 +1,165 @@
+"""How words look: a state is a word with a tone and a glyph, a moment is relative with the exact time on hover.
+
+Called by every list and page of the console. Tones are colours in `console.css`; the glyph carries the same meaning
+for who does not see colours, and the word for who sees neither.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from typing import Any
+
+from django.urls import reverse
+from django.utils.html import format_html, format_html_join
+from django.utils.safestring import SafeString
+
+GLYPHS = {"good": "●", "busy": "◐", "calm": "○", "warn": "▲", "bad": "✕"}
+NOTHING = SafeString('<span class="faint">–</span>')
+
+STATES = {
+    "inactive": "calm",
+    "installing": "busy",
+    "ready": "good",
+    "maintenance": "busy",
+    "failed": "bad",
+    "quarantined": "warn",
+    "missing": "warn",
+    "retired": "calm",
+}
+HEALTH = {"ok": "good", "degraded": "warn", "failed": "bad", "unknown": "calm"}
+REQUEST_STATES = {"Initial": "calm", "BindStarted": "busy", "Bound": "good", "BindFailed": "bad", "Unbound": "calm"}
+ACTIONS = {
+    "found": "good",
+    "back": "good",
+    "live": "good",
+    "recovered": "good",
+    "added": "good",
+    "changed": "busy",
+    "missing": "warn",
+    "stale": "warn",
+    "failed": "bad",
+    "refused": "bad",
+}
+"""Tone of an event by the verb of its action (`device.found`); a verb that is not here is calm."""
+
+_UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"))
+
+
+def mark(word: str, tone: str, why: str = "") -> SafeString:
+    """A word with its tone and glyph; `why` shows on hover."""
+    title = format_html(' title="{}"', why) if why else ""
+    return format_html(
+        '<span class="mark {}"{}><span aria-hidden="true">{}</span>{}</span>', tone, title, GLYPHS[tone], word
+    )
+
+
+def marks(*shown: SafeString | str) -> SafeString:
+    """Several beside each other; empty ones are left out."""
+    return format_html('<span class="marks">{}</span>', format_html_join("", "{}", ((one,) for one in shown if one)))
+
+
+def state(word: str, why: str = "") -> SafeString:
+    """A device's state."""
+    return mark(word, STATES[word], why)
+
+
+def health(word: str, why: str = "") -> SafeString:
+    """What the hardware says of itself."""
+    return mark(word, HEALTH[word], why)
+
+
+def stale(why: str) -> SafeString | str:
+    """Shown beside what may be out of date; nothing when there is no reason to think so."""
+    return mark("stale", "warn", why) if why else ""
+
+
+def action(word: str) -> SafeString:
+    """What an event is about."""
+    return mark(word, ACTIONS.get(word.rpartition(".")[2], "calm"))
+
+
+def ago(moment: datetime | str | None, now: datetime | None = None) -> SafeString:
+    """`3 min ago`, exact on hover; what lies ahead is `in 3 min`. Takes ISO text as well, for times inside JSON."""
+    if not moment:
+        return NOTHING
+    at = datetime.fromisoformat(moment) if isinstance(moment, str) else moment
+    seconds = ((now or datetime.now(UTC)) - at).total_seconds()
+    exact = at.astimezone(UTC)
+    return format_html(
+        '<time datetime="{}" title="{}">{}</time>',
+        exact.isoformat(),
+        f"{exact:%Y-%m-%d %H:%M:%S} UTC",
+        _relative(seconds),
+    )
+
+
+def _relative(seconds: float) -> str:
+    size = abs(seconds)
+    amount = next((f"{int(size // unit)} {name}" for unit, name in _UNITS if size >= unit), f"{int(size)} s")
+    if size < 1:
+        return "now"
+    return f"{amount} ago" if seconds > 0 else f"in {amount}"
+
+
+def mono(text: Any) -> SafeString:
+    """An identifier, in a face where 0 and O differ."""
+    return NOTHING if text in (None, "") else format_html('<span class="mono">{}</span>', text)
+
+
+def short(text: Any) -> SafeString:
+    """The beginning of a uuid, all of it on hover: enough to tell one from another in a list."""
+    return format_html('<span class="mono" title="{}">{}</span>', text, str(text)[:8]) if text else NOTHING
+
+
+def link(model: str, key: Any, text: Any) -> SafeString:
+    """To the page of an object of this room; `key` is its id, its uuid or, of a host, its name."""
+    return format_html('<a href="{}">{}</a>', page(model, key), text)
+
+
+def page(model: str, key: Any) -> str:
+    """Address of an object's page."""
+    from django.contrib.admin.utils import quote
+
+    return reverse(f"admin:accelerators_{model}_change", args=[quote(str(key))])
+
+
+def handle(attach_info: str) -> str:
+    """What an attach handle points at, readable: a PCI address where the JSON is one."""
+    try:
+        info = json.loads(attach_info)
+        return f"{info['domain']}:{info['bus']}:{info['device']}.{info['function']}"
+    except (ValueError, KeyError, TypeError):
+        return attach_info
+
+
+def changes(fields: dict[str, Any], most: int = 0) -> SafeString:
+    """An event's changes as `field before → after`; at most `most` of them, the rest is counted (0: all)."""
+    shown = list(fields.items())[: most or None]
+    lines = format_html_join("", "{}", ((_change(name, values),) for name, values in shown))
+    more = len(fields) - len(shown)
+    return format_html('<span class="changes">{}{}</span>', lines, f"and {more} more" if more else "")
+
+
+def _change(name: str, values: Any) -> SafeString:
+    before, after = values if isinstance(values, list) and len(values) == 2 else (None, values)
+    return format_html(
+        '<span class="change" title="{}"><span class="faint">{}</span> <del>{}</del> <span aria-label="became">→</span>'
+        " <ins>{}</ins></span>",
+        f"{name}: {before} → {after}",
+        _field(name),
+        _value(before),
+        _value(after),
+    )
+
+
+def _field(name: str) -> str:
+    """Handles carry their JSON in the field's name."""
+    kind, _, rest = name.partition(" ")
+    if not rest:
+        return name.replace("_", " ")
+    return f"{kind} {handle(rest)}" if kind == "handle" else name
+
+
+def _value(value: Any) -> str:
+    return "none" if value in (None, "") else str(value)

@@ -1,0 +1,99 @@
+"""What tenants ask for: device profiles and accelerator requests."""
+
+from __future__ import annotations
+
+from django.contrib import admin
+from django.db.models import QuerySet
+from django.http import HttpRequest
+from django.utils.html import format_html, format_html_join
+from django.utils.safestring import SafeString
+from unfold.decorators import display
+
+from accelerators.admin import marks
+from accelerators.admin.listing import ReadOnly
+from accelerators.models import AcceleratorRequest, DeviceProfile
+
+
+@admin.register(DeviceProfile)
+class DeviceProfileAdmin(ReadOnly):
+    """Named lists of groups."""
+
+    list_display = ("name", "shown_groups", "description", "created")
+    fields = ("name", "description", "shown_groups", "uuid", "created_at", "updated_at")
+    readonly_fields = ("shown_groups", "uuid")
+    ordering = ("name",)
+    search_fields = ("uuid__startswith", "name__icontains", "description__icontains")
+    search_help_text = "name, description, uuid"
+    empty = "No device profiles yet. Make one with “openstack accelerator device profile create”."
+
+    @display(description="Groups")
+    def shown_groups(self, profile: DeviceProfile) -> SafeString:
+        groups = profile.groups if isinstance(profile.groups, list) else []
+        lines = ((", ".join(f"{key}={value}" for key, value in group.items()),) for group in groups)
+        return format_html('<span class="lines mono">{}</span>', format_html_join("", "<span>{}</span>", lines))
+
+    @display(description="Created", ordering="-created_at")
+    def created(self, profile: DeviceProfile) -> SafeString:
+        return marks.ago(profile.created_at)
+
+
+@admin.register(AcceleratorRequest)
+class AcceleratorRequestAdmin(ReadOnly):
+    """Requests: who asks, for which instance, what they hold."""
+
+    list_display = (
+        "shown_uuid",
+        "shown_state",
+        "shown_profile",
+        "shown_instance",
+        "project",
+        "hostname",
+        "handle",
+        "created",
+    )
+    list_filter = ("state",)
+    list_select_related = ("profile", "attach_handle__deployable")
+    ordering = ("-id",)
+    search_fields = (
+        "uuid__startswith",
+        "instance_uuid__startswith",
+        "hostname__icontains",
+        "project_id__startswith",
+        "profile__name__icontains",
+    )
+    search_help_text = "uuid, instance uuid, project, host, profile"
+    empty = "No requests yet. Nova makes one for each accelerator of an instance when a flavor names a device profile."
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[AcceleratorRequest]:
+        return super().get_queryset(request).select_related("profile", "attach_handle__deployable")
+
+    @display(description="Request", ordering="uuid")
+    def shown_uuid(self, request: AcceleratorRequest) -> SafeString:
+        return marks.short(request.uuid)
+
+    @display(description="State", ordering="state")
+    def shown_state(self, request: AcceleratorRequest) -> SafeString:
+        return marks.mark(request.state, marks.REQUEST_STATES[request.state], request.fault)
+
+    @display(description="Profile", ordering="profile__name")
+    def shown_profile(self, request: AcceleratorRequest) -> SafeString:
+        return marks.link("deviceprofile", request.profile_id, request.profile.name)
+
+    @display(description="Instance", ordering="instance_uuid")
+    def shown_instance(self, request: AcceleratorRequest) -> SafeString:
+        return marks.short(request.instance_uuid)
+
+    @display(description="Project", ordering="project_id")
+    def project(self, request: AcceleratorRequest) -> SafeString:
+        return marks.short(request.project_id)
+
+    @display(description="Holds")
+    def handle(self, request: AcceleratorRequest) -> SafeString:
+        held = request.attach_handle
+        return (
+            marks.link("device", held.deployable.device_id, marks.handle(held.attach_info)) if held else marks.NOTHING
+        )
+
+    @display(description="Created", ordering="-created_at")
+    def created(self, request: AcceleratorRequest) -> SafeString:
+        return marks.ago(request.created_at)

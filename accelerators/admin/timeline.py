@@ -1,0 +1,60 @@
+"""Events as rows that people read: on the pages of devices and hosts, and on the overview."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from django.utils.safestring import SafeString
+
+from accelerators.admin import marks
+from accelerators.models import Event
+
+ROWS = 50
+"""So many of the newest are shown on a page; the list of events has them all."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One event, ready for a template."""
+
+    at: SafeString
+    action: SafeString
+    subject: SafeString | str
+    host: SafeString | str
+    changes: SafeString
+    reason: str
+    by: str
+
+
+def rows(events: Iterable[Event]) -> list[Row]:
+    """In the order given."""
+    return [
+        Row(
+            at=marks.ago(event.at),
+            action=marks.action(event.action),
+            subject=subject(event),
+            host=host(event),
+            changes=marks.changes(event.changes, most=4),
+            reason=event.reason,
+            by=by(event),
+        )
+        for event in events
+    ]
+
+
+def subject(event: Event) -> SafeString | str:
+    """What it happened to, linked where it has a page."""
+    if event.subject and event.subject_type in ("device", "host"):
+        return marks.link(event.subject_type, event.subject, event.subject_name or event.subject)
+    return event.subject_name or marks.NOTHING
+
+
+def host(event: Event) -> SafeString | str:
+    """Where it happened."""
+    return marks.link("host", event.host, event.host) if event.host else marks.NOTHING
+
+
+def by(event: Event) -> str:
+    """Who is behind it; an agent needs no name beside its host's."""
+    return event.source if event.actor == event.host else f"{event.actor} ({event.source})"

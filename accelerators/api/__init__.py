@@ -1,0 +1,1 @@
+"""The REST faces of the room: `v2` speaks OpenStack's Accelerator API. Mounted by `cyborgweb.urls`."""

@@ -1,0 +1,1 @@
+"""The console, over HTTP, against the real database."""

@@ -1,0 +1,66 @@
+"""An operator at the console, and inventories of a given size to look at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from django.contrib.auth.models import User
+from django.test import Client
+
+from accelerators import conductor
+from accelerators.models import AcceleratorRequest, AttachHandle, Device, DeviceProfile, Host
+from agents.models import Agent, JoinToken, Lease
+from cyborgweb.models import ApiToken
+from tests.support.reports import a_host, answer, apply, card
+
+Fill = Callable[..., list[Host]]
+
+
+@pytest.fixture
+def operator(client: Client) -> Client:
+    """Logged in, may do everything there is to do. Without a password: hashing one would be most of a test's time."""
+    client.force_login(User.objects.create(username="olga", is_staff=True, is_superuser=True))
+    return client
+
+
+@pytest.fixture
+def fill() -> Fill:
+    """`fill(devices, first=0)`: hosts of ten devices each, numbered from `first`, with an agent that was just heard.
+
+    Every third handle is held, devices at bus 1 are ready, and of each host one of two drivers fails.
+    """
+    return _fill
+
+
+def _fill(devices: int, first: int = 0) -> list[Host]:
+    hosts = [_a_host(first + n, min(10, devices - 10 * n)) for n in range(-(-devices // 10))]
+    with conductor.writing():
+        profile = DeviceProfile.objects.create(name=f"small-{first}", groups=[{"resources:FPGA": "1"}])
+        Device.objects.filter(address__startswith="0000:01").update(state="ready")
+        AcceleratorRequest.objects.bulk_create(
+            AcceleratorRequest(
+                project_id="p1",
+                state="Bound",
+                profile=profile,
+                group={},
+                deployable_id=handle.deployable_id,
+                attach_handle=handle,
+            )
+            for handle in AttachHandle.objects.filter(request__isnull=True).order_by("id")[::3]
+        )
+    JoinToken.objects.create(
+        host_name="cmp99", secret_hash=f"{first:x}".rjust(64, "f"), expires_at=datetime.now(UTC) + timedelta(hours=1)
+    )
+    ApiToken.make(f"nova-{first}", User.objects.get(), ["service"], "p1")
+    return hosts
+
+
+def _a_host(number: int, devices: int) -> Host:
+    host = a_host(f"cmp{number}.example")
+    cards = [card(bus, handles=2) for bus in range(devices)]
+    apply(host, answer(*cards, driver="pci_driver"), answer(driver="slow_driver", error="it hung for 20 s"))
+    Agent.objects.create(host=host, public_key=f"key of {host.name}", version="0.1.0", wire="v1", boot_id="b1")
+    Lease.objects.create(host=host, seen_at=datetime.now(UTC))
+    return host
