@@ -10,10 +10,11 @@ from datetime import UTC, datetime, timedelta
 
 from django.conf import settings
 from django.db import connection
-from django.db.models import Exists, F, Func, OuterRef, Q, QuerySet, TextField, Value
+from django.db.models import Exists, OuterRef, Q, QuerySet
 
 from accelerators import conductor, ticks
 from accelerators.models import AcceleratorRequest, AttachHandle, Attribute, Deployable, Device, Host
+from accelerators.models.devices import driver_error
 from accelerators.states import Source
 
 BATCH = 200
@@ -54,10 +55,7 @@ def _removable(before: datetime) -> QuerySet[Device]:
         Q(attach_handle__deployable__device=OuterRef("pk")) | Q(deployable__device=OuterRef("pk"))
     )
     offered = Deployable.objects.filter(device=OuterRef("pk"), rp_uuid__isnull=False)
-    error = Func(
-        F("host__drivers"), F("driver"), Value("error"), function="jsonb_extract_path_text", output_field=TextField()
-    )
-    missing = Device.objects.annotate(driver_error=error).filter(
+    missing = Device.objects.annotate(driver_error=driver_error()).filter(
         state="missing", state_since__lt=before, host__stale_since__isnull=True, driver_error=""
     )
     return missing.filter(~Exists(held), ~Exists(offered)).select_for_update(of=("self",))

@@ -6,7 +6,7 @@ from typing import Any
 
 from django.contrib import admin
 from django.core.exceptions import PermissionDenied
-from django.db.models import F, Func, Model, Prefetch, Q, QuerySet, TextField, Value
+from django.db.models import Model, Prefetch, Q, QuerySet
 from django.http import HttpRequest, HttpResponse
 from django.template.response import TemplateResponse
 from django.utils.html import format_html
@@ -16,13 +16,7 @@ from unfold.decorators import display
 from accelerators.admin import marks, timeline
 from accelerators.admin.listing import ReadOnly
 from accelerators.models import AttachHandle, Deployable, Device, Event, Host
-
-
-def driver_error() -> Func:
-    """What a device's driver last failed with, '' when it answered, from the host's `drivers`."""
-    return Func(
-        F("host__drivers"), F("driver"), Value("error"), function="jsonb_extract_path_text", output_field=TextField()
-    )
+from accelerators.models.devices import driver_error
 
 
 def why_stale(host: Host, driver: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from django.db import models
-from django.db.models import Q
+from django.db.models import F, Func, Q, Value
 from django.db.models.functions import Now
 
 from accelerators.models import fields
@@ -124,3 +124,9 @@ class AttachHandle(fields.Row):
 
     def __str__(self) -> str:
         return f"{self.attach_type} {self.attach_info}"
+
+
+def driver_error() -> Func:
+    """For queries of devices: what the device's driver last failed with, '' when it answered (`Host.drivers`)."""
+    path = (F("host__drivers"), F("driver"), Value("error"))
+    return Func(*path, function="jsonb_extract_path_text", output_field=models.TextField())
