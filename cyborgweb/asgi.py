@@ -26,24 +26,24 @@ BUSY = b'{"error_message": "The service is busy: try again in a second."}'
 
 
 class BoundedThreads:
-    """Django on `threads` threads; at most `queue` requests wait, beyond it 503 with Retry-After at once."""
+    """A WSGI application on `threads` threads; at most `queue` requests wait, beyond it 503 with Retry-After at once."""
 
-    def __init__(self, threads: int, queue: int) -> None:
-        self._app = WSGIMiddleware(wsgi, workers=threads)
+    def __init__(self, application: Any, threads: int, queue: int) -> None:
+        self._app = WSGIMiddleware(application, workers=threads)
         self._limit = threads + queue
-        self._inside = 0
+        self.inside = 0
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if self._inside >= self._limit:
+        if self.inside >= self._limit:
             headers = [(b"content-type", b"application/json"), (b"retry-after", b"1")]
             await send({"type": "http.response.start", "status": 503, "headers": headers})
             await send({"type": "http.response.body", "body": BUSY})
             return
-        self._inside += 1
+        self.inside += 1
         try:
             await self._app(scope, receive, send)
         finally:
-            self._inside -= 1
+            self.inside -= 1
 
 
 class Http:
@@ -62,7 +62,7 @@ class Http:
 gateway = Gateway(keys())
 application = ProtocolTypeRouter(
     {
-        "http": Http(gateway, BoundedThreads(keys().request_threads, keys().request_queue)),
+        "http": Http(gateway, BoundedThreads(wsgi, keys().request_threads, keys().request_queue)),
         "websocket": URLRouter([re_path(r"^ws/agent$", gateway)]),
     }
 )
