@@ -20,6 +20,8 @@ from agents.spool import AdmitJob, SpoolJob, Writer
 
 log = logging.getLogger(__name__)
 
+ADMIT_S = 8.0
+"""How long a connection may wait for the database; then it is sent away, so that an outage piles up nothing."""
 MAX_PENDING_BYTES = 256 * 1024 * 1024
 """Reports in memory that wait for their commit; beyond it agents are told to come back."""
 
@@ -110,7 +112,10 @@ class Gateway:
     async def _admit(self, credential: wire.Credential) -> Identity:
         future: asyncio.Future[Identity] = asyncio.get_running_loop().create_future()
         self._writer.put(AdmitJob(future, credential))
-        return await future
+        try:
+            return await asyncio.wait_for(future, ADMIT_S)
+        except TimeoutError:
+            raise Refused(503, "database", "the database does not answer: come back later") from None
 
     async def _welcome(self, session: Session) -> None:
         identity = session.identity
@@ -208,5 +213,7 @@ async def _deny(scope: Any, send: Any, refused: Refused) -> None:
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if refused.status == 401:
         headers.append((b"www-authenticate", wire.SCHEME.encode()))
+    if refused.status == 503:
+        headers.append((b"retry-after", b"5"))
     await send({"type": "websocket.http.response.start", "status": refused.status, "headers": headers})
     await send({"type": "websocket.http.response.body", "body": body})

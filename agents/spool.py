@@ -114,7 +114,7 @@ class Writer(threading.Thread):
 
     def _serve(self, batch: list[SpoolJob | AdmitJob]) -> None:
         results: list[tuple[asyncio.Future[Any], Any]] = []
-        if admits := [job for job in batch if isinstance(job, AdmitJob)]:
+        if admits := [job for job in batch if isinstance(job, AdmitJob) and not job.future.done()]:
             results += self._admit(admits)
         if reports := [job for job in batch if isinstance(job, SpoolJob)]:
             results += self._spool(reports)

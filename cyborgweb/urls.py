@@ -3,7 +3,7 @@
 from django.contrib import admin
 from django.db import DatabaseError, connection
 from django.http import HttpRequest, HttpResponse, JsonResponse
-from django.urls import path
+from django.urls import include, path, re_path
 
 
 def healthz(request: HttpRequest) -> HttpResponse:
@@ -21,8 +21,13 @@ def readyz(request: HttpRequest) -> HttpResponse:
     return JsonResponse({"status": "ok"})
 
 
+OURS = "admin|api|healthz|metrics|readyz|static|ws"
+"""First segments that v2, which answers everything else (contract section 1.4), never captures."""
+
 urlpatterns = [
     path("healthz", healthz),
     path("readyz", readyz),
     path("admin/", admin.site.urls),
+    re_path(r"^accelerator(?:/|$)", include("accelerators.api.v2.urls")),
+    re_path(rf"^(?!(?:{OURS})(?:/|$))", include("accelerators.api.v2.urls")),
 ]

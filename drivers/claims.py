@@ -1,64 +1,85 @@
-"""One owner for each thing, where several drivers look at one host. Pure; asked by the agent before it reports.
+"""Who may have what: no two devices of a host share an address, an identity or a provider name. Pure.
 
-A PCI address belongs to the first driver in enabled order that claims it; later claims are Faults. The same holds for
-device keys. Within a device, two deployables of one name or two handles of one info are the driver's mistake.
+A PCI address belongs to one driver per host: the first in `enabled_drivers` that claims it. Whoever comes later gets a
+Fault in place of the device. A driver that failed keeps what it had, so its failure never changes what the others get.
+Asked by the agent before it reports.
 """
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
-from msgspec.structs import replace
+import msgspec
 
 from drivers.base import at_most
 from drivers.inventory import Device, DriverReport, Fault
 
 
-def settle(reports: Iterable[DriverReport], held: Mapping[str, str] | None = None) -> tuple[DriverReport, ...]:
-    """The reports, in their (enabled) order, with every later claim turned into a Fault.
+def settle(reports: Sequence[DriverReport], held: Mapping[str, str] | None = None) -> list[DriverReport]:
+    """The same reports, in `enabled_drivers` order as given, with every contested device turned into a Fault.
 
-    `held` maps a PCI address or device key to the driver whose last good answer had it, for drivers that fail now:
-    what they hold stays theirs.
+    `held` is `claimed(…)` of the last settled good answers; only drivers that have an `error` now keep theirs.
     """
-    reports = tuple(reports)
-    failing = {report.driver for report in reports if report.error}
-    owners = {thing: driver for thing, driver in (held or {}).items() if driver in failing}
-    return tuple(report if report.error else _settled(report, owners) for report in reports)
+    owners: dict[str, str] = {}
+    settled = []
+    for report in reports:
+        if report.error:
+            for claim, driver in (held or {}).items():
+                if driver == report.driver:
+                    owners.setdefault(claim, driver)
+            settled.append(report)
+        else:
+            settled.append(_settled(report, owners))
+    return settled
+
+
+def claimed(reports: Iterable[DriverReport]) -> dict[str, str]:
+    """Claim → driver. A PCI address stands for itself; identities and provider names are marked as such."""
+    return {claim: report.driver for report in reports for device in report.devices for claim in _claims(device)}
 
 
 def _settled(report: DriverReport, owners: dict[str, str]) -> DriverReport:
-    devices: list[Device] = []
-    faults = list(report.faults)
+    keys = Counter(device.key for device in report.devices)
+    devices, faults = [], list(report.faults)
     for device in report.devices:
-        if reason := _ambiguous(device) or _claimed(report.driver, device, owners):
-            faults.append(Fault(device.address or device.key, reason))
+        if problem := _problem(device, keys[device.key], owners):
+            faults.append(Fault(device.address or device.key, problem))
         else:
-            owners.update(dict.fromkeys(_things(device), report.driver))
+            owners.update(dict.fromkeys(_claims(device), report.driver))
             devices.append(device)
-    return replace(report, devices=tuple(devices), faults=at_most(faults))
+    return msgspec.structs.replace(report, devices=tuple(devices), faults=at_most(faults))
 
 
-def _things(device: Device) -> tuple[str, ...]:
-    return (device.key,) if device.address is None else (device.key, device.address)
-
-
-def _claimed(driver: str, device: Device, owners: Mapping[str, str]) -> str:
-    for thing in _things(device):
-        if owner := owners.get(thing):
-            whose = (
-                "this driver named it twice" if owner == driver else f"it belongs to {owner}, which is enabled first"
-            )
-            return f"{driver} claims {thing}: {whose}"
-    return ""
-
-
-def _ambiguous(device: Device) -> str:
-    for name, count in Counter(deployable.name for deployable in device.deployables).items():
-        if count > 1:
-            return f"{count} deployables are called {name!r}"
+def _problem(device: Device, same_key: int, owners: Mapping[str, str]) -> str:
+    """Why the device cannot be taken, '' when it can. One identity on several devices makes all of them ambiguous."""
+    if same_key > 1:
+        return f"{same_key} devices of this driver have the identity {device.key}: none of them can be told apart"
+    names = [deployable.name for deployable in device.deployables]
+    if len(set(names)) < len(names):
+        return "two of its deployables have the same name"
     for deployable in device.deployables:
-        for info, count in Counter(handle.info for handle in deployable.handles).items():
-            if count > 1:
-                return f"{count} handles of {deployable.name!r} are {info}"
-    return ""
+        if len({handle.info for handle in deployable.handles}) < len(deployable.handles):
+            return f"two attach handles of {deployable.name} are the same"
+    taken = next((claim for claim in _claims(device) if claim in owners), "")
+    return f"{taken} already belongs to {owners[taken]}" if taken else ""
+
+
+def _claims(device: Device) -> list[str]:
+    """Everything of a device that must be its own, the PCI addresses it hands out included."""
+    addresses = [device.address] if device.address else []
+    names = []
+    for deployable in device.deployables:
+        names.append(f"deployable {deployable.name}")
+        addresses += [_handed_out(handle.info) for handle in deployable.handles if handle.attach_type == "PCI"]
+    return [*dict.fromkeys(filter(None, addresses)), f"identity {device.key}", *names]
+
+
+def _handed_out(info: str) -> str:
+    """The address in a PCI handle's JSON; '' when it names none."""
+    try:
+        where = json.loads(info)
+        return f"{where['domain']}:{where['bus']}:{where['device']}.{where['function']}"
+    except (ValueError, KeyError, TypeError):
+        return ""

@@ -10,32 +10,39 @@ from __future__ import annotations
 import json
 import re
 from fnmatch import fnmatchcase
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from drivers.base import Findings, at_most
-from drivers.errors import DriverError, Invalid
+from drivers.errors import DriverError, Gone, Invalid
 from drivers.inuse import used_by_host
 from drivers.inventory import AttachHandle, Attribute, Deployable, Device, DeviceType, Fault, Health
 from drivers.machine import PCI_DEVICES, Machine
 
 VENDORS = {"10de": "NVIDIA", "102b": "MATROX", "10ee": "XILINX", "1bd4": "INSPUR", "8086": "INTEL", "19e5": "HUAWEI"}
-"""Vendors that get a trait of their own."""
-CLASS_TYPES: tuple[tuple[str, DeviceType], ...] = (("03", "GPU"), ("0b40", "QAT"), ("0108", "SSD"), ("02", "NIC"))
-"""PCI class prefix → type. 1200, processing accelerator, says nothing of what it processes: the rule must."""
+"""Vendors that upstream calls by name; others go by number."""
+CLASS_TYPES: tuple[tuple[str, str, DeviceType], ...] = (
+    ("03", "*", "GPU"),
+    ("0b40", "8086", "QAT"),
+    ("0108", "*", "SSD"),
+    ("02", "*", "NIC"),
+)
+"""PCI class prefix, vendor, type. 1200, processing accelerator, says nothing of what it processes: the rule must."""
 BRIDGE = "06"
 DSN_CAPABILITY = 0x0003
 
+Glob = Annotated[str, Meta(pattern=r"^[0-9a-f*?\[\]!:.-]+$", max_length=64)]
+
 
 class Rule(Struct, frozen=True, forbid_unknown_fields=True, rename={"pci_class": "class"}):
-    """One line of what to take."""
+    """One line of what to take. A class has four digits (`0302`) or six (`030200`)."""
 
-    vendor: str = "*"
-    product: str = "*"
-    pci_class: str = "*"
-    address: str = "*"
+    vendor: Glob = "*"
+    product: Glob = "*"
+    pci_class: Glob = "*"
+    address: Glob = "*"
     type: DeviceType | None = None
 
 
@@ -64,6 +71,8 @@ class PciDriver:
         for address in machine.pci_functions() if rules else ():
             try:
                 found: Device | Fault | None = _take(machine, address, rules, in_use)
+            except Gone:
+                continue  # unplugged while we looked
             except DriverError as error:
                 found = Fault(address, str(error))
             if isinstance(found, Fault):
@@ -78,9 +87,14 @@ class PciDriver:
 def read_rules(settings: dict[str, object]) -> list[Rule]:
     """The rules of a settings table; raises Invalid with a sentence."""
     try:
-        return msgspec.convert(settings.get("rules", []), list[Rule])
+        rules = msgspec.convert(settings.get("rules", []), list[Rule])
     except msgspec.ValidationError as error:
-        raise Invalid(f"the rules of pci_driver are not usable: {error}") from None
+        hint = " (hex digits in lower case without 0x, and * ? [] as wildcards)" if "regex" in str(error) else ""
+        raise Invalid(f"the rules of pci_driver are not usable: {error}{hint}") from None
+    for number, rule in enumerate(rules, 1):
+        if rule == Rule(type=rule.type):
+            raise Invalid(f"rule {number} of pci_driver takes everything: state vendor, product, class or address")
+    return rules
 
 
 def _take(machine: Machine, address: str, rules: list[Rule], in_use: dict[str, str]) -> Device | Fault | None:
@@ -94,7 +108,9 @@ def _take(machine: Machine, address: str, rules: list[Rule], in_use: dict[str, s
         return None
     if reason := in_use.get(address):
         return Fault(address, reason)
-    kind = rule.type or class_type(function.pci_class)
+    if parts := machine.read_int(f"{path}/sriov_numvfs", 0):
+        return Fault(address, f"it is split into {parts} virtual functions: they can be offered, it cannot")
+    kind = rule.type or class_type(function)
     if kind is None:
         return Fault(address, f"its PCI class {function.pci_class} does not tell what it is: state the rule's type")
     return _device(machine, path, function, kind)
@@ -106,17 +122,20 @@ def matching(function: Function, rules: list[Rule]) -> Rule | None:
         pairs = (
             (function.vendor, rule.vendor),
             (function.product, rule.product),
-            (function.pci_class, rule.pci_class),
             (function.address, rule.address),
         )
-        if all(fnmatchcase(value, pattern) for value, pattern in pairs):
+        classes = (function.pci_class, function.pci_class[:4])
+        if all(fnmatchcase(*pair) for pair in pairs) and any(fnmatchcase(c, rule.pci_class) for c in classes):
             return rule
     return None
 
 
-def class_type(pci_class: str) -> DeviceType | None:
-    """What a PCI class says a function is, None when it does not."""
-    return next((kind for prefix, kind in CLASS_TYPES if pci_class.startswith(prefix)), None)
+def class_type(function: Function) -> DeviceType | None:
+    """What its PCI class says a function is, None when it does not."""
+    for prefix, vendor, kind in CLASS_TYPES:
+        if function.pci_class.startswith(prefix) and fnmatchcase(function.vendor, vendor):
+            return kind
+    return None
 
 
 def _device(machine: Machine, path: str, function: Function, kind: DeviceType) -> Device:
@@ -130,7 +149,8 @@ def _device(machine: Machine, path: str, function: Function, kind: DeviceType) -
     traits.append(f"CUSTOM_PCI_PRODUCT_ID_{function.product.upper()}")
     attributes = (Attribute("rc", "CUSTOM_PCI"), *(Attribute(f"trait{n}", trait) for n, trait in enumerate(traits)))
     name = f"{machine.node}_{address}"
-    serial = _serial(machine, path)
+    owner = vendor or function.vendor.upper()
+    serial = "" if machine.exists(f"{path}/physfn") else _serial(machine, path)
     return Device(
         key=f"serial:{function.vendor}:{serial}:{number}" if serial else f"pci:{address}",
         type=kind,
@@ -138,11 +158,12 @@ def _device(machine: Machine, path: str, function: Function, kind: DeviceType) -
         model=function.product,
         address=address,
         std_board_info=json.dumps({"product_id": function.product, "controller": None}),
+        vendor_board_info="miss_vb_info",
         status=status,
         status_reason=reason,
         numa_node=max(-1, machine.read_int(f"{path}/numa_node", -1)),
         kernel_driver=machine.link(f"{path}/driver"),
-        deployables=(Deployable(name, 1, attributes, (AttachHandle("PCI", info),), "pci"),),
+        deployables=(Deployable(name, 1, attributes, (AttachHandle("PCI", info),), owner),),
     )
 
 

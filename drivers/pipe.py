@@ -6,6 +6,7 @@ Used by `drivers.runner` alone. Nothing that a driver writes can make this hold 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections import deque
@@ -16,6 +17,8 @@ MAX_STDERR = 1024 * 1024
 TAIL = 2048
 MAX_LINES = 16
 """Unread lines of answers; a well-behaved driver has one, or two at its start."""
+LAST_WORDS_S = 0.2
+"""How long the end of a process waits for what is still in its pipe: the kernel tells of both in any order."""
 REAP_S = 2.0
 """How long SIGKILL may take before the process counts as stuck in the kernel."""
 
@@ -39,6 +42,7 @@ class Pipe(asyncio.SubprocessProtocol):
         self._complained = 0
         self._tail = b""
         self._broken = ""
+        self._closed: set[int] = set()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """asyncio: the process has started."""
@@ -66,9 +70,15 @@ class Pipe(asyncio.SubprocessProtocol):
 
     def process_exited(self) -> None:
         """asyncio: it is gone and reaped."""
+        self._kill_group()  # what it started; now, while its number is surely nobody else's
         self.exited.set()
-        code = self._transport.get_returncode() if self._transport else None
-        self._break(f"it ended by itself ({_how(code)})")
+        asyncio.get_running_loop().call_later(LAST_WORDS_S, self._ended)
+
+    def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
+        """asyncio: nothing more comes out of this pipe."""
+        self._closed.add(fd)
+        if self._closed >= {1, 2} and self.exited.is_set():
+            self._ended()
 
     def begin(self) -> None:
         """A new question: complaints and stray answers of the last one do not count against it."""
@@ -93,15 +103,13 @@ class Pipe(asyncio.SubprocessProtocol):
     def complaint(self) -> str:
         """The last line of what it wrote to stderr."""
         lines = self._tail.decode(errors="replace").strip().splitlines()
-        return lines[-1][-500:] if lines else ""
+        return "".join(char if char.isprintable() else " " for char in lines[-1][-500:]) if lines else ""
 
     async def kill(self) -> bool:
         """SIGKILL it and all it started; False when the kernel does not let it go in time."""
         self.killed = True
-        try:
-            os.killpg(self.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            self.exited.set()
+        if not self.exited.is_set():
+            self._kill_group()
         try:
             async with asyncio.timeout(REAP_S):
                 await self.exited.wait()
@@ -111,6 +119,10 @@ class Pipe(asyncio.SubprocessProtocol):
             self._transport.close()
         return True
 
+    def _ended(self) -> None:
+        code = self._transport.get_returncode() if self._transport else None
+        self._break(f"it ended by itself ({_how(code)})")
+
     def _break(self, reason: str) -> None:
         """The first reason is the true one. A flood is stopped at its source at once."""
         self._broken = self._broken or reason
@@ -119,6 +131,10 @@ class Pipe(asyncio.SubprocessProtocol):
             self.killed = True
             self._lines.clear()
             self._unread.clear()
+            self._kill_group()
+
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
 

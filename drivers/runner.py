@@ -150,7 +150,11 @@ class DriverProcess:
 
 
 def _decoded(line: bytes) -> Answer:
+    if rb"\u0000" in line:
+        raise Broken("it answered rubbish: text with NUL characters, which no database takes")
     try:
-        return msgspec.json.decode(line, type=Answer)
-    except (msgspec.DecodeError, RecursionError) as error:
+        answer = msgspec.json.decode(line, type=Answer)
+        msgspec.json.encode(answer)  # half a surrogate pair may be read, but not be sent on
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise Broken(f"it answered rubbish: {str(error)[:200]}") from None
+    return answer

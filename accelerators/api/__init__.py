@@ -1,1 +1,1 @@
-"""The REST faces of the room: `v2` speaks OpenStack's Accelerator API. Mounted by `cyborgweb.urls`."""
+"""The HTTP APIs of the room. `v2` is the OpenStack Accelerator API; `cyborgweb.urls` mounts it."""

@@ -152,7 +152,7 @@ async def _work(agent: _Agent, stop: asyncio.Event) -> None:
     drivers = _drivers(settings, identity.node, agent.tables)
     watch = Watch(drivers, debounce_s=settings.uevent_debounce_ms / 1000, rescan_s=settings.rescan_s)
     log.info("host %s (node %s), drivers %s", identity.host, identity.node, ", ".join(names))
-    reporter = Reporter(drivers, journal, settle)
+    reporter = Reporter(drivers, journal)
     link = Link(journal, identity, agent.gateway, hello(names), reporter.limit)
     watch.start()
     try:

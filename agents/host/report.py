@@ -16,6 +16,7 @@ import msgspec
 
 from agents import wire
 from agents.host.journal import Journal
+from drivers import claims
 from drivers.inventory import Device, DriverReport
 
 log = logging.getLogger("cyborg.report")
@@ -40,10 +41,6 @@ class Looker(Protocol):
         """End the process."""
 
 
-Settle = Callable[[tuple[DriverReport, ...], Mapping[str, str]], tuple[DriverReport, ...]]
-"""`drivers.claims.settle`: reports in enabled order, and which address or key a driver held when it last answered."""
-
-
 class Reporter:
     """Holds the last answer of every driver and keeps the journal's report in step with them."""
 
@@ -51,7 +48,6 @@ class Reporter:
         self,
         drivers: Mapping[str, Looker],
         journal: Journal,
-        settle: Settle,
         *,
         max_bytes: int = wire.MAX_MESSAGE,
         together_s: float = TOGETHER_S,
@@ -60,14 +56,14 @@ class Reporter:
     ) -> None:
         self._drivers = drivers
         self._journal = journal
-        self._settle = settle
         self._offer: Callable[[], None] | None = None
         self._max_bytes = max_bytes
         self._together_s = together_s
         self._retry_s = retry_s
         self._pause_s = pause_s
         self._answers: dict[str, DriverReport] = {}
-        self._held = {driver.driver: _things(driver) for driver in journal.report.drivers} if journal.report else {}
+        # What was settled last for each driver that answered: a driver that fails now keeps what it had.
+        self._good = {driver.driver: driver for driver in journal.report.drivers} if journal.report else {}
         self._wanted = {name: asyncio.Event() for name in drivers}
         self._busy: set[str] = set()
         self._answered = asyncio.Event()
@@ -131,9 +127,9 @@ class Reporter:
         """
         if len(self._answers) < len(self._drivers):
             return True
-        held = {thing: driver for driver, things in self._held.items() for thing in things}
-        settled = self._settle(tuple(self._answers[name] for name in self._drivers), held)
-        self._held |= {report.driver: _things(report) for report in settled if not report.error}
+        answers = [self._answers[name] for name in self._drivers]
+        settled = tuple(claims.settle(answers, claims.claimed(self._good.values())))
+        self._good |= {report.driver: report for report in settled if not report.error}
         drivers = fit(tuple(map(canonical, settled)), self._max_bytes)
         try:
             changed = self._journal.record(drivers)
@@ -160,10 +156,6 @@ class Reporter:
         for fault in report.faults:
             if fault not in known:
                 log.warning("driver %s, %s: %s", report.driver, fault.subject, fault.reason)
-
-
-def _things(report: DriverReport) -> frozenset[str]:
-    return frozenset(thing for device in report.devices for thing in (device.key, device.address) if thing)
 
 
 def canonical(report: DriverReport) -> DriverReport:

@@ -220,3 +220,11 @@ def test_X5_a_report_the_database_refuses_costs_only_its_own_host(agent: WireAge
     assert list(Device.objects.values_list("host__name", flat=True)) == ["cmp2"]
     assert "cannot be stored" in Event.objects.get(action="report.refused", host="cmp1").reason
     assert Spooled.objects.count() == 0
+
+
+def test_while_the_database_is_away_agents_are_told_to_come_back(
+    agent: WireAgent, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agents.gateway.ADMIT_S", 0.05)
+    monkeypatch.setattr(gateway._writer, "put", lambda job: None)  # what waiting for PostgreSQL looks like from here
+    assert agent.refused() == (503, "database")

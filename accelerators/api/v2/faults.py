@@ -1,66 +1,113 @@
-"""What an answer that is not 2xx looks like: the forms of contract section 2.1. Called by `view` and the resources."""
+"""What a refusal looks like on the wire (contract section 2.1). Raised everywhere in `v2`, rendered by `views`."""
 
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Mapping
 from html import escape
 from http import HTTPStatus
+from types import MappingProxyType
 
+from django.core.exceptions import SuspiciousOperation
+from django.db import InterfaceError, OperationalError
 from rest_framework.exceptions import APIException
 
-UNEXPECTED = "The service could not do this; its log has the reason under the id of this request."
-_PAGE = "<html>\n <head>\n  <title>{0}</title>\n </head>\n <body>\n  <h1>{0}</h1>\n  {1}\n </body>\n</html>"
+log = logging.getLogger(__name__)
 
 
-class Fault(APIException):
-    """Raised by a handler: form A, whose text clients read out of a document inside a string."""
+class Fault(Exception):
+    """A handler's refusal (form A): `text` is what a person reads, on one line."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
-        self.status_code = status
+        self.status, self.text = status, text
 
 
-class Unroutable(Exception):
-    """Raised before a handler is chosen: form B (404, 405, 406), with the headers it is to carry."""
-
-    def __init__(self, status: int, text: str, detail: str = "", headers: dict[str, str] | None = None) -> None:
-        super().__init__(text)
-        self.status, self.text, self.detail = HTTPStatus(status), text, detail
-        self.headers = headers or {}
+def bad_input(name: str, value: str, why: str) -> Fault:
+    """A value that cannot be used; 400."""
+    return Fault(400, f"Invalid input for field/attribute {name}. Value: '{value}'. {why}")
 
 
-def nowhere() -> Unroutable:
-    """404: there is no such URL."""
-    return Unroutable(404, "The resource could not be found.", "\n\n")
+def missing_argument(name: str) -> Fault:
+    """An argument that must be there; 400."""
+    return Fault(400, f'Missing argument: "{name}"')
 
 
-def not_allowed(method: str | None, verbs: tuple[str, ...]) -> Unroutable:
-    """405, naming the verbs there are."""
-    text = f"The method {method} is not allowed for this resource. "
-    return Unroutable(405, text, headers={"Allow": ", ".join(verbs)})
+class RouterFault(Exception):
+    """Answered before any handler is reached (form B), with no other headers than its own."""
+
+    def __init__(
+        self, status: int, reason: str, detail: str = "", headers: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        super().__init__(detail or reason)
+        self.status, self.headers = status, dict(headers)
+        self._reason, self._detail = reason, detail
+
+    def body(self, accept: str | None, page: bool, silent: bool) -> dict[str, str]:
+        """The wrapped text; an HTML `page` for who prefers one, nothing at all for HEAD (`silent`, form D)."""
+        return {"error_message": "" if silent else self._page(accept) if page else self._text(accept)}
+
+    def _fill(self, accept: str | None, detail: str) -> str:
+        # Without an Accept header upstream leaves its placeholder standing.
+        reason = self._reason.replace("${HTTP_ACCEPT}", accept or "${HTTP_ACCEPT}")
+        tail = "\n\n" if self.status == HTTPStatus.NOT_FOUND else ""
+        return f"{reason}<br /><br />\n{detail}{tail}"
+
+    def _text(self, accept: str | None) -> str:
+        body = self._fill(accept, self._detail).replace("\n", " ").replace("<br />", "\n")
+        return f"{self._line}\n\n{body}"
+
+    def _page(self, accept: str | None) -> str:
+        body = self._fill(accept and escape(accept), escape(self._detail))
+        head = f"<html>\n <head>\n  <title>{self._line}</title>\n </head>\n"
+        return f"{head} <body>\n  <h1>{self._line}</h1>\n  {body}\n </body>\n</html>"
+
+    @property
+    def _line(self) -> str:
+        return f"{self.status} {HTTPStatus(self.status).phrase}"
 
 
-def unacceptable(detail: str = "", headers: dict[str, str] | None = None) -> Unroutable:
-    """406, for the version or for the Accept header; upstream's preamble has the placeholder unexpanded."""
-    text = "The resource could not be generated that was acceptable to your browser\n(content of type ${HTTP_ACCEPT}. "
-    return Unroutable(406, text, detail, headers)
+def no_such_url() -> RouterFault:
+    """404 for an address that is none."""
+    return RouterFault(404, "The resource could not be found.")
 
 
-def in_handler(status: int, text: str) -> dict[str, str]:
-    """Form A."""
-    code = "Client" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "Server"
+def not_allowed(method: str, allow: str) -> RouterFault:
+    """405; `allow` lists the verbs of the whole collection, as upstream's does."""
+    return RouterFault(405, f"The method {method} is not allowed for this resource. ", headers={"Allow": allow})
+
+
+def not_acceptable(detail: str = "", headers: Mapping[str, str] = MappingProxyType({})) -> RouterFault:
+    """406, for a version as well as for an Accept header. The unclosed bracket is upstream's."""
+    reason = (
+        "The resource could not be generated that was acceptable to your browser\n(content of type ${HTTP_ACCEPT}. "
+    )
+    return RouterFault(406, reason, detail, headers)
+
+
+def explain(error: Exception) -> tuple[int, str]:
+    """Status and sentence of whatever a handler raised. What nobody foresaw is logged, and never shown."""
+    match error:
+        case Fault():
+            return error.status, error.text
+        case APIException():
+            return error.status_code, str(error.detail)
+        case SuspiciousOperation():
+            return 400, "The request cannot be read."
+        case OperationalError() | InterfaceError():
+            log.warning("the database does not answer: %s", error)
+            return 503, "The database does not answer; try again in a moment."
+    log.error("a request failed", exc_info=error)
+    return 500, "The service failed on this request; its log says why, under this answer's request id."
+
+
+def wrapped(status: int, text: str) -> dict[str, str]:
+    """Form A: a JSON document inside a string. openstacksdk takes its `faultstring` out of it."""
+    code = "Client" if status < 500 else "Server"
     return {"error_message": json.dumps({"faultcode": code, "faultstring": text, "debuginfo": None})}
 
 
-def in_routing(fault: Unroutable, html: bool) -> dict[str, str]:
-    """Form B; a page inside the string for those who prefer HTML."""
-    title = f"{fault.status.value} {fault.status.phrase}"
-    if html:
-        return {"error_message": _PAGE.format(title, f"{escape(fault.text)}<br /><br />\n{escape(fault.detail)}")}
-    text, detail = (part.replace("\n", " ") for part in (fault.text, fault.detail))
-    return {"error_message": f"{title}\n\n{text}\n\n {detail}"}
-
-
 def unauthenticated(text: str) -> dict[str, dict[str, object]]:
-    """Form E, which upstream's token middleware makes outside of the wrapper."""
+    """Form E: the one answer that upstream gives from outside of its wrapper."""
     return {"error": {"code": 401, "title": "Unauthorized", "message": text}}

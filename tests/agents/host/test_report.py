@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -15,10 +15,9 @@ from hypothesis import strategies as st
 
 from agents import wire
 from agents.host.journal import Journal, open_journal
-from agents.host.report import Reporter, Settle, canonical, fit
-from drivers.claims import settle
-from drivers.inventory import AttachHandle, Deployable, Device, DriverReport, Fault
-from tests.agents.host.standin import faulty, found, until
+from agents.host.report import Reporter, canonical, fit
+from drivers.inventory import AttachHandle, Deployable, Device, DriverReport
+from tests.agents.host.standin import found, until
 from tests.agents.host.test_journal import disk_full
 
 
@@ -40,15 +39,11 @@ class Scripted:
         return None
 
 
-def as_they_are(reports: tuple[DriverReport, ...], held: Mapping[str, str]) -> tuple[DriverReport, ...]:
-    return reports
-
-
 @asynccontextmanager
 async def reporting(
-    journal: Journal, drivers: dict[str, Scripted], settle: Settle = as_they_are, max_bytes: int = wire.MAX_MESSAGE
+    journal: Journal, drivers: dict[str, Scripted], max_bytes: int = wire.MAX_MESSAGE
 ) -> AsyncIterator[tuple[Reporter, list[int]]]:
-    reporter = Reporter(drivers, journal, settle, max_bytes=max_bytes, together_s=0.2, retry_s=0.02, pause_s=0.05)
+    reporter = Reporter(drivers, journal, max_bytes=max_bytes, together_s=0.2, retry_s=0.02, pause_s=0.05)
     offers: list[int] = []
     task = asyncio.ensure_future(reporter.run(lambda: offers.append(journal.seq)))
     try:
@@ -137,16 +132,14 @@ def test_the_first_report_waits_for_every_driver(tmp_path: Path) -> None:
 
 
 def test_claims_are_settled_over_all_drivers_in_enabled_order(tmp_path: Path) -> None:
-    def first_wins(reports: tuple[DriverReport, ...], held: Mapping[str, str]) -> tuple[DriverReport, ...]:
-        first, second = reports
-        return first, faulty(second.driver, "a", f"is {first.driver}'s")
-
     async def story() -> None:
         journal = open_journal(tmp_path, "h")
         drivers = {name: Scripted(found(name)) for name in ("zebra", "ant")}
-        async with reporting(journal, drivers, first_wins) as (_, offers):
+        async with reporting(journal, drivers) as (_, offers):
             await until(lambda: offers)
-            assert known(journal)["ant"].faults == (Fault("a", "is zebra's"),)
+            assert [device.key for device in known(journal)["zebra"].devices] == ["a"]
+            assert known(journal)["ant"].devices == ()
+            assert [fault.subject for fault in known(journal)["ant"].faults] == ["a"]
 
     asyncio.run(story())
 
@@ -155,14 +148,14 @@ def test_what_a_failing_driver_held_stays_its_own_also_after_a_restart(tmp_path:
     async def story() -> None:
         drivers = {"failing": Scripted(found("failing", ["a"])), "greedy": Scripted(found("greedy", ["b"]))}
         journal = open_journal(tmp_path, "h")
-        async with reporting(journal, drivers, settle) as (reporter, offers):
+        async with reporting(journal, drivers) as (reporter, offers):
             await until(lambda: offers)
         drivers = {"failing": Scripted(DriverReport("failing", error="no")), "greedy": Scripted(found("greedy", "ab"))}
         journal = open_journal(tmp_path, "h")
-        async with reporting(journal, drivers, settle) as (reporter, offers):
+        async with reporting(journal, drivers) as (reporter, offers):
             await until(lambda: offers)
             assert [device.key for device in known(journal)["greedy"].devices] == ["b"]
-            assert "belongs to failing" in known(journal)["greedy"].faults[0].reason
+            assert [fault.subject for fault in known(journal)["greedy"].faults] == ["a"]
             reporter.look(["greedy"])
             await until(lambda: len(offers) > 1)
             assert journal.seq == offers[0]

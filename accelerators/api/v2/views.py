@@ -1,0 +1,125 @@
+"""The order in which a request is judged, and the views all resources share (contract section 2.0).
+
+401 → 406 for the version → 404, 405 → 406 for Accept → 403 → 400 → the handler. Who the caller is and what they may do
+come from the settings (`cyborgweb.identity`, `cyborgweb.policy`): a view names its rules only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar
+
+import orjson
+from rest_framework.exceptions import AuthenticationFailed, NotAuthenticated
+from rest_framework.renderers import BaseRenderer
+from rest_framework.request import Request
+from rest_framework.response import Response
+from rest_framework.views import APIView
+
+from accelerators.api.v2 import arguments, faults, versions
+from accelerators.api.v2.resource import Resource
+
+JSON, HTML = "application/json", "text/html"
+
+
+class Json(BaseRenderer):
+    """Bytes pass through, everything else is written by orjson. Without a charset, as clients of v2 expect."""
+
+    media_type, format, charset = JSON, "json", None
+
+    def render(self, data: Any, accepted_media_type: str | None = None, renderer_context: Any = None) -> bytes:
+        """The body."""
+        return data if isinstance(data, bytes) else orjson.dumps(data)
+
+
+class View(APIView):
+    """What every URL of v2 has in common. `allow` lists the verbs of the collection, not of the URL."""
+
+    renderer_classes = [Json]
+    http_method_names = ["get", "post", "patch", "delete"]
+    default_response_headers: ClassVar[Mapping[str, str]] = {}
+    policy_rules: ClassVar[Mapping[str, str]] = {}
+    allow: ClassVar[str] = "GET"
+    unrouted: ClassVar[Collection[str]] = ()
+    """Methods that upstream answers with 404 where 405 would be expected."""
+    microversioned: ClassVar[bool] = True
+    version = versions.MINIMUM
+
+    def initial(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        """Judge the request; what is raised here is answered instead of the handler's answer."""
+        self.perform_authentication(request)
+        if self.microversioned:
+            self.version = versions.requested(request.headers.get(versions.HEADER, ""))
+        self._route(request)
+        # From here on every answer says which version it is; what the router refuses does not.
+        self.headers = versions.headers(self.version) if self.microversioned else {}
+        self.check_permissions(request)
+
+    def _route(self, request: Request) -> None:
+        if request.method in self.unrouted:
+            raise faults.no_such_url()
+        if request.method.lower() not in self.http_method_names or not hasattr(self, request.method.lower()):
+            raise faults.not_allowed(request.method, self.allow)
+        # What a type says beside its name (a charset, say) is nobody's reason to refuse.
+        names = {str(accepted).partition(";")[0] for accepted in request.accepted_types}
+        if request.headers.get("Accept") and not names & {JSON, "application/*", "*/*"}:
+            raise faults.not_acceptable()
+
+    def perform_content_negotiation(self, request: Request, force: bool = False) -> tuple[BaseRenderer, str]:
+        """There is one form; whoever cannot read it was refused by then."""
+        return Json(), JSON
+
+    def handle_exception(self, exc: Exception) -> Response:
+        """Every refusal and every failure, in the form it has on the wire."""
+        if isinstance(exc, faults.RouterFault):
+            self.headers = exc.headers
+            page = self.request.get_preferred_type([JSON, HTML]) == HTML
+            accept = self.request.headers.get("Accept")
+            return Response(exc.body(accept, page, silent=self.request.method == "HEAD"), exc.status)
+        if isinstance(exc, AuthenticationFailed | NotAuthenticated):
+            self.headers = {"WWW-Authenticate": self.get_authenticate_header(self.request)}
+            return Response(faults.unauthenticated(str(exc.detail)), 401)
+        status, text = faults.explain(exc)
+        return Response(faults.wrapped(status, text), status)
+
+    @property
+    def base(self) -> str:
+        """What links begin with: the address under which the caller reached us."""
+        return f"{self.request.scheme}://{self.request.get_host()}"
+
+
+class Nowhere(View):
+    """Every other URL: 404 for GET, 405 for the rest, once the caller is known."""
+
+    unrouted = ("GET",)
+
+
+class ListView(View):
+    """GET of a collection. `exact` are the parameters that compare a column."""
+
+    resource: ClassVar[Resource]
+    exact: ClassVar[Collection[str]] = ()
+    unrouted = ("PATCH",)
+
+    def get(self, request: Request) -> Response:
+        """Every element that is shown, filtered, sorted and cut as the query string says."""
+        query = arguments.listing(request.query_params.lists(), self.exact, self.resource.sortable)
+        return Response(self.resource.list(query, self.version, self.base))
+
+
+class DetailView(View):
+    """GET of a member. Only some of upstream's collections check that the uuid is one."""
+
+    resource: ClassVar[Resource]
+    checks_uuid: ClassVar[bool] = True
+
+    def get(self, request: Request, uuid: str) -> Response:
+        """The bare element; 404 also for a uuid in another form than the stored one (contract 2.0)."""
+        arguments.nothing(request.query_params.lists())
+        if self.checks_uuid:
+            arguments.check_uuid(uuid)
+        stored_form = arguments.canonical(uuid) == uuid
+        found = self.resource.find(uuid, self.version, self.base) if stored_form else None
+        if found is None:
+            raise faults.Fault(404, f"{self.resource.noun} not found with uuid={uuid}")
+        return Response(found)

@@ -1,0 +1,1 @@
+"""The v2 API over HTTP, against real rows."""

@@ -1,0 +1,60 @@
+"""A real client: openstacksdk's accelerator proxy against a live server (contract section 7.2, promise C1)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import requests
+from django.contrib.auth.models import User
+from keystoneauth1 import session
+from keystoneauth1.token_endpoint import Token
+from openstack import connection, exceptions
+
+from accelerators.models import Deployable, Device
+from cyborgweb.models import ApiToken
+from tests.support.reports import a_host, answer, apply, card
+
+Connect = Callable[..., connection.Connection]
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+
+@pytest.fixture
+def connect(live_server: Any) -> Iterator[Connect]:
+    """`connect(**options)`: a connection whose accelerator endpoint is fixed, as the catalogue's would be.
+
+    Closed at the end, or the server's threads would keep their database connections as long as the client's.
+    """
+    secret = ApiToken.make("sdk", User.objects.create_user("sdk"), ["admin"], "p1")
+    endpoint = f"{live_server.url}/accelerator/v2"
+    with requests.Session() as http:
+        made = session.Session(auth=Token(endpoint=endpoint, token=secret), session=http)
+        yield partial(connection.Connection, session=made, accelerator_endpoint_override=endpoint)
+
+
+@pytest.mark.parametrize(
+    ("options", "status"), [({}, None), ({"accelerator_default_microversion": "2.3"}, "maintaining")]
+)
+def test_openstacksdk_reads_devices_and_deployables(connect: Connect, options: dict[str, str], status: Any) -> None:
+    apply(a_host(), answer(card(1), card(2), card(3)))
+    accelerator = connect(**options).accelerator
+    devices = list(accelerator.devices())
+    assert [device.uuid for device in devices] == [str(d.uuid) for d in Device.objects.order_by("id")]
+    assert {(device.type, device.hostname, device.status) for device in devices} == {("FPGA", "cmp1", status)}
+    assert accelerator.get_device(devices[0].uuid).model == "1044"
+    deployables = list(accelerator.deployables())
+    assert [deployable.name for deployable in deployables] == [d.name for d in Deployable.objects.order_by("id")]
+    assert accelerator.get_deployable(deployables[1].id).num_accelerators == 1
+
+
+def test_openstacksdk_pages_and_understands_refusals(connect: Connect) -> None:
+    apply(a_host(), answer(card(1), card(2), card(3)))
+    accelerator = connect().accelerator
+    assert len(list(accelerator.devices(limit=2, paginated=False))) == 2
+    with pytest.raises(exceptions.NotFoundException, match="Device not found with uuid=nope"):
+        accelerator.get_device("nope")
+    with pytest.raises(exceptions.BadRequestException, match="Expected a uuid but received nope"):
+        accelerator.get_deployable("nope")

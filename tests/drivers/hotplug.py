@@ -1,0 +1,87 @@
+"""Run below `umockdev-wrapper` by `test_hotplug`: a simulated bus, a driver in its own process, uevents of the kernel.
+
+Prints one line per look: the addresses the driver sees. libumockdev is driven by ctypes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import time
+
+import pyudev
+
+from drivers.inventory import DriverReport
+from drivers.runner import DriverProcess
+
+LIBRARY = ctypes.CDLL("libumockdev.so.0")
+LIBRARY.umockdev_testbed_new.restype = ctypes.c_void_p
+LIBRARY.umockdev_testbed_get_root_dir.restype = ctypes.c_char_p
+FIRST, SECOND = "0000:3b:00.0", "10000:e1:00.0"
+
+
+def function(address: str) -> bytes:
+    """A T4 in umockdev's notation."""
+    return (
+        f"P: /devices/pci0000:00/{address}\nE: SUBSYSTEM=pci\nE: PCI_SLOT_NAME={address}\n"
+        "A: vendor=0x10de\\n\nA: device=0x1eb8\\n\nA: class=0x030200\\n\n"
+    ).encode()
+
+
+class Bus:
+    """Plugs and unplugs; both send the uevent."""
+
+    def __init__(self) -> None:
+        self.testbed = ctypes.c_void_p(LIBRARY.umockdev_testbed_new())
+        root: bytes = LIBRARY.umockdev_testbed_get_root_dir(self.testbed)
+        os.environ["UMOCKDEV_DIR"] = root.decode()  # the library told only this process
+
+    def plug(self, address: str) -> None:
+        """Appear."""
+        error = ctypes.c_void_p()
+        assert LIBRARY.umockdev_testbed_add_from_string(self.testbed, function(address), ctypes.byref(error))
+
+    def unplug(self, address: str) -> None:
+        """Vanish."""
+        path = f"/sys/devices/pci0000:00/{address}".encode()
+        LIBRARY.umockdev_testbed_uevent(self.testbed, path, b"remove")
+        LIBRARY.umockdev_testbed_remove_device(self.testbed, path)
+
+
+def wait(monitor: pyudev.Monitor, action: str, address: str) -> None:
+    """`poll` may come back early with nothing, when the event of another subsystem was filtered."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        event = monitor.poll(0.2)
+        if event is not None and (event.action, event.sys_name) == (action, address):
+            return
+    raise TimeoutError(f"no {action} of {address}")
+
+
+def show(report: DriverReport) -> None:
+    """The line that the test reads."""
+    print(report.error or [device.address for device in report.devices], flush=True)
+
+
+async def main() -> None:
+    """Look, plug, look, unplug, look."""
+    bus = Bus()
+    bus.plug(FIRST)
+    monitor = pyudev.Monitor.from_netlink(pyudev.Context(), source="kernel")
+    driver = DriverProcess("pci_driver", "n", {"rules": [{"vendor": "10de"}]})
+    show(await driver.discover())
+    for subsystem in driver.subsystems:
+        monitor.filter_by(subsystem)
+    monitor.start()
+    bus.plug(SECOND)
+    wait(monitor, "add", SECOND)
+    show(await driver.discover())
+    bus.unplug(FIRST)
+    wait(monitor, "remove", FIRST)
+    show(await driver.discover())
+    await driver.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,126 @@
+"""Several drivers, one host: everything has one owner, nothing vanishes without a word, failing costs nobody else."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drivers.claims import claimed, settle
+from drivers.inventory import AttachHandle, Deployable, Device, DriverReport
+from drivers.pci import PciDriver
+
+ADDRESSES = [f"0000:3b:00.{function}" for function in range(4)]
+
+
+def info(address: str) -> str:
+    domain, bus, rest = address.split(":")
+    device, function = rest.split(".")
+    return f'{{"bus": "{bus}", "device": "{device}", "domain": "{domain}", "function": "{function}"}}'
+
+
+def card(key: str, address: str | None, *deployables: Deployable) -> Device:
+    return Device(key, "GPU", "10de", "1eb8", address, deployables=deployables)
+
+
+def deployable(name: str, *addresses: str) -> Deployable:
+    return Deployable(name, len(addresses), handles=tuple(AttachHandle("PCI", info(a)) for a in addresses))
+
+
+deployables = st.builds(
+    lambda name, addresses: deployable(name, *addresses),
+    st.sampled_from(["a", "b", "c"]),
+    st.lists(st.sampled_from(ADDRESSES), max_size=2),
+)
+devices = st.builds(
+    lambda key, address, parts: card(key, address, *parts),
+    st.sampled_from(["k1", "k2", "k3", "k4"]),
+    st.sampled_from([None, *ADDRESSES]),
+    st.lists(deployables, max_size=2),
+)
+
+
+@st.composite
+def answers(draw: st.DrawFn) -> list[DriverReport]:
+    """Up to four drivers, each ok or failing."""
+    found = []
+    for name in draw(st.permutations(["a", "b", "c", "d"]))[: draw(st.integers(1, 4))]:
+        if draw(st.integers(0, 4)) == 0:
+            found.append(DriverReport(name, error="broken"))
+        else:
+            found.append(DriverReport(name, devices=tuple(draw(st.lists(devices, max_size=4)))))
+    return found
+
+
+def test_the_first_enabled_driver_keeps_the_address() -> None:
+    first, second = (
+        DriverReport("nvidia", devices=(card("serial:1", ADDRESSES[0]),)),
+        DriverReport(PciDriver.name, devices=(card("pci:x", ADDRESSES[0]), card("pci:y", ADDRESSES[1]))),
+    )
+    kept, later = settle([first, second])
+    assert kept == first
+    assert [device.key for device in later.devices] == ["pci:y"]
+    assert later.faults[0].subject == ADDRESSES[0]
+    assert later.faults[0].reason == f"{ADDRESSES[0]} already belongs to nvidia"
+
+
+def test_an_address_handed_out_as_a_handle_is_claimed_too() -> None:
+    nic = DriverReport("nic", devices=(card("serial:1", ADDRESSES[0], deployable("n", ADDRESSES[1])),))
+    _, pci = settle([nic, DriverReport("pci_driver", devices=(card("pci:v", ADDRESSES[1]),))])
+    assert pci.devices == ()
+    assert "already belongs to nic" in pci.faults[0].reason
+
+
+def test_a_failing_driver_keeps_what_it_had() -> None:
+    good = DriverReport("nvidia", devices=(card("serial:1", ADDRESSES[0]),))
+    other = DriverReport("pci_driver", devices=(card("pci:x", ADDRESSES[0]),))
+    held = claimed(settle([good, other]))
+    _, while_failing = settle([DriverReport("nvidia", error="it hangs"), other], held)
+    assert while_failing.devices == ()
+    assert while_failing.faults[0].reason == f"{ADDRESSES[0]} already belongs to nvidia"
+
+
+def test_one_identity_on_two_cards_makes_both_ambiguous() -> None:
+    twins = DriverReport("a", devices=(card("serial:1", ADDRESSES[0]), card("serial:1", ADDRESSES[1])))
+    (settled,) = settle([twins])
+    assert settled.devices == ()
+    assert {fault.subject for fault in settled.faults} == set(ADDRESSES[:2])
+
+
+def test_twins_inside_a_device_are_its_drivers_mistake() -> None:
+    same_name = card("k1", None, deployable("n"), deployable("n"))
+    same_handle = card("k2", None, deployable("m", ADDRESSES[0], ADDRESSES[0]))
+    (settled,) = settle([DriverReport("a", devices=(same_name, same_handle))])
+    assert settled.devices == ()
+    assert [fault.subject for fault in settled.faults] == ["k1", "k2"]
+
+
+@given(answers())
+@settings(deadline=None)
+def test_everything_has_one_owner_and_nothing_vanishes_silently(reports: list[DriverReport]) -> None:
+    settled = settle(reports)
+    kept = [device for report in settled for device in report.devices]
+    names = [part.name for device in kept for part in device.deployables]
+    addresses = [device.address for device in kept if device.address]
+    for things in (addresses, [device.key for device in kept], names):
+        assert len(things) == len(set(things))
+    for before, after in zip(reports, settled, strict=True):
+        assert (before.driver, before.error) == (after.driver, after.error)
+        missing = [device for device in before.devices if device not in after.devices]
+        assert {fault.subject for fault in after.faults} >= {device.address or device.key for device in missing}
+
+
+@given(answers())
+@settings(deadline=None)
+def test_what_is_settled_stays_settled(reports: list[DriverReport]) -> None:
+    settled = settle(reports)
+    assert settle(settled) == settled
+
+
+@given(answers(), st.data())
+@settings(deadline=None)
+def test_a_driver_that_fails_changes_nothing_for_the_others(reports: list[DriverReport], data: st.DataObject) -> None:
+    settled = settle(reports)
+    broken = data.draw(st.integers(0, len(reports) - 1))
+    failing = [*reports[:broken], DriverReport(reports[broken].driver, error="gone"), *reports[broken + 1 :]]
+    again = settle(failing, claimed(settled))
+    assert again[:broken] + again[broken + 1 :] == settled[:broken] + settled[broken + 1 :]

@@ -1,0 +1,223 @@
+"""Operator rules against PCI functions: on a host made of files, and on the bus of the machine the tests run on."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from drivers.base import Findings
+from drivers.errors import Invalid
+from drivers.inuse import used_by_host
+from drivers.inventory import Attribute, Device, Fault
+from drivers.machine import Machine
+from drivers.pci import PciDriver
+from tests.drivers.tree import Host
+
+T4 = "0000:3b:00.0"
+
+
+def look(host: Host, *rules: dict[str, str]) -> Findings:
+    return PciDriver().discover(host.machine, {"rules": list(rules)})
+
+
+def one(findings: Findings) -> Device:
+    assert findings.faults == ()
+    (device,) = findings.devices
+    return device
+
+
+def reason(findings: Findings) -> str:
+    assert findings.devices == ()
+    (fault,) = findings.faults
+    return fault.reason
+
+
+def config(serial: bytes) -> bytes:
+    """4096 bytes of configuration space with an AER capability before the serial number."""
+    space = bytearray(4096)
+    space[:4] = b"\xde\x10\xb8\x1e"
+    space[0x100:0x104] = (0x0001 | 1 << 16 | 0x148 << 20).to_bytes(4, "little")
+    space[0x148:0x14C] = (0x0003 | 1 << 16).to_bytes(4, "little")
+    space[0x14C:0x154] = serial[::-1]
+    return bytes(space)
+
+
+def test_a_card_looks_exactly_as_upstream_shows_it(host: Host) -> None:
+    card = host.pci(T4, "0x10de", "0x1eb8", "0x030200", numa_node="1")
+    host.link(card / "driver", host.sys / "bus/pci/drivers/vfio-pci")
+    device = one(look(host, {"vendor": "10de"}))
+    assert (device.key, device.type, device.vendor, device.model) == (f"pci:{T4}", "GPU", "10de", "1eb8")
+    assert (device.address, device.numa_node, device.kernel_driver) == (T4, 1, "vfio-pci")
+    assert device.std_board_info == '{"product_id": "1eb8", "controller": null}'
+    (deployable,) = device.deployables
+    assert (deployable.name, deployable.num_accelerators, deployable.driver_name) == (f"node-1_{T4}", 1, "NVIDIA")
+    assert deployable.attributes == (
+        Attribute("rc", "CUSTOM_PCI"),
+        Attribute("trait0", "OWNER_CYBORG"),
+        Attribute("trait1", "CUSTOM_PCI_NVIDIA"),
+        Attribute("trait2", "CUSTOM_PCI_PRODUCT_ID_1EB8"),
+    )
+    (handle,) = deployable.handles
+    assert handle.info == '{"bus": "3b", "device": "00", "domain": "0000", "function": "0"}'
+
+
+def test_a_vendor_upstream_does_not_name_goes_by_number(host: Host) -> None:
+    host.pci("10000:e1:00.0", "0x1af4", "0x1045", "0xffff00")
+    device = one(look(host, {"vendor": "1af4", "type": "FPGA"}))
+    (deployable,) = device.deployables
+    assert deployable.driver_name == "1AF4"
+    assert [attribute.value for attribute in deployable.attributes] == [
+        "CUSTOM_PCI",
+        "OWNER_CYBORG",
+        "CUSTOM_PCI_PRODUCT_ID_1045",
+    ]
+    assert json.loads(deployable.handles[0].info)["domain"] == "10000"
+
+
+@pytest.mark.parametrize(
+    ("rule", "taken"),
+    [
+        ({"vendor": "10de"}, True),
+        ({"vendor": "1*", "product": "1eb?"}, True),
+        ({"vendor": "10de", "product": "2235"}, False),
+        ({"class": "0302"}, True),
+        ({"class": "030200"}, True),
+        ({"class": "03*"}, True),
+        ({"class": "0300"}, False),
+        ({"address": "0000:3b:*"}, True),
+        ({"address": "0000:3c:*"}, False),
+    ],
+)
+def test_all_that_a_rule_states_must_match(host: Host, rule: dict[str, str], taken: bool) -> None:
+    host.pci(T4, "0x10de", "0x1eb8", "0x030200")
+    assert bool(look(host, rule).devices) is taken
+
+
+@pytest.mark.parametrize(
+    ("vendor", "pci_class", "type_"),
+    [
+        ("0x1002", "0x038000", "GPU"),
+        ("0x8086", "0x0b4000", "QAT"),
+        ("0x144d", "0x010802", "SSD"),
+        ("0x8086", "0x020000", "NIC"),
+        ("0x10ee", "0x120000", None),
+        ("0x1dd8", "0x0b4000", None),
+        ("0x1af4", "0xffff00", None),
+    ],
+)
+def test_the_class_decides_the_type_or_nobody_does(host: Host, vendor: str, pci_class: str, type_: str | None) -> None:
+    host.pci(T4, vendor, "0x1234", pci_class)
+    found = look(host, {"address": "0000:3b:*"})
+    if type_:
+        assert one(found).type == type_
+    else:
+        assert "state the rule's type" in reason(found)
+
+
+def test_the_first_matching_rule_states_the_type(host: Host) -> None:
+    host.pci(T4, "0x10ee", "0x5000", "0x120000")
+    assert one(look(host, {"vendor": "10ee", "type": "AICHIP"}, {"class": "12*", "type": "FPGA"})).type == "AICHIP"
+
+
+def test_bridges_are_never_offered(host: Host) -> None:
+    host.pci("0000:00:1c.0", "0x8086", "0xa110", "0x060400")
+    assert look(host, {"vendor": "8086", "type": "FPGA"}).devices == ()
+
+
+def test_what_the_host_uses_is_a_fault_that_says_for_what(host: Host) -> None:
+    host.block("nvme0n1", "259:0", host.pci(T4, "0x144d", "0xa824", "0x010802"))
+    host.mount("259:0", "/", "/dev/nvme0n1")
+    assert reason(look(host, {"vendor": "144d"})) == "the host uses it: nvme0n1 is mounted at /"
+
+
+def test_a_card_split_into_virtual_functions_is_not_given_out_whole(host: Host) -> None:
+    card = host.pci("0000:af:00.0", "0x10de", "0x2235", "0x030200", sriov_numvfs="4")
+    virtual = host.pci("0000:af:00.4", "0x10de", "0x2235", "0x030200")
+    host.link(virtual / "physfn", card)
+    found = look(host, {"vendor": "10de"})
+    assert [device.address for device in found.devices] == ["0000:af:00.4"]
+    assert "4 virtual functions" in found.faults[0].reason
+
+
+def test_the_serial_number_is_the_identity_wherever_the_card_is_plugged(host: Host) -> None:
+    serial = bytes.fromhex("000a1b2c3d4e5f60")
+    for address in (T4, "0000:5e:00.0"):
+        host.write(host.pci(address, "0x10de", "0x1eb8", "0x030200") / "config", config(serial))
+    first, second = look(host, {"vendor": "10de"}).devices
+    assert first.key == second.key == "serial:10de:000a1b2c3d4e5f60:0"
+
+
+@pytest.mark.parametrize("space", [config(bytes(8)), config(b"\xff" * 8), config(bytes(8))[:64], b"", b"\x10" * 4096])
+def test_a_blank_or_unreadable_serial_number_is_none(host: Host, space: bytes) -> None:
+    host.write(host.pci(T4, "0x10de", "0x1eb8", "0x030200") / "config", space)
+    assert one(look(host, {"vendor": "10de"})).key == f"pci:{T4}"
+
+
+def test_a_narrow_link_is_degraded_and_a_dead_card_failed(host: Host) -> None:
+    host.pci(T4, "0x10de", "0x1eb8", "0x030200", current_link_width="4", max_link_width="16")
+    host.pci("0000:5e:00.0", "0x10de", "0x1eb8", "0x030200", power_state="error")
+    host.pci("0000:5f:00.0", "0x10de", "0x1eb8", "0x030200", current_link_width="0", max_link_width="255")
+    narrow, dead, idle = look(host, {"vendor": "10de"}).devices
+    assert (narrow.status, narrow.status_reason) == ("degraded", "its PCIe link is x4, it could be x16")
+    assert dead.status == "failed"
+    assert idle.status == "ok"
+
+
+def test_one_bad_function_costs_only_itself(host: Host) -> None:
+    host.pci(T4, "0x10de", "0x1eb8", "0x030200")
+    bad = host.pci("0000:5e:00.0", "0x10de", "0x1eb8", "0x030200")
+    (bad / "class").write_bytes(b"x" * 70_000)
+    gone = host.pci("0000:5f:00.0", "0x10de", "0x1eb8", "0x030200")
+    (gone / "vendor").unlink()
+    found = look(host, {"vendor": "10de"})
+    assert [device.address for device in found.devices] == [T4]
+    assert [fault.subject for fault in found.faults] == ["0000:5e:00.0"]
+
+
+@pytest.mark.parametrize(
+    ("rules", "says"),
+    [
+        ([{"vendor": "0x10de"}], "without 0x"),
+        ([{"vendor": "10DE"}], "lower case"),
+        ([{"vendr": "10de"}], "vendr"),
+        ([{"vendor": "10de", "type": "TPU"}], "TPU"),
+        ([{"vendor": "10de"}, {"type": "GPU"}], "rule 2 of pci_driver takes everything"),
+        ("10de", "array"),
+    ],
+)
+def test_unusable_rules_are_refused_with_the_place(host: Host, rules: object, says: str) -> None:
+    with pytest.raises(Invalid, match=says):
+        PciDriver().discover(host.machine, {"rules": rules})
+
+
+def real_bus() -> Findings:
+    if not list(Path("/sys/bus/pci/devices").glob("*")):
+        pytest.skip("this machine has no PCI bus")
+    return PciDriver().discover(Machine("here"), {"rules": [{"address": "*:*", "vendor": "????", "type": "FPGA"}]})
+
+
+def test_every_function_of_this_machine_is_offered_or_refused_with_a_reason() -> None:
+    found = real_bus()
+    seen = {device.address for device in found.devices} | {fault.subject for fault in found.faults}
+    classes = {
+        name: Path(f"/sys/bus/pci/devices/{name}/class").read_text().strip()
+        for name in os.listdir("/sys/bus/pci/devices")
+    }
+    assert seen == {name for name, pci_class in classes.items() if not pci_class.startswith("0x06")}
+
+
+def test_this_machine_never_offers_what_it_lives_on() -> None:
+    found = real_bus()
+    used = used_by_host(Machine("here"))
+    root = os.stat("/").st_dev
+    disk = Path(f"/sys/dev/block/{os.major(root)}:{os.minor(root)}")
+    if disk.exists() and "/virtual/" not in str(disk.resolve()) and "/pci" in str(disk.resolve()):
+        assert used
+    assert not used.keys() & {device.address for device in found.devices}
+    refused = {fault.subject: fault for fault in found.faults}
+    for address in used.keys() & refused.keys():
+        assert isinstance(refused[address], Fault)
+        assert "the host uses it" in refused[address].reason

@@ -1,0 +1,281 @@
+"""Whatever a driver does to its process, the agent gets one report with a reason, in bounded time (promise L6)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from drivers.inventory import DriverReport
+from drivers.runner import DriverProcess
+
+MAX_RSS_KB = 26 * 1024
+ANSWER = """
+import json, os, sys, time
+def say(**what): print(json.dumps(what), flush=True)
+def ok(question, **more): say(id=question["id"], report={"driver": "x", **more})
+for line in sys.stdin:
+    question = json.loads(line)
+"""
+
+
+def script(body: str) -> DriverProcess:
+    """A driver process that runs `body` for each question."""
+    code = ANSWER + "".join(f"    {line}\n" for line in body.splitlines())
+    return DriverProcess("x", "n", {}, deadline_s=3.0, max_answer=65536, command=[sys.executable, "-c", code])
+
+
+def ask(driver: Callable[[], DriverProcess], times: int = 1) -> list[DriverReport]:
+    async def story() -> list[DriverReport]:
+        process = driver()
+        try:
+            return [await process.discover() for _ in range(times)]
+        finally:
+            await process.close()
+            assert process.pid is None
+
+    return asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("raise RuntimeError('no card')", "ended by itself (exit status 1) (it said: RuntimeError: no card)"),
+        ("os._exit(3)", "exit status 3"),
+        ("sys.exit('a\\0b\\x1b[31m')", "(it said: a b [31m)"),
+        ("os.kill(os.getpid(), 11)", "SIGSEGV"),
+        ("while True: sys.stdout.write('x' * 9999)", "flooded"),
+        ("while True: print()", "flooded"),
+        ("while True: sys.stderr.write('x' * 9999)", "flooded"),
+        ("say(id=question['id'], report={'driver': 'x', 'devices': [{}] * 5000})", "rubbish"),
+        ("say(id=question['id'], report={'driver': 'x', 'devices': [{}] * 10**6})", "flooded"),
+        ("print('[' * 60000, flush=True)", "rubbish"),
+        ("os.write(1, b'\\xff\\xfe{}\\n')", "rubbish"),
+        ("say(id=question['id'], error='\\ud800')", "rubbish"),
+        ("say(id=question['id'], error='\\0')", "rubbish"),
+        ("print('hello', flush=True)", "rubbish"),
+        ("say(id=question['id'])", "rubbish"),
+        ("say(id=7, report={'driver': 'x'})", "rubbish: to question 7 in place of 1"),
+        ("say(id=question['id'], report={'driver': 'y'})", "rubbish: in the name of 'y'"),
+        ("say(error='cannot be loaded'); sys.exit(1)", "cannot be loaded"),
+    ],
+)
+def test_a_driver_that_misbehaves_is_a_report_with_the_reason(body: str, reason: str) -> None:
+    began = time.monotonic()
+    first, again = ask(lambda: script(body), times=2)
+    assert reason in first.error
+    assert (first.driver, first.devices) == ("x", ())
+    assert again == first, "the words change while it waits, so every look would be a new report"
+    assert time.monotonic() - began < 10
+    DriverReport(**json.loads(json.dumps({"driver": first.driver, "error": first.error})))
+
+
+def test_a_driver_that_hangs_is_killed_at_the_deadline() -> None:
+    pid = 0
+
+    async def story() -> None:
+        nonlocal pid
+        process = DriverProcess("x", "n", {}, deadline_s=0.3, command=["sleep", "60"])
+        look = asyncio.create_task(process.discover())
+        while process.pid is None:
+            await asyncio.sleep(0.01)
+        pid = process.pid
+        assert "did not answer within 0.3 s and was killed" in (await look).error
+        await process.close()
+
+    asyncio.run(story())
+    assert not _lives(pid)
+
+
+def test_what_cannot_be_started_is_said() -> None:
+    (report,) = ask(lambda: DriverProcess("x", "n", {}, command=["/nonexistent/python"]))
+    assert "cannot be started" in report.error
+
+
+def test_a_refusal_costs_no_process() -> None:
+    async def story() -> None:
+        process = script("say(id=question['id'], error='no rules') if question['id'] == 1 else ok(question)")
+        assert (await process.discover()).error == "x: no rules"
+        pid = process.pid
+        assert (await process.discover()).error == ""
+        assert process.pid == pid
+        await process.close()
+
+    asyncio.run(story())
+
+
+def test_a_broken_driver_waits_and_then_starts_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("drivers.runner.FIRST_PAUSE_S", 0.2)
+    starts = tmp_path / "starts"
+
+    async def story() -> None:
+        count = f"open({str(starts)!r}, 'a').write('.')"
+        process = script(f"{count}\nos._exit(1) if os.path.getsize({str(starts)!r}) < 3 else ok(question)")
+        deadline = time.monotonic() + 10
+        while (await process.discover()).error:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+        assert starts.read_text() == "..."
+        await process.close()
+
+    began = time.monotonic()
+    asyncio.run(story())
+    assert time.monotonic() - began > 0.6  # 0.2 s, then twice that
+
+
+def test_one_that_was_killed_between_two_looks_is_simply_started_again() -> None:
+    async def story() -> None:
+        process = script("ok(question)")
+        assert (await process.discover()).error == ""
+        first = process.pid
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        while process.pid is not None:
+            await asyncio.sleep(0.01)
+        assert (await process.discover()).error == ""
+        assert process.pid not in (None, first)
+        await process.close()
+
+    asyncio.run(story())
+
+
+def test_a_cancelled_look_does_not_spoil_the_next_one() -> None:
+    async def story() -> None:
+        process = script("time.sleep(0.5) if question['id'] == 1 else None\nok(question)")
+        look = asyncio.create_task(process.discover())
+        await asyncio.sleep(0.2)
+        look.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await look
+        assert (await process.discover()).error == ""
+        await process.close()
+
+    asyncio.run(story())
+
+
+def test_what_a_driver_started_ends_with_it(tmp_path: Path) -> None:
+    child = tmp_path / "child"
+    body = (
+        f"import subprocess\nopen({str(child)!r}, 'w').write(str(subprocess.Popen(['sleep', '60']).pid))\nok(question)"
+    )
+    ask(lambda: script(body))
+    pid = int(child.read_text())
+    deadline = time.monotonic() + 5
+    while _lives(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_what_a_driver_started_ends_also_when_it_dies_by_itself(tmp_path: Path) -> None:
+    child = tmp_path / "child"
+    body = (
+        f"import subprocess\nopen({str(child)!r}, 'w').write(str(subprocess.Popen(['sleep', '60']).pid))\nos._exit(4)"
+    )
+    (report,) = ask(lambda: script(body))
+    assert "exit status 4" in report.error
+    deadline = time.monotonic() + 5
+    while _lives(int(child.read_text())):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_driver_sees_none_of_the_agents_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CYBORG_JOIN_TOKEN", "secret")
+    monkeypatch.setenv("OS_PASSWORD", "secret")
+    (report,) = ask(lambda: script("say(id=question['id'], error=' '.join(os.environ))"))
+    assert "PATH" in report.error
+    assert "CYBORG" not in report.error
+    assert "OS_" not in report.error
+
+
+def control(path: Path, **script_: object) -> DriverProcess:
+    path.write_text(json.dumps(script_))
+    return DriverProcess("fake_driver", "n", {"control_file": str(path)}, deadline_s=2.0)
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("raise", "it raised RuntimeError: told to raise"),
+        ("hang", "did not answer within 2 s"),
+        ("flood", "flooded"),
+        ("rubbish", "told to answer rubbish"),
+        ("die", "exit status 3"),
+    ],
+)
+def test_the_fake_driver_misbehaves_on_stage_and_tells_what_to_watch(tmp_path: Path, how: str, reason: str) -> None:
+    async def story() -> None:
+        process = control(tmp_path / "fake.json", misbehave=how)
+        assert reason in (await process.discover()).error
+        assert process.watched == (str(tmp_path / "fake.json"),)
+        await process.close()
+
+    asyncio.run(story())
+
+
+def test_a_bad_device_costs_only_itself_and_printing_costs_nothing(tmp_path: Path) -> None:
+    async def story() -> None:
+        process = control(tmp_path / "fake.json", count=2, failing={"1": "x" * 5000})
+        report = await process.discover()
+        assert [device.address for device in report.devices] == ["0000:0c:00.0"]
+        assert "describes this device wrongly" in report.faults[0].reason
+        await process.close()
+
+    asyncio.run(story())
+
+
+def test_an_unknown_driver_is_told_which_there_are() -> None:
+    (report,) = ask(lambda: DriverProcess("no_driver", "n", {}))
+    assert "there is no driver 'no_driver'; installed are fake_driver, pci_driver" in report.error
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("fake_driver", {}), ("pci_driver", {"rules": [{"vendor": "????", "address": "*:*", "type": "FPGA"}]})],
+)
+def test_a_driver_process_is_small_and_idle(name: str, settings: dict[str, object]) -> None:
+    async def story() -> None:
+        process = DriverProcess(name, "n", settings)
+        for _ in range(3):
+            assert (await process.discover()).error == ""
+        assert process.pid is not None
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        rss = int(status.split("VmRSS:")[1].split()[0])
+        assert rss <= MAX_RSS_KB, f"{name} takes {rss} kB"
+        await process.close()
+
+    asyncio.run(story())
+
+
+def test_a_driver_dies_with_an_agent_that_is_killed() -> None:
+    code = (
+        "import asyncio, os, signal\n"
+        "from drivers.runner import DriverProcess\n"
+        "async def story():\n"
+        "    process = DriverProcess('fake_driver', 'n', {})\n"
+        "    await process.discover()\n"
+        "    os.write(1, str(process.pid).encode())\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "asyncio.run(story())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    pid, deadline = int(done.stdout), time.monotonic() + 5
+    while _lives(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
