@@ -26,7 +26,7 @@ BUSY = b'{"error_message": "The service is busy: try again in a second."}'
 
 
 class BoundedThreads:
-    """A WSGI application on `threads` threads; at most `queue` requests wait, beyond it 503 with Retry-After at once."""
+    """A WSGI application on `threads` threads; at most `queue` requests wait, beyond it the answer is 503 at once."""
 
     def __init__(self, application: Any, threads: int, queue: int) -> None:
         self._app = WSGIMiddleware(application, workers=threads)

@@ -147,7 +147,16 @@ class Postgres:
             "-c",
             "max_connections=100",
         ]
-        settings += ["-c", "shared_buffers=128MB", "-c", "log_min_messages=warning", "-c", "autovacuum_naptime=20s"]
+        settings += [
+            "-c",
+            "jit=off",
+            "-c",
+            "shared_buffers=128MB",
+            "-c",
+            "log_min_messages=warning",
+            "-c",
+            "autovacuum_naptime=20s",
+        ]
         if not self.durable:
             settings += ["-c", "fsync=off", "-c", "synchronous_commit=off", "-c", "full_page_writes=off"]
         leash = ["setpriv", "--pdeathsig", "INT"] if shutil.which("setpriv") else []
