@@ -20,6 +20,16 @@ from pathlib import Path
 OLDEST = 15
 START_S = 15.0
 UNPRIVILEGED = ("postgres", "nobody")
+SETTINGS = (
+    "listen_addresses=",
+    "max_connections=100",
+    "shared_buffers=128MB",
+    "autovacuum_naptime=20s",
+    "log_min_messages=warning",
+    "jit=off",  # compiling a list's query takes longer than running it
+)
+THROWN_AWAY = ("fsync=off", "synchronous_commit=off", "full_page_writes=off")
+"""For data nobody keeps: tests."""
 
 
 class PostgresError(RuntimeError):
@@ -35,8 +45,11 @@ class Binaries:
 
 
 def socket_folder(wanted: Path) -> Path:
-    """`wanted` where a UNIX socket address can hold it (107 bytes), else a short private folder made from its name."""
-    if len(os.fsencode(wanted)) <= 88:
+    """`wanted` where a UNIX socket address can hold it (107 bytes), else a short private folder made from its name.
+
+    Also for a name with a comma: libpq takes that for a list of hosts.
+    """
+    if len(os.fsencode(wanted)) <= 88 and "," not in str(wanted):
         return wanted
     name = hashlib.blake2b(os.fsencode(wanted), digest_size=8).hexdigest()
     return Path(tempfile.gettempdir()) / f"cyborg-{os.getuid()}-{name}"
@@ -139,26 +152,8 @@ class Postgres:
         made.rename(self.data)
 
     def _run(self, binaries: Binaries, wrap: list[str]) -> None:
-        settings = [
-            "-c",
-            "listen_addresses=",
-            "-c",
-            f"unix_socket_directories={self.socket}",
-            "-c",
-            "max_connections=100",
-        ]
-        settings += [
-            "-c",
-            "jit=off",
-            "-c",
-            "shared_buffers=128MB",
-            "-c",
-            "log_min_messages=warning",
-            "-c",
-            "autovacuum_naptime=20s",
-        ]
-        if not self.durable:
-            settings += ["-c", "fsync=off", "-c", "synchronous_commit=off", "-c", "full_page_writes=off"]
+        values = (f"unix_socket_directories={self.socket}", *SETTINGS, *(() if self.durable else THROWN_AWAY))
+        settings = [word for value in values for word in ("-c", value)]
         leash = ["setpriv", "--pdeathsig", "INT"] if shutil.which("setpriv") else []
         end = time.monotonic() + START_S
         while True:

@@ -37,7 +37,7 @@ SAMPLE_DRIVERS = """\
 
 [fake_driver]
 # Changed by `python -m drivers.fake`: unplug, plug, fail, count, misbehave.
-control_file = "{control}"
+control_file = {control}
 
 [pci_driver]
 # Virtual machines have virtio functions, so that a first look shows real PCI hardware.
@@ -190,7 +190,8 @@ class Supervisor:
         """The agent's driver settings, written once; the operator's edits stay."""
         path = self.settings.state / "drivers.toml"
         if not path.exists():
-            path.write_text(SAMPLE_DRIVERS.format(control=self.settings.state / "fake-driver.json"))
+            control = json.dumps(str(self.settings.state / "fake-driver.json"))  # a TOML string, too
+            path.write_text(SAMPLE_DRIVERS.format(control=control))
         return path
 
     def _greet(self, listener: socket.socket, facts: dict[str, Any]) -> None:
