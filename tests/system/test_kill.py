@@ -1,0 +1,124 @@
+"""kill -9 of one part under load: it is restarted, nothing acknowledged is lost, and the rest does not notice."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.system.conftest import fresh
+from tests.system.load import Load
+from tests.system.processes import Process
+from tests.system.product import Product, running
+
+pytestmark = pytest.mark.system
+
+
+@pytest.fixture(scope="module")
+def load() -> Iterator[Load]:
+    """One product for all the kills of this file, and hosts that have joined it."""
+    with fresh() as folder, running(Product(folder / "state", {"CYBORG_RESCAN_S": "2"})) as product:
+        product.until(lambda: product.drivers(), 30, "the agent's drivers run")
+        yield Load(product)
+
+
+def child(name: str) -> Callable[[Product], list[Process]]:
+    """The child `name` alone."""
+    return lambda product: [one for one in [product.child(name)] if one]
+
+
+def group(name: str) -> Callable[[Product], list[Process]]:
+    """The child `name` and everything below it."""
+
+    def members(product: Product) -> list[Process]:
+        top = product.child(name)
+        return [top, *below(product, name)] if top else []
+
+    return members
+
+
+def below(product: Product, name: str) -> list[Process]:
+    """What a cluster consists of beside its first process, once it is complete."""
+    top, count = product.child(name), {"ingest": 1, "work": 2}[name]
+    workers = product.workers(name, count)
+    return [one for one in product.descendants(top) if workers] if top else []
+
+
+def driver(name: str) -> Callable[[Product], list[Process]]:
+    """The process in which the agent runs the driver `name`; started again when it is next asked."""
+    return lambda product: [one for one in product.drivers() if one.command.endswith(f" {name}")]
+
+
+def postmaster(product: Product) -> list[Process]:
+    """PostgreSQL's first process; its others end when they miss it."""
+    return [one for one in [product.postmaster()] if one]
+
+
+VICTIMS = {
+    "web": (child("web"), r"web +\| ended with -9; starting it again"),
+    "agent": (child("agent"), r"agent +\| ended with -9; starting it again"),
+    "a driver": (driver("fake_driver"), ""),
+    "ingest's workers": (lambda product: product.workers("ingest", 1), ""),
+    "ingest's group": (group("ingest"), r"ingest +\| ended with -9; starting it again"),
+    "work's workers": (lambda product: product.workers("work", 2), ""),
+    "work's group": (group("work"), r"work +\| ended with -9; starting it again"),
+    "postgres": (postmaster, r"postgres +\| ended with -9: starting it again"),
+}
+
+
+@pytest.mark.parametrize("moment", [20, 1])
+@pytest.mark.parametrize("victim", VICTIMS)
+def test_nothing_acknowledged_is_lost_when_it_is_killed(load: Load, victim: str, moment: int) -> None:
+    product = load.product
+    find, said = VICTIMS[victim]
+    with load.reporting():
+        victims = product.until(lambda: find(product), 30, f"{victim} is there")
+        load.until_acknowledged(moment)
+        place = product.mark()
+        kill(product, victims)
+        if said:
+            product.until_said(said, after=place)
+        successors = product.until(lambda: find(product), 60, f"{victim} is there again")
+        assert not {one.pid for one in victims} & {one.pid for one in successors}
+        load.until_acknowledged(20)
+    load.until_stored()
+    product.until(lambda: not [one for one in victims if one.alive()], 10, f"{victim} is still there")
+
+
+def kill(product: Product, victims: list[Process]) -> None:
+    """SIGKILL; who dies with the first of them is dead already when its turn comes."""
+    product.remember()
+    for one in victims:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(one.pid, signal.SIGKILL)
+
+
+def test_a_cluster_whose_idle_workers_were_killed_is_replaced(load: Load) -> None:
+    """django-q2 dead-locks for good then: the killed worker held the lock of the queue it waited at."""
+    product = load.product
+    load.until_stored()
+    for name, count in (("ingest", 1), ("work", 2)):
+        first = product.until(lambda name=name: product.child(name), 30, f"{name} runs")
+        place = product.mark()
+        kill(product, product.until(lambda n=name, c=count: product.workers(n, c), 30, f"{name} is complete"))
+        if name == "ingest":
+            with load.reporting():
+                load.until_acknowledged(1)
+        product.until_said(rf"cluster {name} does not take up job", 60, after=place)
+        product.until(lambda f=first, n=name: product.child(n) not in (None, f), 30, f"{name} is another one")
+    load.until_stored()
+
+
+def test_a_supervisor_that_is_killed_takes_everything_with_it_and_the_next_one_goes_on(load: Load) -> None:
+    product = load.product
+    with load.reporting():
+        load.until_acknowledged(20)
+        product.until(lambda: product.drivers(), 30, "the agent's drivers run")
+        product.kill()
+        product.nothing_left()
+        product.start()
+        load.until_acknowledged(20)
+    load.until_stored()

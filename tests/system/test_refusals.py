@@ -1,0 +1,97 @@
+"""What stands in the way of a start gets one clear sentence, exit status 2, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from pathlib import Path
+
+import pytest
+
+from cyborgweb.postgres import find
+from tests.system.plain import as_plain_user
+from tests.system.product import Product, running, sweep
+
+pytestmark = pytest.mark.system
+
+
+def refusal(product: Product) -> str:
+    """Start it, see it refuse, and return its one sentence."""
+    product.begin()
+    assert product.process
+    try:
+        assert product.process.wait(60) == 2, product.log()
+    finally:
+        sweep(product)
+    *log, sentence = product.log().splitlines()
+    assert all(re.match(r"\d\d:\d\d:\d\d \S+ +\| ", line) for line in log), "more than the log and one sentence"
+    assert sentence.startswith("cyborgweb: ")
+    return sentence
+
+
+def test_a_used_port(folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        said = refusal(Product(folder / "state", {"CYBORG_LISTEN": address}))
+    assert address in said and "in use" in said and "CYBORG_LISTEN" in said
+
+
+@pytest.mark.parametrize("listen", ["8000", "somewhere", "127.0.0.1:x", "127.0.0.1:99999", "not-an-address:80"])
+def test_an_address_that_is_none(folder: Path, listen: str) -> None:
+    assert "CYBORG_LISTEN" in refusal(Product(folder / "state", {"CYBORG_LISTEN": listen}))
+
+
+def test_a_value_that_cannot_be_used(folder: Path) -> None:
+    said = refusal(Product(folder / "state", {"CYBORG_BEAT_S": "soon"}))
+    assert "CYBORG_BEAT_S" in said and "soon" in said
+
+
+def test_a_state_directory_below_a_file(folder: Path) -> None:
+    (folder / "file").write_text("")
+    said = refusal(Product(folder / "file" / "state"))
+    assert "CYBORG_STATE_DIR" in said and str(folder) in said
+
+
+@pytest.mark.parametrize("made", [True, False], ids=["exists", "its parent exists"])
+def test_a_state_directory_that_is_not_writable(folder: Path, made: bool) -> None:
+    before = as_plain_user()
+    closed = folder / "closed"
+    closed.mkdir(mode=0o755)
+    os.chown(closed, os.getuid(), os.getgid())
+    if not before:
+        closed.chmod(0o555)
+    os.chmod(folder, 0o755)
+    said = refusal(Product(closed if made else closed / "state", before=before))
+    assert "CYBORG_STATE_DIR" in said and str(closed) in said and "not writable" in said
+
+
+def test_a_second_one_over_the_same_state(folder: Path) -> None:
+    product = Product(folder / "state")
+    with running(product):
+        first = {product.child(name) for name in ("web", "ingest", "work", "agent")}
+        second = Product(product.state)
+        second.log_file = folder / "second.log"
+        second.begin()
+        assert second.process and second.process.wait(60) == 2
+        assert str(product.state) in second.log() and "another one runs" in second.log()
+        assert second.log().count("\n") == 1
+        assert {product.child(name) for name in ("web", "ingest", "work", "agent")} == first
+        assert product.get("/readyz")[0] == 200
+
+
+def test_data_of_another_major_version_of_postgresql(folder: Path) -> None:
+    data = folder / "state" / "postgres" / "data"
+    data.mkdir(parents=True)
+    (data / "PG_VERSION").write_text("14\n")
+    said = refusal(Product(folder / "state"))
+    assert "PostgreSQL 14" in said and "pg_dumpall" in said
+    assert [path.name for path in data.iterdir()] == ["PG_VERSION"], "it touched the data"
+
+
+def test_data_that_are_damaged(folder: Path) -> None:
+    data = folder / "state" / "postgres" / "data"
+    data.mkdir(parents=True, mode=0o700)
+    (data / "PG_VERSION").write_text(f"{find(os.environ.get('CYBORG_PG_BIN', '')).major}\n")
+    said = refusal(Product(folder / "state"))
+    assert "PostgreSQL does not start" in said and "postgres/log" in said

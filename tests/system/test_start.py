@@ -1,0 +1,72 @@
+"""One command: a first start, a second one, and how it ends."""
+
+from __future__ import annotations
+
+import re
+import signal
+import stat
+from pathlib import Path
+
+import pytest
+
+from tests.system.product import Product, running, sweep
+
+pytestmark = pytest.mark.system
+
+
+def test_a_first_start_makes_a_login_and_a_second_one_keeps_it(folder: Path) -> None:
+    product = Product(folder / "state")
+    login = product.state / "first-login"
+    with running(product):
+        assert stat.S_IMODE(login.stat().st_mode) == 0o600
+        said = product.until_said(r"first login: (\S+ / \S+) \(kept in (\S+)\)")
+        assert (said[1], said[2]) == (login.read_text().strip(), str(login))
+        made = {path: path.read_bytes() for path in (login, product.state / "secret-key")}
+        database = (product.state / "postgres" / "data" / "PG_VERSION").stat()
+    with running(product):
+        assert made == {path: path.read_bytes() for path in made}
+        assert (product.state / "postgres" / "data" / "PG_VERSION").stat() == database
+        assert product.until_said(r"first login: (\S+ / \S+)")[1] == said[1]
+        assert product.rows("SELECT count(*) FROM auth_user") == [(1,)]
+        assert product.get("/readyz")[0] == 200
+
+
+@pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_group_ends_everything_in_order(folder: Path, sig: signal.Signals) -> None:
+    product = Product(folder / "state")
+    with running(product):
+        product.until(lambda: len(product.drivers()) == 2, 30, "both drivers run")
+        product.until(lambda: product.workers("ingest", 1) and product.workers("work", 2), 30, "the clusters are complete")
+        assert product.interrupt(sig) in (0, 128 + sig)
+        assert not product.left()
+        assert re.search(rf"{sig.name}: stopping\n(.*\n)*.*serve    \| stopped\n$", product.log())
+        assert "Traceback" not in product.log()
+    assert not (product.state / "postgres" / "data" / "postmaster.pid").exists(), "PostgreSQL was not shut down"
+    assert "was not properly shut down" not in database_log_of_another_start(product)
+
+
+def database_log_of_another_start(product: Product) -> str:
+    """What PostgreSQL said when it was started again over the same data; it tells of a shutdown that was none."""
+    with running(product):
+        return (product.state / "postgres" / "log").read_text()
+
+
+def test_a_signal_during_the_start_ends_it_too(folder: Path) -> None:
+    product = Product(folder / "state")
+    product.begin()
+    try:
+        product.until_said("accepting connections")
+        product.interrupt(signal.SIGINT)
+    finally:
+        sweep(product)
+
+
+def test_it_ends_with_whoever_started_it(folder: Path) -> None:
+    """`make up` in a terminal that is closed, or killed with SIGKILL."""
+    product = Product(folder / "state", before=("sh", "-c", '"$@"; exit $?', "shell"))
+    with running(product):
+        product.remember()
+        assert product.process
+        product.process.kill()
+        product.process.wait()
+        product.nothing_left()
