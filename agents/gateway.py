@@ -142,20 +142,22 @@ class Gateway:
                     {"type": "websocket.send", "text": f'{{"type":"Ack","seq":{message.seq},"of":"Beat"}}'}
                 )
             elif type(message) is wire.Report:
-                if not await self._report(session, message, data):
+                order, content = (message.epoch, message.seq), message.hash
+                del message  # decoded it is five times its text: nobody holds that while the commit is awaited
+                if not await self._report(session, order, content, data):
                     return
             elif type(message) is wire.Hello:
                 host_id = session.identity.host_id
                 self.leases.hello(host_id, message.agent_version, session.version, message.boot_id)
             elif type(message) is wire.Unknown:
                 self.counters["unknown_types"] += 1
+            del event, data  # an idle connection holds no report
 
-    async def _report(self, session: Session, report: wire.Report, data: str | bytes) -> bool:
+    async def _report(self, session: Session, order: tuple[int, int], content: str, data: str | bytes) -> bool:
         """Acknowledge it when it is durable, applied already, or old; False when the connection is to end."""
-        identity = session.identity
-        order = (report.epoch, report.seq)
-        self.leases.seen(identity.host_id, report.epoch)
-        if order > session.last and session.applied != report.hash:
+        host_id = session.identity.host_id
+        self.leases.seen(host_id, order[0])
+        if order > session.last and session.applied != content:
             payload = data if isinstance(data, str) else data.decode()
             if "\\u0000" in payload:
                 await self._refuse(session, "malformed", "a text with a NUL character cannot be stored")
@@ -163,16 +165,16 @@ class Gateway:
             if self._pending_bytes > MAX_PENDING_BYTES:
                 await self._refuse(session, "busy", "too many reports wait to be stored: come back")
                 return False
-            session.applied = "" if await self._durable(identity, report, payload) else report.hash
+            session.applied = "" if await self._durable(host_id, order, content, payload) else content
         session.last = max(session.last, order)
-        await session.send({"type": "websocket.send", "text": f'{{"type":"Ack","seq":{report.seq},"of":"Report"}}'})
+        await session.send({"type": "websocket.send", "text": f'{{"type":"Ack","seq":{order[1]},"of":"Report"}}'})
         return True
 
-    async def _durable(self, identity: Identity, report: wire.Report, payload: str) -> bool:
+    async def _durable(self, host_id: int, order: tuple[int, int], content: str, payload: str) -> bool:
         future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._pending_bytes += len(payload)
         try:
-            self._writer.put(SpoolJob(future, identity, report, payload))
+            self._writer.put(SpoolJob(future, host_id, order, content, payload))
             return await future
         finally:
             self._pending_bytes -= len(payload)

@@ -21,7 +21,7 @@ from django.db import DatabaseError, InterfaceError, OperationalError, close_old
 
 from accelerators import ticks
 from agents import enrolment, wire
-from agents.enrolment import Identity, Refused
+from agents.enrolment import Refused
 from agents.leases import Leases
 from agents.refusals import Refusals
 
@@ -40,8 +40,9 @@ class SpoolJob:
     """A report to be made durable. The future gives True when it was spooled, False when it is applied already."""
 
     future: asyncio.Future[Any]
-    identity: Identity
-    report: wire.Report
+    host_id: int
+    order: tuple[int, int]
+    hash: str
     payload: str
 
 
@@ -140,14 +141,13 @@ class Writer(threading.Thread):
     def _spool(self, jobs: list[SpoolJob]) -> list[tuple[asyncio.Future[Any], Any]]:
         now = datetime.now(UTC)
         with transaction.atomic(), connection.cursor() as cursor:
-            cursor.execute(APPLIED, [[job.identity.host_id for job in jobs]])
+            cursor.execute(APPLIED, [[job.host_id for job in jobs]])
             applied = dict(cursor.fetchall())
-            fresh = [job for job in jobs if applied.get(job.identity.host_id) != job.report.hash]
+            fresh = [job for job in jobs if applied.get(job.host_id) != job.hash]
             if fresh:
                 with cursor.copy(COPY) as copy:
                     for job in fresh:
-                        row = (job.identity.host_id, job.report.epoch, job.report.seq, now, job.payload)
-                        copy.write_row(row)
+                        copy.write_row((job.host_id, *job.order, now, job.payload))
         if fresh:
             ticks.kick("merge")
         spooled = {id(job) for job in fresh}

@@ -1,4 +1,4 @@
-"""Hosts that report without pause, and remember what was acknowledged: the other half of "nothing acknowledged is lost".
+"""Hosts that report without pause and remember what was acknowledged: the other half of "nothing is lost".
 
 Each is a `WireAgent` on a thread. It sends one report after the other, each with other devices, and connects again
 when the socket breaks, as the real agent does: a report that was not acknowledged is sent once more with its number.
@@ -116,7 +116,7 @@ class Load:
         self.product.until(
             lambda: all(host.acked >= wanted[host.name] for host in self.hosts),
             deadline_s,
-            f"{[(h.name, h.acked, h.trouble) for h in self.hosts]} shall reach {wanted}",
+            lambda: f"{[(h.name, h.acked, h.trouble) for h in self.hosts]} shall reach {wanted}",
         )
 
     def until_stored(self, deadline_s: float = 60.0) -> None:
@@ -125,4 +125,4 @@ class Load:
         def stored() -> bool:
             return self.product.rows("SELECT count(*) FROM spool") == [(0,)] and not any(h.lost() for h in self.hosts)
 
-        self.product.until(stored, deadline_s, f"lost: {[h.lost() for h in self.hosts]}")
+        self.product.until(stored, deadline_s, lambda: f"lost: {[h.lost() for h in self.hosts]}")

@@ -1,4 +1,4 @@
-"""What runs on this machine, read from /proc: so that a test can name a process, kill it, and see that nothing is left."""
+"""What runs on this machine, read from /proc: a test names a process by it, kills it, and sees that nothing is left."""
 
 from __future__ import annotations
 

@@ -110,12 +110,13 @@ class Product:
 
         return self.until(found, deadline_s, pattern)
 
-    def until(self, condition: Callable[[], Any], deadline_s: float, what: str) -> Any:
-        """Wait for a condition; what fails shows the end of the log."""
+    def until(self, condition: Callable[[], Any], deadline_s: float, what: str | Callable[[], str]) -> Any:
+        """Wait for a condition; a failure says `what` was waited for, and shows the end of the log."""
         try:
             return until(condition, deadline_s)
         except AssertionError as error:
-            raise AssertionError(f"{what}: {error}\n{self.log()[-4000:]}") from None
+            said = what if isinstance(what, str) else what()
+            raise AssertionError(f"{said}: {error}\n{self.log()[-4000:]}") from None
 
     def get(self, path: str, **headers: str) -> tuple[int, bytes]:
         """Status and body; (0, b"") where nobody answers."""
@@ -163,7 +164,8 @@ class Product:
 
     def postmaster(self) -> Process | None:
         """PostgreSQL's first process."""
-        found = [p for p in processes.everything() if p.parent == self.pid and f"{self.state}/postgres/data" in p.command]
+        data = f"{self.state}/postgres/data"
+        found = [p for p in processes.everything() if p.parent == self.pid and data in p.command]
         return found[-1] if found else None
 
     def workers(self, cluster: str, count: int) -> list[Process]:
@@ -211,7 +213,7 @@ class Product:
 
     def nothing_left(self, deadline_s: float = STOP_S) -> None:
         """Wait until nothing of it runs."""
-        self.until(lambda: not self.left(), deadline_s, f"still running: {self.left()}")
+        self.until(lambda: not self.left(), deadline_s, lambda: f"still running: {self.left()}")
 
 
 @contextmanager

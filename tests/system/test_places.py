@@ -33,7 +33,9 @@ def test_below_a_folder_only_its_owner_may_enter(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["long/" * 20 + "path", 'ünd with, "all" that\'s \\possible % in {a} name'], ids=["too long for a socket", "odd"]
+    "name",
+    ["long/" * 20 + "path", 'ünd with, "all" that\'s \\possible % in {a} name'],
+    ids=["too long for a socket", "odd"],
 )
 def test_below_a_path_that_is(folder: Path, name: str) -> None:
     deep = folder / name

@@ -36,7 +36,8 @@ def test_a_signal_to_the_group_ends_everything_in_order(folder: Path, sig: signa
     product = Product(folder / "state")
     with running(product):
         product.until(lambda: len(product.drivers()) == 2, 30, "both drivers run")
-        product.until(lambda: product.workers("ingest", 1) and product.workers("work", 2), 30, "the clusters are complete")
+        for name, count in (("ingest", 1), ("work", 2)):
+            product.until(lambda n=name, c=count: product.workers(n, c), 30, f"{name} is complete")
         assert product.interrupt(sig) in (0, 128 + sig)
         assert not product.left()
         assert re.search(rf"{sig.name}: stopping\n(.*\n)*.*serve    \| stopped\n$", product.log())

@@ -1,0 +1,86 @@
+"""`python -m tests.bench [--full]`: measures every row, prints the table, writes `$CYBORG_STATE_DIR/bench.json`.
+
+Exits 0 whenever it could measure, whatever it found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from drivers.process import die_with_parent
+from tests.bench.figures import Row, table
+from tests.bench.lab import CannotMeasure, Generator, Lab
+
+
+def main() -> int:
+    """0 measured, 2 could not."""
+    parser = argparse.ArgumentParser(prog="tests.bench", description=__doc__)
+    parser.add_argument("--full", action="store_true", help="published sizes instead of smoke sizes")
+    parser.add_argument("--only", default="", help="groups to measure, comma separated: wire, merge, whole, agent")
+    arguments = parser.parse_args()
+    die_with_parent()
+    state = Path(os.environ.get("CYBORG_STATE_DIR", "./var"))
+    began = time.monotonic()
+    try:
+        with Lab(state) as lab:
+            rows = _measure(lab, full=arguments.full, only=arguments.only)
+    except CannotMeasure as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 2
+    (state / "bench.json").write_text(json.dumps([row.as_json() for row in rows], indent=1) + "\n")
+    print(f"\n{table(rows)}\n")
+    missed = sum(not row.ok for row in rows)
+    print(f"{len(rows)} rows in {time.monotonic() - began:.0f} s, {missed} missed; written to {state / 'bench.json'}")
+    return 0
+
+
+def _measure(lab: Lab, *, full: bool, only: str) -> list[Row]:
+    wanted = set(filter(None, only.split(","))) or {"wire", "merge", "whole", "agent"}
+    lab.start_database()
+    from tests.bench import rows_merge, rows_wire
+
+    generator = Generator(lab)
+    rows: list[Row] = []
+    if "wire" in wanted:
+        size = rows_wire.Size(500, 10, 3.0) if full else rows_wire.Size(500, 5, 1.0)
+        rows += rows_wire.rows(lab, generator, size, progress)
+    if "merge" in wanted:
+        rows += rows_merge.rows(rows_merge.Size(2000, 5) if full else rows_merge.Size(300, 5), progress)
+    if wanted & {"whole", "agent"}:
+        rows += _measure_whole(lab, generator, full=full, wanted=wanted)
+    return rows
+
+
+def _measure_whole(lab: Lab, generator: Generator, *, full: bool, wanted: set[str]) -> list[Row]:
+    from tests.bench import fixtures, rows_agent, rows_whole
+    from tests.bench.whole import running
+
+    fixtures.empty_inventory()
+    lab.stop_database()
+    progress("starting the whole product")
+    size = rows_whole.Size(300, 5000, 3) if full else rows_whole.Size(60, 1000, 3)
+    rows: list[Row] = []
+    with running(lab) as whole:
+        if "agent" in wanted:
+            time.sleep(5)  # its first look and report are over
+            at_rest = rows_agent.rows(whole, 65.0 if full else 10.0, progress)
+        if "whole" in wanted:
+            rows += rows_whole.visible(whole, generator, size, progress)
+            rows += rows_whole.storm(lab, whole, generator, size, progress)
+        if "agent" in wanted:
+            rows += at_rest
+    return rows
+
+
+def progress(text: str) -> None:
+    """One line while it runs."""
+    print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,187 @@
+"""Where the bench works: a throw-away state directory with one durable database, servers and a load generator in it.
+
+Every process started here dies with this one, also when it is killed. The generator has the last core, servers the
+first; PostgreSQL goes where the kernel puts it, so on two cores it shares them with both: hence ratios, not rates.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from cyborgweb.postgres import Postgres
+
+ROOT = Path(__file__).resolve().parents[2]
+CORES = sorted(os.sched_getaffinity(0))
+SERVER_CORE, LOAD_CORE = {CORES[0]}, {CORES[-1]}
+READY_S = 30
+
+
+class CannotMeasure(RuntimeError):
+    """Something the bench needs did not come up; the text says what."""
+
+
+class Lab:
+    """The folder `bench` in the state directory, made anew; `with` it, and it is gone afterwards."""
+
+    def __init__(self, state: Path) -> None:
+        self.home = state.absolute() / "bench"
+        self.postgres = Postgres(self.home / "postgres", os.environ.get("CYBORG_PG_BIN", ""))
+        self._lock: IO[str] | None = None
+
+    def __enter__(self) -> Lab:
+        self.home.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.home.parent / "bench.lock").open("a")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CannotMeasure(f"another bench runs in {self.home}") from None
+        self._remove()
+        self.home.mkdir(mode=0o700)
+        for name in [n for n in os.environ if n.startswith("CYBORG_") and n != "CYBORG_PG_BIN"]:
+            del os.environ[name]
+        os.environ |= {"CYBORG_STATE_DIR": str(self.home), "DJANGO_SETTINGS_MODULE": "cyborgweb.settings.base"}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.postgres.stop()
+        self._remove()
+        if self._lock:
+            self._lock.close()
+
+    def _remove(self) -> None:
+        for folder in (self.home, self.postgres.socket):
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def start_database(self) -> None:
+        """Durable, migrated, Django ready in this process."""
+        self.postgres.start()
+        self.postgres.ensure_database("cyborg")
+        import django
+        from django.core.management import call_command
+
+        django.setup()
+        call_command("migrate", verbosity=0, interactive=False, skip_checks=True)
+
+    def stop_database(self) -> None:
+        """For who starts it again on the same data."""
+        from django.db import connection
+
+        connection.close()
+        self.postgres.stop()
+
+    def log(self, name: str) -> IO[bytes]:
+        """Where a child writes what it has to say."""
+        return (self.home / f"{name}.log").open("ab")
+
+
+@contextmanager
+def on_cores(cores: set[int]) -> Iterator[None]:
+    """This thread on `cores` only."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+@dataclass
+class Server:
+    """A child that serves on `port`."""
+
+    process: subprocess.Popen[bytes]
+    port: int
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self.process.pid
+
+
+@contextmanager
+def serving(lab: Lab, application: str, **environment: str) -> Iterator[Server]:
+    """`tests.bench.server APPLICATION` on the server's core."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(4096)
+        port, fd = listener.getsockname()[1], listener.fileno()
+        command = [sys.executable, "-m", "tests.bench.server", application, "--fd", str(fd)]
+        with lab.log(application) as log:
+            process = subprocess.Popen(
+                command, stderr=log, stdout=log, cwd=ROOT, pass_fds=(fd,), env=_environment(**environment)
+            )
+    os.sched_setaffinity(process.pid, SERVER_CORE)
+    try:
+        _wait_until_it_answers(process, port, application)
+        yield Server(process, port)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _environment(**more: str) -> dict[str, str]:
+    return os.environ | {"CYBORG_PARENT": str(os.getpid()), "PYTHONUNBUFFERED": "1"} | more
+
+
+def _wait_until_it_answers(process: subprocess.Popen[bytes], port: int, name: str) -> None:
+    with socket.create_connection(("127.0.0.1", port), timeout=READY_S) as client:
+        client.sendall(b"GET /ws/agent/challenge HTTP/1.1\r\nHost: bench\r\nConnection: close\r\n\r\n")
+        if not client.recv(64).startswith(b"HTTP/1.1 200"):
+            raise CannotMeasure(f"the server {name} does not answer (exit status {process.poll()})")
+
+
+class Generator:
+    """The other end of `tests.bench.load`: `generator.run(group=…)` is its command `run`."""
+
+    def __init__(self, lab: Lab) -> None:
+        with lab.log("load") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.bench.load"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                cwd=ROOT,
+                env=_environment(),
+            )
+        os.sched_setaffinity(self._process.pid, LOAD_CORE)
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+        """Have it done; raises CannotMeasure with what went wrong."""
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write(json.dumps({"do": do} | arguments) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise CannotMeasure(f"the load generator ended in {do!r} with {self._process.wait(5)}")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise CannotMeasure(f"{do}: {answer['error']}")
+        return answer
+
+    def connect(self, group: str, port: int, count: int) -> None:
+        """`count` agents; raises CannotMeasure when one is refused."""
+        if refused := self.ask("connect", group=group, port=port, count=count)["refused"]:
+            raise CannotMeasure(f"{group}: {sum(refused.values())} agents were refused: {refused}")
+
+    def stop(self) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.wait()

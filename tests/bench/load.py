@@ -1,0 +1,177 @@
+"""The load generator: a process of its own, told what to do in JSON lines on its standard input.
+
+Each line is a command with its arguments, each answer one line. `tests.bench.lab.Generator` is the other end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import uvloop
+
+from drivers.process import die_with_parent
+from tests.bench import messages, visible
+from tests.bench.peer import Key, Peer, Refused, connect, key_of
+
+AT_ONCE = 256
+"""Handshakes under way at a time where connecting is not what is measured; in a storm all are."""
+BEAT = '{{"type":"Beat","seq":{}}}'
+Say = Callable[[Peer], str]
+
+
+class Load:
+    """Groups of connected agents by name."""
+
+    def __init__(self) -> None:
+        self.groups: dict[str, list[Peer]] = {}
+        self.keys: dict[int, Key] = {}
+        self.sequence = int(time.time())  # never lower than a seq that an earlier run has stored
+
+    async def connect(self, group: str, port: int, count: int) -> dict[str, Any]:
+        """Agents 0 … count-1, connected and welcomed, AT_ONCE handshakes at a time."""
+        self._prepare_keys(count)
+        began = time.perf_counter()
+        peers, refused = await self._connect(port, count, AT_ONCE, lambda peer: None)
+        self.groups[group] = peers
+        return {"seconds": time.perf_counter() - began, "refused": refused}
+
+    def _prepare_keys(self, count: int) -> None:
+        for number in range(len(self.keys), count):
+            self.keys[number] = key_of(number)
+
+    async def _connect(
+        self, port: int, count: int, at_once: int, welcomed: Callable[[Peer], None]
+    ) -> tuple[list[Peer], dict[str, int]]:
+        gate, peers, refused = asyncio.Semaphore(at_once), [], dict[str, int]()
+
+        async def one(number: int) -> None:
+            async with gate:
+                try:
+                    peer = await connect(port, number, self.keys[number])
+                except (Refused, OSError) as error:
+                    reason = str(error)[:300]
+                    refused[reason] = refused.get(reason, 0) + 1
+                    return
+            peers.append(peer)
+            welcomed(peer)
+
+        await asyncio.gather(*(one(number) for number in range(count)))
+        return peers, refused
+
+    async def run(self, group: str, message: str, devices: int, seconds: float) -> dict[str, Any]:
+        """Every agent sends, waits for its Ack, sends again; `message` is beat, report or the hash of the unchanged."""
+        peers, times = self.groups[group], list[float]()
+        say = self._say(message, devices)
+        now = time.perf_counter
+        end = now() + seconds
+        idle = asyncio.Event()
+        open_sockets = len(peers)
+
+        def answered(peer: Peer, _payload: bytes) -> None:
+            nonlocal open_sockets
+            at = now()
+            times.append(at - peer.sent_at)
+            if at < end:
+                peer.sent_at = at
+                peer.send(say(peer))
+                return
+            open_sockets -= 1
+            if not open_sockets:
+                idle.set()
+
+        began = now()
+        for peer in peers:
+            peer.on_message, peer.sent_at = answered, now()
+            peer.send(say(peer))
+        async with asyncio.timeout(seconds + 30):
+            await idle.wait()
+        took = now() - began
+        times.sort()
+        return {"count": len(times), "seconds": took} | _percentiles(times)
+
+    def _say(self, message: str, devices: int) -> Say:
+        if message == "beat":
+            return lambda peer: BEAT.format(self._next())
+        parts = messages.report_parts(messages.devices(devices))
+        content = "" if message == "report" else message
+        return lambda peer: messages.report(parts, self._next(), content)
+
+    def _next(self) -> int:
+        self.sequence += 1
+        return self.sequence
+
+    async def storm(self, group: str, port: int, count: int, devices: int) -> dict[str, Any]:
+        """All agents connect, and report the moment they are welcomed. `devices` 0: they connect only."""
+        self._prepare_keys(count)
+        parts = [messages.report_parts(messages.devices(devices, messages.host_name(n))) for n in range(count)]
+        acked, everyone, last = 0, asyncio.Event(), 0.0
+        now = time.perf_counter
+
+        def answered(_peer: Peer, _payload: bytes) -> None:
+            nonlocal acked
+            acked += 1
+            if acked == count:
+                everyone.set()
+
+        def welcomed(peer: Peer) -> None:
+            nonlocal last
+            last = now()
+            if devices:
+                peer.on_message = answered
+                peer.send(messages.report(parts[peer.number], self._next()))
+
+        began = now()
+        peers, refused = await self._connect(port, count, count, welcomed)
+        self.groups[group] = peers
+        if devices and not refused:
+            async with asyncio.timeout(120):
+                await everyone.wait()
+        return {"connected_s": last - began, "acked_s": now() - began, "acked": acked, "refused": refused}
+
+    async def visible(self, **arguments: Any) -> dict[str, Any]:
+        """See `tests.bench.visible`."""
+        self._prepare_keys(1)
+        return await visible.probe(self.keys[0], **arguments)
+
+    async def close(self, group: str) -> dict[str, Any]:
+        """Drop the connections of a group."""
+        peers = self.groups.pop(group, [])
+        lost = sum(peer.lost for peer in peers)
+        for peer in peers:
+            if peer.transport:
+                peer.transport.abort()
+        await asyncio.sleep(0.2)
+        return {"lost": lost}
+
+
+def _percentiles(ordered: list[float]) -> dict[str, float]:
+    if not ordered:
+        return {"p50_ms": 0.0, "p99_ms": 0.0}
+    return {f"p{n}_ms": ordered[min(len(ordered) - 1, len(ordered) * n // 100)] * 1000 for n in (50, 99)}
+
+
+async def _serve() -> None:
+    load, loop = Load(), asyncio.get_running_loop()
+    while line := await loop.run_in_executor(None, sys.stdin.readline):
+        command = json.loads(line)
+        try:
+            answer = await getattr(load, command.pop("do"))(**command)
+        except (OSError, TimeoutError, RuntimeError) as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(json.dumps(answer), flush=True)
+
+
+def main() -> None:
+    """Until standard input ends."""
+    die_with_parent()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""What the bench's agents are and say: keys that need no storing, and reports of a usual size."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
+
+from agents import wire
+from drivers.inventory import AttachHandle, Attribute, Deployable, Device, DriverReport
+
+
+def host_name(number: int) -> str:
+    """The name and node of bench host `number`."""
+    return f"bench-{number:05d}"
+
+
+def private_key(number: int) -> Ed25519PrivateKey:
+    """The same key in every process, so nobody has to hand it over."""
+    return Ed25519PrivateKey.from_private_bytes(hashlib.blake2b(b"bench%d" % number, digest_size=32).digest())
+
+
+def public_key(number: int) -> str:
+    """As the wire and `agents.Agent` have it, base64url."""
+    raw = private_key(number).public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
+    return base64.urlsafe_b64encode(raw).decode()
+
+
+def devices(count: int, host: str = "bench", model: str = "1044") -> tuple[Device, ...]:
+    """Plain PCI cards with one handle and three attributes each; at most 2 048."""
+    return tuple(_device(n, host, model) for n in range(count))
+
+
+def _device(number: int, host: str, model: str) -> Device:
+    bus, slot = divmod(number, 8)
+    address = f"0000:{bus:02x}:{slot:02x}.0"
+    handle = f'{{"bus": "{bus:02x}", "device": "{slot:02x}", "domain": "0000", "function": "0"}}'
+    attributes = (
+        Attribute("rc", "FPGA"),
+        Attribute("trait0", "CUSTOM_FPGA_1AF4"),
+        Attribute("trait1", "CUSTOM_FPGA_PRODUCT_ID_1044"),
+    )
+    return Device(
+        key=f"pci:{address}",
+        type="FPGA",
+        vendor="1af4",
+        model=model,
+        address=address,
+        std_board_info=f'{{"class": "1200", "device_id": "{model}"}}',
+        vendor_board_info='{"vendor_info": "bench"}',
+        numa_node=0,
+        deployables=(Deployable(f"{host}_{address}", 1, attributes, (AttachHandle("PCI", handle),), "bench_driver"),),
+    )
+
+
+def report_parts(found: tuple[Device, ...], epoch: int = 1) -> tuple[str, str, str]:
+    """A Report's text in three pieces: between them go `seq` and a hash of 40 characters."""
+    seq, name = 987654321, "#" * 40
+    text = wire.encode(wire.Report(epoch, seq, name, (DriverReport("bench_driver", "", found),)))
+    head, _, rest = text.partition(str(seq))
+    middle, _, tail = rest.partition(name)
+    return head, middle, tail
+
+
+def report(parts: tuple[str, str, str], seq: int, content: str = "") -> str:
+    """The Report with this `seq`; its hash is `content` where it is given, else `seq` itself."""
+    return f"{parts[0]}{seq}{parts[1]}{content or format(seq, '040x')}{parts[2]}"

@@ -1,0 +1,166 @@
+"""The leanest agent: one asyncio protocol from challenge to the last Ack. The generator must cost less than the server.
+
+Frames are masked with a key of zeros: that is legal, leaves the text as it is, and costs the server what any key does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+import msgspec
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from agents import wire
+from tests.bench import messages
+
+UPGRADE = (
+    "GET {path} HTTP/1.1\r\nHost: bench\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+    "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\nSec-WebSocket-Version: 13\r\n"
+    "Sec-WebSocket-Protocol: {version}\r\nAuthorization: {authorization}\r\n\r\n"
+)
+ASK = f"GET {wire.CHALLENGE_PATH} HTTP/1.1\r\nHost: bench\r\nConnection: close\r\n\r\n".encode()
+
+
+class Refused(ConnectionError):
+    """The server did not let an agent in; the text is its answer."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """Of one bench host, made before anything is measured."""
+
+    private: Ed25519PrivateKey
+    public: str
+
+
+def key_of(number: int) -> Key:
+    """The key of bench host `number`."""
+    return Key(messages.private_key(number), messages.public_key(number))
+
+
+class _Question(asyncio.Protocol):
+    """GET of a challenge on a connection of its own, as the agent asks for it."""
+
+    def __init__(self, answered: asyncio.Future[str]) -> None:
+        self._answered, self._unread = answered, b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        cast(asyncio.Transport, transport).write(ASK)
+
+    def data_received(self, data: bytes) -> None:
+        self._unread += data
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._answered.done():
+            return
+        status, _, body = self._unread.partition(b"\r\n\r\n")
+        if b" 200 " in status[:16] and body:
+            self._answered.set_result(msgspec.json.decode(body, type=wire.Challenge).nonce)
+        else:
+            self._answered.set_exception(Refused(f"challenge: {self._unread[:200]!r} {exc}"))
+
+
+class Peer(asyncio.Protocol):
+    """One agent's socket. `on_message(peer, payload)` is called for every text frame after the Welcome."""
+
+    def __init__(self, number: int, key: Key, welcomed: asyncio.Future[Peer]) -> None:
+        self.number, self._key, self._welcomed = number, key, welcomed
+        self.on_message: Callable[[Peer, bytes], None] = lambda peer, payload: None
+        self.transport: asyncio.Transport | None = None
+        self.seq = 0
+        self.sent_at = 0.0
+        self.lost = False
+        self._request = b""
+        self._unread = b""
+        self._upgraded = False
+
+    @property
+    def welcomed(self) -> bool:
+        """Whether the gateway has spoken."""
+        return self._welcomed.done()
+
+    def prepare(self, nonce: str) -> None:
+        """Sign the challenge."""
+        host = messages.host_name(self.number)
+        signature = self._key.private.sign(wire.signed_bytes(host, host, 1, nonce, ""))
+        sealed = base64.urlsafe_b64encode(signature).decode()
+        header = wire.authorization(wire.Credential(host, host, 1, nonce, self._key.public, sealed))
+        self._request = UPGRADE.format(path=wire.PATH, version=wire.VERSIONS[0], authorization=header).encode()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        self.transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        data = self._unread + data if self._unread else data
+        if not self._upgraded:
+            head, found, rest = data.partition(b"\r\n\r\n")
+            if not found:
+                self._unread = data
+                return
+            if b" 101 " not in head[:16]:
+                self._fail(data[:300].decode(errors="replace"))
+                return
+            self._upgraded, data = True, rest
+        self._unread = self._frames(data)
+
+    def _frames(self, data: bytes) -> bytes:
+        """Take all whole frames; what is left over."""
+        at, end = 0, len(data)
+        while end - at >= 2:
+            kind, size, start = data[at] & 0x0F, data[at + 1], at + 2
+            if size == 126:
+                if end - start < 2:
+                    break
+                size, start = int.from_bytes(data[start : start + 2], "big"), start + 2
+            if end - start < size:
+                break
+            at = start + size
+            self._take(kind, data[start:at])
+        return data[at:]
+
+    def _take(self, kind: int, payload: bytes) -> None:
+        if kind == 9 and self.transport:
+            self.transport.write(bytes((0x8A, 0x80 | len(payload))) + b"\0\0\0\0" + payload)
+        elif kind == 1 and not self._welcomed.done():
+            self._welcomed.set_result(self)
+        elif kind == 1:
+            self.on_message(self, payload)
+
+    def send(self, text: str) -> None:
+        """One masked text frame."""
+        data = text.encode()
+        size = len(data)
+        if size < 126:
+            head = bytes((0x81, 0x80 | size))
+        elif size < 65536:
+            head = b"\x81\xfe" + size.to_bytes(2, "big")
+        else:
+            head = b"\x81\xff" + size.to_bytes(8, "big")
+        if self.transport:
+            self.transport.write(head + b"\0\0\0\0" + data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.lost = True
+        self._fail(f"closed: {exc}")
+
+    def _fail(self, reason: str) -> None:
+        if not self._welcomed.done():
+            self._welcomed.set_exception(Refused(reason))
+
+
+async def connect(port: int, number: int, key: Key) -> Peer:
+    """Challenge, signature, upgrade, Welcome; raises Refused or OSError."""
+    loop = asyncio.get_running_loop()
+    answered: asyncio.Future[str] = loop.create_future()
+    await loop.create_connection(lambda: _Question(answered), "127.0.0.1", port)
+    nonce = await answered
+    welcomed: asyncio.Future[Peer] = loop.create_future()
+    peer = Peer(number, key, welcomed)
+    peer.prepare(nonce)
+    await loop.create_connection(lambda: peer, "127.0.0.1", port)
+    return await welcomed

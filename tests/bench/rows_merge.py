@@ -1,0 +1,135 @@
+"""Row of the merge: acknowledged reports become rows of all tables, against PostgreSQL alone writing the same rows.
+
+The ceiling starts from staging tables that are loaded and analysed: no JSON, no comparison, no Python, one
+`INSERT … SELECT … ON CONFLICT` per table in one commit. Both begin with empty tables after a checkpoint, turn by turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from time import perf_counter, process_time
+
+from django.db import connection, transaction
+
+from agents import tasks
+from agents.spool import COPY
+from tests.bench import fixtures, messages
+from tests.bench.figures import Row, median
+
+DEVICES = 10
+KEYS = {
+    "device": "host_id, key",
+    "deployable": "device_id, name",
+    "attribute": "deployable_id, key",
+    "attachhandle": "deployable_id, attach_info",
+    "event": "",
+    "intent": "kind, key",
+}
+"""Tables in the order of their references, with what is unique in them; events have nothing to conflict with."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much of it."""
+
+    hosts: int
+    rounds: int
+
+
+def rows(size: Size, progress: Callable[[str], None]) -> list[Row]:
+    """One figure."""
+    progress(f"merging {size.hosts} new hosts of {DEVICES} devices against one upsert per table")
+    ids = fixtures.enrol(size.hosts)
+    merged, spent, staged, count = list[float](), list[float](), list[float](), 0
+    for turn in range(size.rounds + 1):  # the first warms up
+        fixtures.empty_inventory()
+        _spool(ids)
+        began, cpu = perf_counter(), process_time()
+        tasks.merge()
+        merged.append(perf_counter() - began)
+        spent.append(process_time() - cpu)
+        if not turn:
+            count = _stage()
+        fixtures.empty_inventory()
+        began = perf_counter()
+        _upsert()
+        staged.append(perf_counter() - began)
+    fixtures.empty_inventory()
+    _unstage()
+    ratio = median([ceiling / ours for ours, ceiling in zip(merged[1:], staged[1:], strict=True)])
+    devices = size.hosts * DEVICES
+    note = f"{count} rows in all tables; every host, device and event new; CPU of the merging process alone"
+    return [
+        Row(
+            "spool to rows of all tables",
+            devices / median(merged[1:]),
+            "devices/s",
+            "one upsert per table, staged rows",
+            0.30,
+            devices / median(staged[1:]),
+            ratio,
+            median(spent[1:]) / devices * 1e6,
+            note,
+        )
+    ]
+
+
+def _spool(ids: list[int]) -> None:
+    now = datetime.now(UTC)
+    with transaction.atomic(), connection.cursor() as cursor, cursor.copy(COPY) as copy:
+        for number, host in enumerate(ids):
+            parts = messages.report_parts(messages.devices(DEVICES, messages.host_name(number)))
+            copy.write_row((host, 1, number + 1, now, messages.report(parts, number + 1)))
+    with connection.cursor() as cursor:
+        cursor.execute("ANALYZE spool")
+
+
+def _stage() -> int:
+    """Keep what the merge wrote; the number of rows."""
+    count = 0
+    with connection.cursor() as cursor:
+        for name in ("host", *KEYS):
+            cursor.execute(f"CREATE TABLE stage_{name} AS SELECT * FROM accelerators_{name}")
+            count += cursor.rowcount
+            cursor.execute(f"ANALYZE stage_{name}")
+    return count
+
+
+def _unstage() -> None:
+    with connection.cursor() as cursor:
+        cursor.execute(f"DROP TABLE {', '.join(f'stage_{name}' for name in ('host', *KEYS))}")
+
+
+def _upsert() -> None:
+    with transaction.atomic(), connection.cursor() as cursor:
+        for name, key in KEYS.items():
+            cursor.execute(_statement(name, key))
+        cursor.execute(
+            "UPDATE accelerators_host t SET applied_epoch = s.applied_epoch, applied_seq = s.applied_seq,"
+            " applied_hash = s.applied_hash, drivers = s.drivers, reported_at = now(), updated_at = now()"
+            " FROM stage_host s WHERE t.id = s.id"
+        )
+
+
+def _statement(name: str, key: str) -> str:
+    columns = _columns(f"stage_{name}")
+    conflict = ""
+    if key:
+        fixed = {"id", "uuid", "created_at", *key.split(", ")}
+        changed = ", ".join(f"{column} = excluded.{column}" for column in columns if column not in fixed)
+        conflict = f" ON CONFLICT ({key}) DO UPDATE SET {changed}"
+    listed = ", ".join(columns)
+    return f"INSERT INTO accelerators_{name} ({listed}) SELECT {listed} FROM stage_{name}{conflict}"
+
+
+_known: dict[str, list[str]] = {}
+
+
+def _columns(table: str) -> list[str]:
+    if table not in _known:
+        with connection.cursor() as cursor:
+            found = connection.introspection.get_table_description(cursor, table)
+        _known[table] = [column.name for column in found]
+    return _known[table]

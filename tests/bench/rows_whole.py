@@ -1,0 +1,138 @@
+"""Rows of the whole product, started by its one command: how soon a report is seen, and a storm of agents.
+
+A storm's ceiling is the bare server: the same client asks it for a challenge, signs, upgrades and waits for the
+Welcome, agent by agent as against the product; what the product adds is the signature, the look-up, and the reports
+that come in meanwhile. Every agent starts at once, none waits for another.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import monotonic, sleep
+from typing import Any
+
+from django.db import connection
+
+from tests.bench import fixtures
+from tests.bench.figures import Row, cpu_s, median, rss_kb
+from tests.bench.lab import SERVER_CORE, CannotMeasure, Generator, Lab, serving
+from tests.bench.whole import Whole, api_token, get, pin, wait_for
+
+DEVICES = 8
+WARM = 50
+SEEN = """
+SELECT count(*) FROM accelerators_device d JOIN accelerators_host h ON h.id = d.host_id WHERE h.name LIKE 'bench-%'
+"""
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much of it."""
+
+    samples: int
+    agents: int
+    rounds: int
+
+
+def visible(whole: Whole, generator: Generator, size: Size, progress: Callable[[str], None]) -> list[Row]:
+    """Two figures: the middle and the worst but one in a hundred."""
+    progress(f"from a report's Ack to GET /v2/devices, {size.samples} times")
+    fixtures.enrol(1)
+    token = api_token()
+    done = generator.ask("visible", port=whole.port, token=token, samples=size.samples)
+    times = done["times_ms"]
+    note = f"asked again 2 ms after each answer; one such GET alone takes {done['get_ms']:.1f} ms"
+    last = times[min(len(times) - 1, len(times) * 99 // 100)]
+    name, against = "report committed to GET /v2/devices", "idle, from its Ack"
+    return [
+        Row(f"{name}, p50", median(times), "ms", against, 60.0, note=note),
+        Row(f"{name}, p99", last, "ms", against, 150.0, note=f"of {len(times)}; the longest {times[-1]:.0f} ms"),
+    ]
+
+
+def storm(lab: Lab, whole: Whole, generator: Generator, size: Size, progress: Callable[[str], None]) -> list[Row]:
+    """Two figures: how fast all are connected, and what one costs in memory."""
+    progress(f"{size.agents} agents connect and report at once, {size.rounds} times")
+    fixtures.enrol(size.agents)
+    web = whole.child("cyborgweb.web")
+    pin(web, SERVER_CORE)
+    token = api_token()
+    turns: list[dict[str, float]] = []
+    with serving(lab, "bare") as bare:
+        generator.ask("storm", group="warm", port=bare.port, count=WARM, devices=0)
+        generator.ask("close", group="warm")
+        _settled_storm(whole, generator, WARM)
+        generator.ask("close", group="storm")
+        for _ in range(size.rounds):
+            before = cpu_s(bare.pid)
+            done = generator.ask("storm", group="bare", port=bare.port, count=size.agents, devices=0)
+            turn = {"bare_cpu": cpu_s(bare.pid) - before, "bare_s": done["connected_s"]}
+            generator.ask("close", group="bare")
+            sleep(0.5)
+            turns.append(turn | _turn(whole, web, token, generator, size.agents))
+    return [_rate(turns, size.agents), _memory(turns)]
+
+
+def _turn(whole: Whole, web: int, token: str, generator: Generator, agents: int) -> dict[str, float]:
+    fixtures.empty_inventory()
+    memory, before = rss_kb(web), cpu_s(web)
+    began = monotonic()
+    done = _settled_storm(whole, generator, agents)
+    turn = {"seen_s": monotonic() - began, "cpu": cpu_s(web) - before}
+    sleep(0.5)
+    turn["kb"] = (rss_kb(web) - memory) / agents
+    status, body = get(whole.port, "/v2/devices", token)
+    if status != 200:
+        raise CannotMeasure(f"GET /v2/devices: {status} {body[:200]!r}")
+    turn["shown"] = sum(str(one["hostname"]).startswith("bench-") for one in json.loads(body)["devices"])
+    turn["lost"] = generator.ask("close", group="storm")["lost"]
+    return turn | {"connected_s": done["connected_s"], "acked_s": done["acked_s"], "refused": done["refused"]}
+
+
+def _settled_storm(whole: Whole, generator: Generator, agents: int) -> dict[str, Any]:
+    """From the first connection until every device is in the tables."""
+    done = generator.ask("storm", group="storm", port=whole.port, count=agents, devices=DEVICES)
+    done["refused"] = sum(done["refused"].values())
+    missing = done["refused"] * DEVICES
+    wait_for(lambda: _count() >= agents * DEVICES - missing, "every device in the tables")
+    return done
+
+
+def _count() -> int:
+    with connection.cursor() as cursor:
+        cursor.execute(SEEN)
+        return int(cursor.fetchone()[0])
+
+
+def _middle(turns: list[dict[str, float]], name: str) -> float:
+    return median([turn[name] for turn in turns])
+
+
+def _rate(turns: list[dict[str, float]], agents: int) -> Row:
+    refused = sum(turn["refused"] + turn["lost"] for turn in turns)
+    shown = min(turn["shown"] for turn in turns)
+    bare_us, cpu_us = (_middle(turns, name) / agents * 1e6 for name in ("bare_cpu", "cpu"))
+    note = (
+        f"all acknowledged {_middle(turns, 'acked_s'):.2f} s, in the tables {_middle(turns, 'seen_s'):.2f} s after the"
+        f" start; {refused:.0f} refused or lost; {shown:.0f} of {agents * DEVICES} devices in GET /v2/devices;"
+        f" CPU {cpu_us:.0f} with the report against {bare_us:.0f} µs"
+    )
+    return Row(
+        f"{agents} agents connect and report at once",
+        agents / _middle(turns, "connected_s"),
+        "connects/s",
+        "bare connects, same client",
+        0.60,
+        agents / _middle(turns, "bare_s"),
+        median([turn["bare_s"] / turn["connected_s"] for turn in turns]),
+        cpu_us,
+        note,
+        refused == 0 and shown == agents * DEVICES,
+    )
+
+
+def _memory(turns: list[dict[str, float]]) -> Row:
+    note = "RSS of the web process after the first storm less before it, by connection; buffers of the reports included"
+    return Row("one idle connection", turns[0]["kb"], "KB", "memory of web", 30.0, note=note)

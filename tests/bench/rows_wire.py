@@ -1,0 +1,197 @@
+"""Rows of the wire: Beats, durable reports, unchanged reports, each against a server that only acknowledges.
+
+Contestants take turns, second by second, so that whatever else the machine does meets all of them alike; the ratio is
+the median of the rounds'. Nobody merges meanwhile: what is measured is the gateway and its commit.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from time import perf_counter, process_time
+
+import psycopg
+from django.db import connection
+
+from agents.spool import COPY
+from tests.bench import fixtures, messages
+from tests.bench.figures import Row, cpu_s, median
+from tests.bench.lab import SERVER_CORE, Generator, Lab, Server, on_cores, serving
+
+DEVICES = 10
+UNCHANGED = "ab" * 20
+TIMERS = re.compile(r"SELECT 1(?: FROM spool LIMIT 1)?$")
+"""The writer's look whether the spool was forgotten, every 10 s, and Django's health check before it."""
+
+
+STATEMENT = re.compile(r"\[(?P<pid>\d+)\] LOG:  (?:statement|execute [^:]*): (?P<text>.*)")
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much of it."""
+
+    agents: int
+    rounds: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One contestant's second."""
+
+    rate: float
+    cpu_us: float
+    p99_ms: float
+
+
+def rows(lab: Lab, generator: Generator, size: Size, progress: Callable[[str], None]) -> list[Row]:
+    """Three figures, four ratios."""
+    fixtures.enrol(size.agents)
+    found: list[Row] = []
+    with serving(lab, "bare") as bare, serving(lab, "acknowledging") as acknowledging:
+        with serving(lab, "product") as product:
+            progress("Beats against a bare socket")
+            found.append(_beat(generator, size, bare, product))
+            progress("durable reports against acknowledging only, and against COPY")
+            found += _durable(generator, size, acknowledging, product)
+        progress("unchanged reports against acknowledging only")
+        found.append(_unchanged(lab, generator, size, acknowledging))
+    return found
+
+
+def contest(
+    generator: Generator, size: Size, contestants: list[tuple[Server, str]], between: Callable[[], None]
+) -> list[list[Turn]]:
+    """Each contestant's turns; `between` is called after each round. The first turn warms up and is not counted."""
+    for number, (server, _) in enumerate(contestants):
+        generator.connect(f"group{number}", server.port, size.agents)
+    turns: list[list[Turn]] = [[] for _ in contestants]
+    for number, (_, message) in enumerate(contestants):
+        generator.ask("run", group=f"group{number}", message=message, devices=DEVICES, seconds=0.5)
+    between()
+    for _ in range(size.rounds):
+        for number, (server, message) in enumerate(contestants):
+            turns[number].append(_turn(generator, server, f"group{number}", message, size.seconds))
+        between()
+    for number in range(len(contestants)):
+        generator.ask("close", group=f"group{number}")
+    return turns
+
+
+def _turn(generator: Generator, server: Server, group: str, message: str, seconds: float) -> Turn:
+    before = cpu_s(server.pid)
+    done = generator.ask("run", group=group, message=message, devices=DEVICES, seconds=seconds)
+    spent = cpu_s(server.pid) - before
+    return Turn(done["count"] / done["seconds"], spent / done["count"] * 1e6, done["p99_ms"])
+
+
+def _row(
+    name: str,
+    unit: str,
+    against: str,
+    bound: float,
+    ceiling: list[Turn],
+    product: list[Turn],
+    note: str,
+    *,
+    holds: bool = True,
+) -> Row:
+    ratio = median([ours.rate / theirs.rate for ours, theirs in zip(product, ceiling, strict=True)])
+    cpu = median([turn.cpu_us for turn in product])
+    of = median([turn.cpu_us for turn in ceiling])
+    value, best = median([t.rate for t in product]), median([t.rate for t in ceiling])
+    text = f"{note}; CPU {cpu:.1f} against {of:.1f} µs, p99 {median([t.p99_ms for t in product]):.1f} ms"
+    return Row(name, value, unit, against, bound, best, ratio, cpu, text, holds)
+
+
+def _beat(generator: Generator, size: Size, bare: Server, product: Server) -> Row:
+    ceiling, ours = contest(generator, size, [(bare, "beat"), (product, "beat")], lambda: None)
+    note = f"{size.agents} agents, one Beat under way each"
+    return _row("Beat decoded and acknowledged", "/s", "bare ASGI socket", 0.75, ceiling, ours, note)
+
+
+def _durable(generator: Generator, size: Size, acknowledging: Server, product: Server) -> list[Row]:
+    copies: list[Turn] = []
+    batches: list[float] = []
+
+    def between() -> None:
+        batches.append(_batch_size())
+        fixtures.empty_spool()
+        copies.append(_copy(round(batches[-1]), size.seconds))
+        fixtures.empty_spool()
+
+    ceiling, ours = contest(generator, size, [(acknowledging, "report"), (product, "report")], between)
+    batch, copies = median(batches[1:]), copies[1:]
+    length = len(messages.report(messages.report_parts(messages.devices(DEVICES)), 1))
+    note = f"{size.agents} agents, {length} bytes each, {batch:.0f} to a commit"
+    name = f"durable report of {DEVICES} devices"
+    return [
+        _row(name, "/s", "acknowledge-only, same bytes", 0.38, ceiling, ours, note),
+        _row(name, "/s", "raw COPY of the same rows", 0.60, copies, ours, f"one thread, {batch:.0f} rows to a commit"),
+    ]
+
+
+def _batch_size() -> float:
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT count(*)::float / greatest(count(DISTINCT received_at), 1) FROM spool")
+        return max(1.0, float(cursor.fetchone()[0]))
+
+
+def _copy(batch: int, seconds: float) -> Turn:
+    """What one thread brings into the spool when it does nothing else, on the core the server had."""
+    parts = messages.report_parts(messages.devices(DEVICES))
+    count = seq = 0
+    parameters = connection.get_connection_params()
+    wanted = {name: parameters[name] for name in ("dbname", "user", "host")}
+    with on_cores(SERVER_CORE), psycopg.connect(**wanted) as link:
+        began, cpu = perf_counter(), process_time()
+        while perf_counter() - began < seconds:
+            now = datetime.now(UTC)
+            rows = [(number, 1, seq + number, now, messages.report(parts, seq + number)) for number in range(batch)]
+            with link.cursor() as cursor, cursor.copy(COPY) as copy:
+                for row in rows:
+                    copy.write_row(row)
+            link.commit()
+            count, seq = count + batch, seq + batch
+        took, spent = perf_counter() - began, process_time() - cpu
+    return Turn(count / took, spent / count * 1e6, 0.0)
+
+
+def _unchanged(lab: Lab, generator: Generator, size: Size, acknowledging: Server) -> Row:
+    fixtures.empty_spool()
+    fixtures.enrol(size.agents, UNCHANGED)
+    with serving(lab, "product", CYBORG_LEASE_FLUSH_S="3600") as product:
+        ceiling, ours = contest(generator, size, [(acknowledging, UNCHANGED), (product, UNCHANGED)], lambda: None)
+        generator.connect("counted", product.port, size.agents)
+        statements, reports = _count_statements(lab, generator)
+        generator.ask("close", group="counted")
+    note = f"{statements} statements for {reports} reports (the server's log of all statements, timers left out)"
+    return _row(
+        "unchanged report", "/s", "acknowledge-only, same bytes", 0.80, ceiling, ours, note, holds=statements == 0
+    )
+
+
+def _count_statements(lab: Lab, generator: Generator) -> tuple[int, int]:
+    """Every statement of another connection than ours while unchanged reports stream in, out of PostgreSQL's log."""
+    log = lab.home / "postgres" / "log"
+    _log_statements("all")
+    begin = log.stat().st_size
+    done = generator.ask("run", group="counted", message=UNCHANGED, devices=DEVICES, seconds=1.0)
+    with log.open() as lines:
+        lines.seek(begin)
+        found = [match for line in lines if (match := STATEMENT.search(line))]
+    _log_statements("none")
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT pg_backend_pid()")
+        ours = cursor.fetchone()[0]
+    theirs = [match["text"] for match in found if int(match["pid"]) != ours]
+    return sum(not TIMERS.match(text) for text in theirs), done["count"]
+
+
+def _log_statements(which: str) -> None:
+    with connection.cursor() as cursor:
+        cursor.execute(f"ALTER SYSTEM SET log_statement = '{which}'")
+        cursor.execute("SELECT pg_reload_conf(), pg_sleep(0.2)")

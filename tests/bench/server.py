@@ -1,0 +1,75 @@
+"""The server under test in its own process: the product's server program, with the product in it or with a ceiling.
+
+`python -m tests.bench.server APPLICATION --fd N`. The ceilings stand under the product's name, so everything that
+`cyborgweb.web` decides (event loop, protocol, limits) is the same for all of them.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from typing import Any
+
+import msgspec
+
+from agents import wire
+from cyborgweb.settings.keys import keys
+from drivers.process import die_with_parent
+
+CHALLENGE = msgspec.json.encode(wire.Challenge("n" * 24, 30.0, wire.VERSIONS))
+WELCOME = wire.encode(wire.Welcome(8.0, 1, "0" * 40, wire.MAX_MESSAGE))
+ACK = '{"type":"Ack","seq":100000,"of":"Report"}'
+
+
+async def bare(scope: Any, receive: Any, send: Any) -> None:
+    """The ceiling: takes every socket, answers every message with the same Ack, looks at nothing."""
+    if scope["type"] == "http":
+        await _challenge(send)
+        return
+    await receive()
+    await send({"type": "websocket.accept", "subprotocol": wire.VERSIONS[0]})
+    await send({"type": "websocket.send", "text": WELCOME})
+    while (await receive())["type"] == "websocket.receive":
+        await send({"type": "websocket.send", "text": ACK})
+
+
+async def acknowledging(scope: Any, receive: Any, send: Any) -> None:
+    """The ceiling of reports: decodes each message typed and bounded, as it must be, acknowledges it, does no more."""
+    if scope["type"] == "http":
+        await _challenge(send)
+        return
+    await receive()
+    await send({"type": "websocket.accept", "subprotocol": wire.VERSIONS[0]})
+    await send({"type": "websocket.send", "text": WELCOME})
+    while (event := await receive())["type"] == "websocket.receive":
+        message = wire.decode_from_agent(event["text"])
+        if isinstance(message, wire.Report):
+            text = f'{{"type":"Ack","seq":{message.seq},"of":"Report"}}'
+            await send({"type": "websocket.send", "text": text})
+
+
+async def _challenge(send: Any) -> None:
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(CHALLENGE)).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": CHALLENGE})
+
+
+CEILINGS = {"bare": bare, "acknowledging": acknowledging}
+
+
+def main() -> None:
+    """Serve until killed."""
+    name = sys.argv.pop(1)
+    die_with_parent()
+    keys()
+    if name in CEILINGS:
+        stand_in: Any = types.ModuleType("cyborgweb.asgi")
+        stand_in.application = CEILINGS[name]
+        sys.modules["cyborgweb.asgi"] = stand_in
+    from cyborgweb import web
+
+    web.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""How long after its Ack a report is seen by a client: the clock starts at the Ack, and stops with the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import time
+from typing import Any
+
+from tests.bench import messages
+from tests.bench.peer import Key, Peer, connect
+
+DEADLINE_S = 20.0
+PAUSE_S = 0.002
+
+
+class Api:
+    """`GET /v2/devices?hostname=…` on one kept connection."""
+
+    def __init__(self, port: int, token: str) -> None:
+        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE_S)
+        self._headers = {"X-Auth-Token": token, "Accept": "application/json"}
+        self._path = f"/v2/devices?hostname={messages.host_name(0)}"
+
+    def look(self) -> bytes:
+        """The body; raises RuntimeError on any status but 200."""
+        self._connection.request("GET", self._path, headers=self._headers)
+        answer = self._connection.getresponse()
+        body = answer.read()
+        if answer.status != 200:
+            raise RuntimeError(f"GET {self._path}: {answer.status} {body[:200]!r}")
+        return body
+
+    def wait_for(self, text: bytes) -> int:
+        """Ask until the answer holds `text`; how often it took."""
+        end, asked = time.perf_counter() + DEADLINE_S, 0
+        while time.perf_counter() < end:
+            asked += 1
+            if text in self.look():
+                return asked
+            time.sleep(PAUSE_S)
+        raise TimeoutError(f"{text!r} not seen in {DEADLINE_S:.0f} s")
+
+
+async def probe(key: Key, port: int, token: str, samples: int) -> dict[str, Any]:
+    """One agent changes one device of eight, `samples` times with pauses; milliseconds from Ack to answer, sorted."""
+    peer = await connect(port, 0, key)
+    api, loop, times = Api(port, token), asyncio.get_running_loop(), list[float]()
+    looks: list[float] = []
+    first = int(time.time())
+    rest = messages.devices(8, messages.host_name(0))[1:]
+    for number in range(samples):
+        model = f"m{first + number}"
+        changed = messages.devices(1, messages.host_name(0), model)
+        acked: asyncio.Future[None] = loop.create_future()
+        peer.on_message = lambda _peer, _payload, acked=acked: acked.set_result(None)  # type: ignore[misc]
+        peer.send(messages.report(messages.report_parts(changed + rest), first + number))
+        await acked
+        began = time.perf_counter()
+        await asyncio.to_thread(api.wait_for, f'"{model}"'.encode())
+        times.append((time.perf_counter() - began) * 1000)
+        looks.append(await asyncio.to_thread(_timed, api))
+        await asyncio.sleep(0.05 + 0.037 * (number % 3))
+    _leave(peer)
+    return {"times_ms": sorted(times), "get_ms": sorted(looks)[len(looks) // 2]}
+
+
+def _timed(api: Api) -> float:
+    began = time.perf_counter()
+    api.look()
+    return (time.perf_counter() - began) * 1000
+
+
+def _leave(peer: Peer) -> None:
+    if peer.transport:
+        peer.transport.abort()

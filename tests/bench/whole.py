@@ -1,0 +1,119 @@
+"""The whole product as `make up` starts it, on the bench's state directory: one command, all its children."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.bench.lab import ROOT, CannotMeasure, Lab
+
+CONSOLE = re.compile(r"console: http://127\.0\.0\.1:(\d+)/")
+PATIENCE_S = 60.0
+
+
+@dataclass
+class Whole:
+    """A running installation."""
+
+    supervisor: int
+    port: int
+
+    def child(self, word: str, of: int = 0) -> int:
+        """The process id of the child whose command line holds `word`."""
+        found = [pid for pid in children(of or self.supervisor) if word in command(pid)]
+        if not found:
+            raise CannotMeasure(f"{word} does not run")
+        return found[0]
+
+
+@contextmanager
+def running(lab: Lab, **settings: str) -> Iterator[Whole]:
+    """From `python -m cyborgweb.serve` to its end; it dies with us."""
+    said = lab.home / "serve.log"
+    environment = os.environ | {"CYBORG_LISTEN": "127.0.0.1:0", "PYTHONUNBUFFERED": "1"} | settings
+    with said.open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "cyborgweb.serve", "--leash"], stdout=log, stderr=log, cwd=ROOT, env=environment
+        )
+    try:
+        found = wait_for(lambda: CONSOLE.search(said.read_text()), "its console's address", process)
+        port = int(found[1])
+        wait_for(lambda: _ready(port), "/readyz", process)
+        yield Whole(process.pid, port)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(15)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def wait_for(condition: Callable[[], Any], what: str, process: subprocess.Popen[bytes] | None = None) -> Any:
+    """What `condition` gives when it is true; raises CannotMeasure after PATIENCE_S, or when `process` has ended."""
+    end = time.monotonic() + PATIENCE_S
+    while time.monotonic() < end and (process is None or process.poll() is None):
+        if found := condition():
+            return found
+        time.sleep(0.02)
+    raise CannotMeasure(f"{what}: not within {PATIENCE_S:.0f} s")
+
+
+def _ready(port: int) -> bool:
+    try:
+        return get(port, "/readyz")[0] == 200
+    except OSError:
+        return False
+
+
+def get(port: int, path: str, token: str = "") -> tuple[int, bytes]:
+    """Status and body."""
+    client = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    try:
+        client.request("GET", path, headers={"X-Auth-Token": token} if token else {})
+        answer = client.getresponse()
+        return answer.status, answer.read()
+    finally:
+        client.close()
+
+
+def api_token() -> str:
+    """A new admin token, as an operator makes it."""
+    done = subprocess.run(
+        [sys.executable, "manage.py", "api_token", "bench"], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    if done.returncode:
+        raise CannotMeasure(f"no API token: {done.stderr.strip()[-300:]}")
+    return done.stdout.split()[-1]
+
+
+def children(pid: int) -> list[int]:
+    """Of all its threads, by process id."""
+    found: list[int] = []
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        found += [int(word) for word in (thread / "children").read_text().split()]
+    return sorted(found)
+
+
+def command(pid: int) -> str:
+    """Its command line; '' when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def pin(pid: int, cores: set[int]) -> None:
+    """All threads of a process to `cores`."""
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        os.sched_setaffinity(int(thread), cores)
