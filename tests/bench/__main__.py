@@ -47,7 +47,7 @@ def _measure(lab: Lab, *, full: bool, only: str) -> list[Row]:
     generator = Generator(lab)
     rows: list[Row] = []
     if "wire" in wanted:
-        size = rows_wire.Size(500, 10, 3.0) if full else rows_wire.Size(500, 5, 1.0)
+        size = rows_wire.Size(500, 30, 1.0) if full else rows_wire.Size(500, 12, 0.5)
         rows += rows_wire.rows(lab, generator, size, progress)
     if "merge" in wanted:
         rows += rows_merge.rows(rows_merge.Size(2000, 5) if full else rows_merge.Size(300, 5), progress)

@@ -45,6 +45,7 @@ async def acknowledging(scope: Any, receive: Any, send: Any) -> None:
         message = wire.decode_from_agent(event["text"])
         if isinstance(message, wire.Report):
             text = f'{{"type":"Ack","seq":{message.seq},"of":"Report"}}'
+            del message, event  # five hundred of them kept alive would make the next one slower
             await send({"type": "websocket.send", "text": text})
 
 

@@ -43,13 +43,16 @@ class ReportingHost:
     sent: int = 0
     trouble: str = ""
     stop: threading.Event = field(default_factory=threading.Event)
+    hold: threading.Event = field(default_factory=threading.Event)
+    quiet: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
         self.agent = WireAgent(port=0, host=self.name, node=self.name, token=self.token)
 
     def run(self) -> None:
-        """Report until told to stop."""
-        self.stop.clear()
+        """Report until told to stop; told to hold, stay connected and be quiet after the next acknowledgement."""
+        for event in (self.stop, self.hold, self.quiet):
+            event.clear()
         while not self.stop.is_set():
             self.agent.port = self.product.port
             try:
@@ -73,11 +76,16 @@ class ReportingHost:
                     raise ConnectionClosed(None, None)
                 assert answer.seq == self.sent
                 self.acked = self.sent
+                if self.hold.is_set():
+                    self.quiet.set()
+                    self.stop.wait()
                 self.stop.wait(0.005)
 
     def lost(self) -> str:
         """What of the acknowledged is not in the tables; '' when all is."""
         applied = self.product.rows("SELECT applied_seq FROM accelerators_host WHERE name = %s", self.name)
+        if not self.sent:
+            return ""
         if not applied or not self.acked <= applied[0][0] <= self.sent:
             return f"{self.name}: applied {applied}, acknowledged {self.acked}, sent {self.sent} ({self.trouble})"
         stored = set(self.product.rows(STORED, self.name))
@@ -109,6 +117,13 @@ class Load:
                 host.stop.set()
             for thread in threads:
                 thread.join(15)
+
+    def hold(self) -> None:
+        """Return right after the last acknowledgement: what is lost from now on, no later report makes good."""
+        for host in self.hosts:
+            host.hold.set()
+        for host in self.hosts:
+            assert host.quiet.wait(30), f"{host.name}: {host.trouble}"
 
     def until_acknowledged(self, more: int, deadline_s: float = 60.0) -> None:
         """Wait until each host has had so many more reports acknowledged."""

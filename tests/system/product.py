@@ -205,9 +205,8 @@ class Product:
             raise AssertionError(f"still there {STOP_S} s after {sig.name}\n{self.log()[-4000:]}") from None
 
     def kill(self) -> None:
-        """SIGKILL to the supervisor alone; nobody gets to say goodbye."""
+        """SIGKILL to the supervisor alone; nobody gets to say goodbye. `remember` first, which takes a while."""
         assert self.process
-        self.remember()
         self.process.kill()
         self.process.wait()
 

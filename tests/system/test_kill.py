@@ -69,17 +69,20 @@ VICTIMS = {
 }
 
 
-@pytest.mark.parametrize("moment", [20, 1])
+@pytest.mark.parametrize("at_rest", [False, True], ids=["amid reports", "right after an acknowledgement"])
 @pytest.mark.parametrize("victim", VICTIMS)
-def test_nothing_acknowledged_is_lost_when_it_is_killed(load: Load, victim: str, moment: int) -> None:
+def test_nothing_acknowledged_is_lost_when_it_is_killed(load: Load, victim: str, at_rest: bool) -> None:
     """The hosts fall silent with the kill: a later report would hide that the last acknowledged one is lost."""
     product = load.product
     find, said = VICTIMS[victim]
     victims = product.until(lambda: find(product), 30, f"{victim} is there")
+    product.remember()
+    place = product.mark()
     with load.reporting():
-        load.until_acknowledged(moment)
-        place = product.mark()
-        kill(product, victims)
+        load.until_acknowledged(20)
+        if at_rest:
+            load.hold()
+        kill(victims)
     if said:
         product.until_said(said, after=place)
     load.until_stored()
@@ -91,9 +94,8 @@ def test_nothing_acknowledged_is_lost_when_it_is_killed(load: Load, victim: str,
     product.until(lambda: not [one for one in victims if one.alive()], 10, f"{victim} is gone")
 
 
-def kill(product: Product, victims: list[Process]) -> None:
+def kill(victims: list[Process]) -> None:
     """SIGKILL; who dies with the first of them is dead already when its turn comes."""
-    product.remember()
     for one in victims:
         with contextlib.suppress(ProcessLookupError):
             os.kill(one.pid, signal.SIGKILL)
@@ -106,7 +108,7 @@ def test_a_cluster_whose_idle_workers_were_killed_is_replaced(load: Load) -> Non
     for name, count in (("ingest", 1), ("work", 2)):
         first = product.until(lambda name=name: product.child(name), 30, f"{name} runs")
         place = product.mark()
-        kill(product, product.until(lambda n=name, c=count: product.workers(n, c), 30, f"{name} is complete"))
+        kill(product.until(lambda n=name, c=count: product.workers(n, c), 30, f"{name} is complete"))
         if name == "ingest":
             with load.reporting():
                 load.until_acknowledged(1)
@@ -115,12 +117,15 @@ def test_a_cluster_whose_idle_workers_were_killed_is_replaced(load: Load) -> Non
     load.until_stored()
 
 
-@pytest.mark.parametrize("moment", [20, 1])
-def test_a_killed_supervisor_takes_everything_with_it_and_the_next_one_goes_on(load: Load, moment: int) -> None:
+@pytest.mark.parametrize("at_rest", [False, True], ids=["amid reports", "right after an acknowledgement"])
+def test_a_killed_supervisor_takes_everything_with_it_and_the_next_one_goes_on(load: Load, at_rest: bool) -> None:
     product = load.product
     product.until(lambda: len(product.drivers()) == 2, 30, "the agent's drivers run")
+    product.remember()
     with load.reporting():
-        load.until_acknowledged(moment)
+        load.until_acknowledged(20)
+        if at_rest:
+            load.hold()
         product.kill()
     product.nothing_left()
     product.start()
