@@ -14,6 +14,7 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -100,6 +101,7 @@ class Postgres:
     home: Path
     pg_bin: str = ""
     durable: bool = True
+    give_up: Callable[[], bool] = field(default=lambda: False, repr=False)
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     @property
@@ -113,7 +115,10 @@ class Postgres:
         return socket_folder(self.home / "run")
 
     def start(self) -> None:
-        """Return when it accepts connections; makes the data directory first where there is none."""
+        """Return when it accepts connections; makes the data directory first where there is none.
+
+        Raises PostgresError after `START_S`, or as soon as `give_up` says so.
+        """
         version = self.data / "PG_VERSION"
         binaries = find(self.pg_bin, int(version.read_text()) if version.exists() else None)
         for folder in (self.home, self.socket):
@@ -128,9 +133,10 @@ class Postgres:
         self._run(binaries, wrap)
 
     def _initialise(self, binaries: Binaries, wrap: list[str]) -> None:
-        shutil.rmtree(self.data, ignore_errors=True)  # left half-made by a start that was killed
+        if self.data.exists() and any(self.data.iterdir()):
+            raise PostgresError(f"{self.data} is not empty, and has no PG_VERSION: repair it, or move it away")
         made = self.home / "data.new"
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(made, ignore_errors=True)  # left half-made by a start that was killed
         options = [
             "-U",
             "postgres",
@@ -168,7 +174,7 @@ class Postgres:
                 )
             if self._accepts(end):
                 return
-            if time.monotonic() > end:
+            if time.monotonic() > end or self.give_up():
                 self.stop()
                 raise PostgresError(
                     f"PostgreSQL does not start; the last lines of {self.home / 'log'}: {self._log_tail()}"
@@ -179,7 +185,7 @@ class Postgres:
         import psycopg
 
         assert self.process
-        while self.process.poll() is None and time.monotonic() < end:
+        while self.process.poll() is None and time.monotonic() < end and not self.give_up():
             try:
                 psycopg.connect(host=str(self.socket), user="postgres", dbname="postgres", connect_timeout=5).close()
                 return True

@@ -78,6 +78,9 @@ class Supervisor:
                 self._greet(listener, facts)
             while not self.stopping:
                 self._turn()
+        except PostgresError:
+            if not self.stopping:
+                raise
         finally:
             self._stop()
             listener.close()
@@ -129,7 +132,8 @@ class Supervisor:
     def _start_database(self) -> None:
         if self.settings.database_url:
             return
-        self.postgres = Postgres(self.settings.state / "postgres", self.settings.pg_bin)
+        home = self.settings.state / "postgres"
+        self.postgres = Postgres(home, self.settings.pg_bin, give_up=lambda: self.stopping)
         self.postgres.start()
         self.postgres.ensure_database("cyborg")
         say("postgres", f"accepting connections in {self.postgres.socket}")
@@ -224,7 +228,8 @@ class Supervisor:
         try:
             self.postgres.start()
         except PostgresError as error:
-            say("postgres", str(error))
+            if not self.stopping:
+                say("postgres", str(error))
             self.postgres_retry = time.monotonic() + 5
 
     def _stop(self) -> None:

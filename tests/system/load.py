@@ -134,10 +134,17 @@ class Load:
             lambda: f"{[(h.name, h.acked, h.trouble) for h in self.hosts]} shall reach {wanted}",
         )
 
+    def until_taken(self) -> None:
+        """Wait until the spool is empty: from now on the tables alone hold what was acknowledged."""
+        self.product.until(self._spool_is_empty, 60, "the spool is empty")
+
+    def _spool_is_empty(self) -> bool:
+        return self.product.rows("SELECT count(*) FROM spool") == [(0,)]
+
     def until_stored(self, deadline_s: float = 60.0) -> None:
         """Nothing acknowledged is lost: wait until the tables say what was acknowledged, and the spool is empty."""
 
         def stored() -> bool:
-            return self.product.rows("SELECT count(*) FROM spool") == [(0,)] and not any(h.lost() for h in self.hosts)
+            return self._spool_is_empty() and not any(host.lost() for host in self.hosts)
 
         self.product.until(stored, deadline_s, lambda: f"lost: {[h.lost() for h in self.hosts]}")

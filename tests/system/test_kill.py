@@ -69,7 +69,7 @@ VICTIMS = {
 }
 
 
-@pytest.mark.parametrize("at_rest", [False, True], ids=["amid reports", "right after an acknowledgement"])
+@pytest.mark.parametrize("at_rest", [False, True], ids=["amid reports", "when all is acknowledged"])
 @pytest.mark.parametrize("victim", VICTIMS)
 def test_nothing_acknowledged_is_lost_when_it_is_killed(load: Load, victim: str, at_rest: bool) -> None:
     """The hosts fall silent with the kill: a later report would hide that the last acknowledged one is lost."""
@@ -82,6 +82,8 @@ def test_nothing_acknowledged_is_lost_when_it_is_killed(load: Load, victim: str,
         load.until_acknowledged(20)
         if at_rest:
             load.hold()
+            if victim.startswith("ingest"):
+                load.until_taken()
         kill(victims)
     if said:
         product.until_said(said, after=place)
@@ -117,7 +119,7 @@ def test_a_cluster_whose_idle_workers_were_killed_is_replaced(load: Load) -> Non
     load.until_stored()
 
 
-@pytest.mark.parametrize("at_rest", [False, True], ids=["amid reports", "right after an acknowledgement"])
+@pytest.mark.parametrize("at_rest", [False, True], ids=["amid reports", "when all is acknowledged"])
 def test_a_killed_supervisor_takes_everything_with_it_and_the_next_one_goes_on(load: Load, at_rest: bool) -> None:
     product = load.product
     product.until(lambda: len(product.drivers()) == 2, 30, "the agent's drivers run")

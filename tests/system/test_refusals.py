@@ -95,3 +95,12 @@ def test_data_that_are_damaged(folder: Path) -> None:
     (data / "PG_VERSION").write_text(f"{find(os.environ.get('CYBORG_PG_BIN', '')).major}\n")
     said = refusal(Product(folder / "state"))
     assert "PostgreSQL does not start" in said and "postgres/log" in said
+
+
+def test_data_without_their_version(folder: Path) -> None:
+    """Nobody knows what they are; a new database in their place would be the end of them."""
+    data = folder / "state" / "postgres" / "data"
+    (data / "base").mkdir(parents=True, mode=0o700)
+    said = refusal(Product(folder / "state"))
+    assert str(data) in said and "PG_VERSION" in said
+    assert (data / "base").is_dir()

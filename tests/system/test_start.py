@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import signal
 import stat
 from pathlib import Path
@@ -60,6 +62,18 @@ def test_a_signal_during_the_start_ends_it_too(folder: Path) -> None:
         product.interrupt(signal.SIGINT)
     finally:
         sweep(product)
+
+
+def test_a_signal_while_the_database_does_not_come_back_ends_it_too(folder: Path) -> None:
+    product = Product(folder / "state")
+    with running(product):
+        shutil.rmtree(product.state / "postgres" / "data" / "global")
+        postmaster = product.postmaster()
+        assert postmaster
+        os.kill(postmaster.pid, signal.SIGKILL)
+        product.until_said(r"postgres +\| ended with -9: starting it again")
+        assert product.interrupt(signal.SIGTERM) in (0, 128 + signal.SIGTERM)
+        assert product.log().endswith("serve    | stopped\n")
 
 
 def test_it_ends_with_whoever_started_it(folder: Path) -> None:
