@@ -49,10 +49,17 @@ def lock_id(name: str) -> int:
 
 
 def kick(name: str) -> None:
-    """Wake job `name`. Call it after the commit of what the job shall see; two statements at most."""
+    """Wake job `name`. Call it after the commit of what the job shall see: one statement while it is awake already.
+
+    A row that is still there then is deleted after that commit, so whoever deletes it sees what was committed.
+    """
     from django_q.tasks import async_task
 
     job = _jobs[name]
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT FROM tick WHERE name = %s", [name])
+        if cursor.rowcount:
+            return
     with transaction.atomic(), connection.cursor() as cursor:
         cursor.execute("SET LOCAL synchronous_commit TO off")
         cursor.execute("INSERT INTO tick (name) VALUES (%s) ON CONFLICT DO NOTHING", [name])
