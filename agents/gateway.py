@@ -113,7 +113,8 @@ class Gateway:
         future: asyncio.Future[Identity] = asyncio.get_running_loop().create_future()
         self._writer.put(AdmitJob(future, credential))
         try:
-            return await asyncio.wait_for(future, ADMIT_S)
+            async with asyncio.timeout(ADMIT_S):
+                return await future
         except TimeoutError:
             raise Refused(503, "database", "the database does not answer: come back later") from None
 

@@ -12,7 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -46,7 +46,6 @@ class SpoolJob:
     order: tuple[int, int]
     hash: str
     payload: str
-    at: float = field(default_factory=time.monotonic)
 
 
 @dataclass(slots=True)
@@ -55,7 +54,6 @@ class AdmitJob:
 
     future: asyncio.Future[Any]
     credential: wire.Credential
-    at: float = field(default_factory=time.monotonic)
 
 
 class Writer(threading.Thread):
@@ -92,7 +90,7 @@ class Writer(threading.Thread):
         connection.close()
 
     def _collect(self) -> list[SpoolJob | AdmitJob]:
-        """The first job and what arrived within the interval after it; a first job that is older waits no more.
+        """The first job, and what has arrived when the interval after it is over.
 
         It sleeps the interval out: to be woken by every job costs more than to serve it (measured).
         """
@@ -100,8 +98,7 @@ class Writer(threading.Thread):
             batch = [self._jobs.get(timeout=min(1.0, self._leases.flush_s))]
         except queue.Empty:
             return []
-        if (early := batch[0].at + self._interval_s - time.monotonic()) > 0:
-            time.sleep(early)
+        time.sleep(self._interval_s)
         while len(batch) < self._max_rows:
             try:
                 batch.append(self._jobs.get_nowait())
@@ -122,13 +119,12 @@ class Writer(threading.Thread):
                 pause = min(pause * 2, 2.0)
 
     def _serve(self, batch: list[SpoolJob | AdmitJob]) -> None:
-        results: list[tuple[asyncio.Future[Any], Any]] = []
-        if admits := [job for job in batch if isinstance(job, AdmitJob) and not job.future.done()]:
-            results += self._admit(admits)
-        if reports := [job for job in batch if isinstance(job, SpoolJob)]:
-            results += self._spool(reports)
+        """Who connects is answered first: it need not wait for the others' reports to reach the disk."""
         assert self._loop
-        self._loop.call_soon_threadsafe(_resolve, results)
+        if admits := [job for job in batch if isinstance(job, AdmitJob) and not job.future.done()]:
+            self._loop.call_soon_threadsafe(_resolve, self._admit(admits))
+        if reports := [job for job in batch if isinstance(job, SpoolJob)]:
+            self._loop.call_soon_threadsafe(_resolve, self._spool(reports))
 
     def _admit(self, jobs: list[AdmitJob]) -> list[tuple[asyncio.Future[Any], Any]]:
         known = enrolment.known({job.credential.public_key for job in jobs})

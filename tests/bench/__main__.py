@@ -63,7 +63,7 @@ def _measure_whole(lab: Lab, generator: Generator, *, full: bool, wanted: set[st
     fixtures.empty_inventory()
     lab.stop_database()
     progress("starting the whole product")
-    size = rows_whole.Size(300, 5000, 3) if full else rows_whole.Size(60, 1000, 3)
+    size = rows_whole.Size(300, 5000, 3) if full else rows_whole.Size(80, 1000, 5)
     rows: list[Row] = []
     with running(lab) as whole:
         if "agent" in wanted:
