@@ -11,3 +11,4 @@ class AcceleratorsConfig(AppConfig):
         from accelerators import ticks
 
         ticks.register("sweep", "accelerators.sweep.run", cluster="work")
+        ticks.register("deadlines", "accelerators.binding.run_deadlines", cluster="work", timely=True)

@@ -1,6 +1,6 @@
 """The only writer of this room's tables. Every change goes through `with writing():`; a test refuses any other.
 
-Called by `agents.tasks` (reports, leases), `agents.enrolment`, `accelerators.sweep`, and the admin.
+Called by `agents.tasks` (reports, leases), `agents.enrolment`, `sweep`, `binding`, `profiles`, `lifecycle`, the admin.
 """
 
 from __future__ import annotations
@@ -10,17 +10,22 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any
+from uuid import UUID
 
 import msgspec
 import psycopg
 from django.db import connection, transaction
 
 from accelerators import inventory_sql as sql
+from accelerators.caller import request_id
 from accelerators.diff import Changes, HostReport, StoredHost, compare, fold
 from accelerators.models import Event, Host
 from accelerators.states import Source
 
 _writing: ContextVar[bool] = ContextVar("writing", default=False)
+Subject = tuple[UUID, str]
+"""What an event is about: its uuid and its name at that time."""
+
 _stored = msgspec.json.Decoder(StoredHost)
 _encode = msgspec.json.Encoder().encode
 
@@ -48,18 +53,21 @@ def apply(reports: Mapping[int, Iterable[HostReport]]) -> int:
     Reports not newer than the last applied are dropped.
     """
     with writing(), connection.wrap_database_errors:
-        cursor = _raw()
+        write = cursor()
         changes, now = Changes(), datetime.now(UTC).isoformat(timespec="seconds")
-        for (text,) in cursor.execute(sql.LOAD, [list(reports)]).fetchall():
+        for (text,) in write.execute(sql.LOAD, [list(reports)]).fetchall():
             host = _stored.decode(text)
             if folded := fold(reports[host.id], (host.epoch, host.seq)):
                 compare(host, *folded, now, changes)
-        _write(cursor, changes)
+        _write(write, changes)
         return len(changes.hosts)
 
 
-def _raw() -> psycopg.Cursor[Any]:
-    """A server-side binding cursor on Django's connection: Django's own interpolates parameters on the client."""
+def cursor() -> psycopg.Cursor[Any]:
+    """A server-side binding cursor on Django's connection: Django's own interpolates parameters on the client.
+
+    What it raises is psycopg's, unless the caller wraps it with `connection.wrap_database_errors`.
+    """
     connection.ensure_connection()
     return psycopg.Cursor(connection.connection)
 
@@ -131,20 +139,35 @@ def record(
     *,
     host: Host | None = None,
     host_name: str = "",
+    subject: Subject | None = None,
     changes: dict[str, Any] | None = None,
     reason: str = "",
 ) -> None:
-    """Write one event about a host, or about something that is not in the tables (`host_name`)."""
+    """Write one event about `subject`, else about a host, else about something not in the tables (`host_name`)."""
+    name = host.name if host else host_name[:255]
+    about = subject or (host.uuid if host else None, name)
     with writing():
         Event.objects.create(
             at=datetime.now(UTC),
             source=source.value,
             actor=actor[:255],
+            request_id=request_id.get(),
             action=action,
             subject_type=action.split(".", maxsplit=1)[0],
-            subject=host.uuid if host else None,
-            subject_name=host.name if host else host_name[:255],
-            host=host.name if host else host_name[:255],
+            subject=about[0],
+            subject_name=about[1][:255],
+            host=name,
             changes=changes or {},
             reason=reason[:4096],
         )
+
+
+def intend(kind: str, key: str, payload: dict[str, Any]) -> None:
+    """Raise an intent, or renew the one there is: what is to be done outside because of this transaction."""
+    with writing():
+        connection.cursor().execute(sql.INTEND, [kind, key, _encode(payload).decode()])
+
+
+def provider_changed(host: Host) -> None:
+    """Placement is to be told of this host's deployables anew."""
+    intend("provider", str(host.uuid), {"host": host.name})

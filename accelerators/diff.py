@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from accelerators.providers import provider_uuid
 from drivers.inventory import Deployable, Device, DriverReport, Fault
 
 Row = dict[str, Any]
@@ -220,6 +221,7 @@ def _deployable(device_uuid: str, new: Deployable, old: StoredDeployable | None,
                 "name": new.name,
                 "num": new.num_accelerators,
                 "driver_name": new.driver_name,
+                "rp": str(provider_uuid(new.name)),
             }
         )
         was = None if old is None else "missing" if old.missing else old.num_accelerators

@@ -40,12 +40,13 @@ WHERE t.uuid = x.uuid
 """
 
 DEPLOYABLES = """
-INSERT INTO accelerators_deployable AS t (uuid, device_id, name, num_accelerators, driver_name)
-SELECT x.uuid, d.id, x.name, x.num, x.driver_name
-FROM jsonb_to_recordset(%s::jsonb) AS x(uuid uuid, device uuid, name text, num int, driver_name text)
+INSERT INTO accelerators_deployable AS t (uuid, device_id, name, num_accelerators, driver_name, rp_uuid)
+SELECT x.uuid, d.id, x.name, x.num, x.driver_name, CASE d.state WHEN 'inactive' THEN NULL ELSE x.rp END
+FROM jsonb_to_recordset(%s::jsonb) AS x(uuid uuid, device uuid, name text, num int, driver_name text, rp uuid)
 JOIN accelerators_device d ON d.uuid = x.device
 ON CONFLICT (device_id, name) DO UPDATE SET num_accelerators = excluded.num_accelerators,
-  driver_name = excluded.driver_name, missing_since = NULL, updated_at = now()
+  driver_name = excluded.driver_name, rp_uuid = coalesce(t.rp_uuid, excluded.rp_uuid), missing_since = NULL,
+  updated_at = now()
 """
 
 ATTRIBUTES = """
@@ -90,4 +91,10 @@ UPDATE accelerators_host t SET applied_epoch = x.epoch, applied_seq = x.seq, app
   drivers = x.drivers, reported_at = now(), updated_at = now()
 FROM jsonb_to_recordset(%s::jsonb) AS x(id bigint, epoch bigint, seq bigint, hash text, drivers jsonb)
 WHERE t.id = x.id
+"""
+
+INTEND = """
+INSERT INTO accelerators_intent AS t (uuid, kind, key, payload, attempts, last_error)
+VALUES (gen_random_uuid(), %s, %s, %s::jsonb, 0, '')
+ON CONFLICT (kind, key) DO UPDATE SET payload = excluded.payload, next_at = now(), updated_at = now()
 """

@@ -91,12 +91,19 @@ DEVICE_MOVES: dict[DeviceState, frozenset[DeviceState]] = {
 
 _R = RequestState
 REQUEST_MOVES: dict[RequestState, frozenset[RequestState]] = {
-    _R.INITIAL: frozenset({_R.BIND_STARTED}),
+    _R.INITIAL: frozenset({_R.BIND_STARTED, _R.UNBOUND}),
     _R.BIND_STARTED: frozenset({_R.BOUND, _R.BIND_FAILED, _R.UNBOUND}),
     _R.BOUND: frozenset({_R.UNBOUND}),
     _R.BIND_FAILED: frozenset({_R.UNBOUND}),
     _R.UNBOUND: frozenset({_R.BIND_STARTED}),
 }
+
+
+BINDABLE = tuple(state.value for state, to in REQUEST_MOVES.items() if _R.BIND_STARTED in to)
+"""The states in which a request may be bound, in the order in which upstream names them."""
+
+RESOLVED = (_R.BOUND.value, _R.BIND_FAILED.value)
+"""Nothing more is going to happen by itself (contract section 4.1)."""
 
 
 class IllegalMove(ValueError):

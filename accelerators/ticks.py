@@ -23,19 +23,23 @@ LOCK_CLASS = 0x7161
 
 @dataclass(frozen=True)
 class Job:
-    """A function that does all there is to do when called, and the cluster it belongs to."""
+    """A function that does all there is to do when called, and the cluster it belongs to.
+
+    A `timely` one looks every few seconds for what no wake-up announces: time that has passed.
+    """
 
     name: str
     function: str
     cluster: str
+    timely: bool = False
 
 
 _jobs: dict[str, Job] = {}
 
 
-def register(name: str, function: str, *, cluster: str) -> None:
+def register(name: str, function: str, *, cluster: str, timely: bool = False) -> None:
     """Declare a job; called from `AppConfig.ready()`."""
-    _jobs[name] = Job(name, function, cluster)
+    _jobs[name] = Job(name, function, cluster, timely)
 
 
 def jobs() -> list[Job]:
@@ -73,6 +77,13 @@ def kick_all(cluster: str | None = None) -> None:
         if cluster in (None, job.cluster):
             with connection.cursor() as cursor:
                 cursor.execute("DELETE FROM tick WHERE name = %s", [job.name])
+            kick(job.name)
+
+
+def kick_timely() -> None:
+    """Wake the jobs that watch the clock; called every few seconds by every gateway."""
+    for job in jobs():
+        if job.timely:
             kick(job.name)
 
 

@@ -11,4 +11,4 @@ class AgentsConfig(AppConfig):
         from accelerators import ticks
 
         ticks.register("merge", "agents.tasks.merge", cluster="ingest")
-        ticks.register("leases", "agents.tasks.watch_leases", cluster="work")
+        ticks.register("leases", "agents.tasks.watch_leases", cluster="work", timely=True)

@@ -162,7 +162,7 @@ class Writer(threading.Thread):
     def _housekeeping(self) -> None:
         """Leases and refusals when they are due; every 10 s a look whether the spool was forgotten."""
         if self._leases.flush():
-            ticks.kick("leases")
+            ticks.kick_timely()
         self._refusals.flush()
         if time.monotonic() - self._looked < FORGOTTEN_S:
             return

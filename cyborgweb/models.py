@@ -1,4 +1,4 @@
-"""Local identity: API tokens for `X-Auth-Token` where there is no Keystone (`CYBORG_AUTH=local`)."""
+"""Identity: API tokens for `X-Auth-Token` where there is no Keystone, and which user is whom where there is one."""
 
 from __future__ import annotations
 
@@ -34,6 +34,16 @@ class ApiToken(models.Model):
         secret = secrets.token_urlsafe(32)
         cls.objects.create(name=name, user=user, token_hash=digest(secret), roles=roles, project_id=project_id)
         return secret
+
+
+class KeystoneUser(models.Model):
+    """Whom Keystone knows by this id. Names change and come again; the id does neither."""
+
+    keystone_id = models.CharField(max_length=64, primary_key=True)
+    user = models.OneToOneField(settings.AUTH_USER_MODEL, models.CASCADE, related_name="keystone")
+
+    def __str__(self) -> str:
+        return self.keystone_id
 
 
 def digest(secret: str) -> str:

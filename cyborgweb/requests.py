@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable
-from contextvars import ContextVar
 
 from django.http import HttpRequest, HttpResponse
 
-_current: ContextVar[str] = ContextVar("request_id", default="")
-
-
-def request_id() -> str:
-    """The id of the request being worked on, '' outside of one."""
-    return _current.get()
+from accelerators.caller import request_id
 
 
 class RequestIdMiddleware:
@@ -24,10 +18,10 @@ class RequestIdMiddleware:
 
     def __call__(self, request: HttpRequest) -> HttpResponse:
         made = f"req-{uuid.uuid4()}"
-        token = _current.set(made)
+        token = request_id.set(made)
         try:
             response = self.get_response(request)
         finally:
-            _current.reset(token)
+            request_id.reset(token)
         response["x-openstack-request-id"] = made
         return response

@@ -200,7 +200,8 @@ class Supervisor:
 
     def _greet(self, listener: socket.socket, facts: dict[str, Any]) -> None:
         say("serve", f"console: {_address(listener)}/admin/")
-        say("serve", f"first login: {facts['login']} (kept in {facts['login_file']})")
+        kept = f" (kept in {facts['login_file']})" if facts["login_file"] else ""
+        say("serve", f"first login: {facts['login']}{kept}")
 
     def _turn(self) -> None:
         """One round of the loop: output, deaths, stalls."""

@@ -28,6 +28,7 @@ urlpatterns = [
     path("healthz", healthz),
     path("readyz", readyz),
     path("admin/", admin.site.urls),
+    re_path(r"^api(?:/|$)", include("cyborgweb.api")),
     re_path(r"^accelerator(?:/|$)", include("accelerators.api.v2.urls")),
     re_path(rf"^(?!(?:{OURS})(?:/|$))", include("accelerators.api.v2.urls")),
 ]

@@ -15,16 +15,8 @@ from unfold.decorators import display
 
 from accelerators.admin import marks, timeline
 from accelerators.admin.listing import ReadOnly
-from accelerators.models import AttachHandle, Deployable, Device, Event, Host
+from accelerators.models import AttachHandle, Deployable, Device, Event
 from accelerators.models.devices import driver_error
-
-
-def why_stale(host: Host, driver: str) -> str:
-    """Why what is shown of a device may be out of date; '' when it is not."""
-    if host.stale_since:
-        return f"nothing heard of the agent of {host.name} since {host.stale_since:%Y-%m-%d %H:%M:%S} UTC"
-    error = host.drivers.get(driver, {}).get("error", "")
-    return f"{driver}: {error}" if error else ""
 
 
 class Freshness(admin.SimpleListFilter):
@@ -77,7 +69,7 @@ class DeviceAdmin(ReadOnly):
     @display(description="State", ordering="state")
     def shown_state(self, device: Device) -> SafeString:
         return marks.marks(
-            marks.state(device.state, device.state_reason), marks.stale(why_stale(device.host, device.driver))
+            marks.state(device.state, device.state_reason), marks.stale(device.host.why_stale(device.driver))
         )
 
     @display(description="Health", ordering="status")
@@ -116,7 +108,7 @@ class DeviceAdmin(ReadOnly):
             "device": device,
             "state": marks.state(device.state),
             "health": marks.health(device.status),
-            "stale": marks.stale(stale := why_stale(device.host, device.driver)),
+            "stale": marks.stale(stale := device.host.why_stale(device.driver)),
             "why_stale": stale,
             "state_since": marks.ago(device.state_since),
             "status_since": marks.ago(device.status_since),

@@ -17,7 +17,6 @@ from django.utils.safestring import SafeString
 from unfold.decorators import display
 
 from accelerators.admin import marks, timeline
-from accelerators.admin.devices import why_stale
 from accelerators.admin.listing import ReadOnly
 from accelerators.models import Device, Event, Host
 
@@ -144,7 +143,7 @@ def _device(host: Host, device: Device) -> dict[str, Any]:
     return {
         "device": device,
         "state": marks.state(device.state, device.state_reason),
-        "stale": marks.stale(why_stale(host, device.driver)),
+        "stale": marks.stale(host.why_stale(device.driver)),
         "health": marks.health(device.status, device.status_reason),
         "since": marks.ago(device.state_since),
     }

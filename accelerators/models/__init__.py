@@ -2,7 +2,7 @@
 
 from accelerators.models.devices import AttachHandle, Attribute, Deployable, Device
 from accelerators.models.hosts import Host
-from accelerators.models.records import Event, Intent, Tick
+from accelerators.models.records import Event, Generation, Intent, Tick
 from accelerators.models.requests import AcceleratorRequest, DeviceProfile
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "Device",
     "DeviceProfile",
     "Event",
+    "Generation",
     "Host",
     "Intent",
     "Tick",

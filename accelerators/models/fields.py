@@ -9,6 +9,7 @@ from typing import Any
 from django.db import models
 from django.db.models import Q
 from django.db.models.functions import Now
+from psycopg.types.json import Json
 
 
 class Row(models.Model):
@@ -20,6 +21,22 @@ class Row(models.Model):
 
     class Meta:
         abstract = True
+
+
+class KeptJson(models.JSONField):
+    """JSON as it was written, keys in their order: clients get back what they sent. It cannot be compared."""
+
+    def db_type(self, connection: Any) -> str:
+        """The type that keeps its text, not the parsed one."""
+        return "json"
+
+    def get_db_prep_value(self, value: Any, connection: Any, prepared: bool = False) -> Any:
+        """As JSON text; Django's own would have it parsed on the way in."""
+        return None if value is None else Json(value)
+
+    def from_db_value(self, value: Any, expression: Any, connection: Any) -> Any:
+        """Parsed by the driver already, unlike the other type."""
+        return value
 
 
 def name(**options: Any) -> models.CharField:

@@ -27,3 +27,10 @@ class Host(fields.Row):
 
     def __str__(self) -> str:
         return self.name
+
+    def why_stale(self, driver: str) -> str:
+        """Why what is known of this driver's devices may be out of date; '' when it is not."""
+        if self.stale_since:
+            return f"nothing heard of the agent of {self.name} since {self.stale_since:%Y-%m-%d %H:%M:%S} UTC"
+        error = self.drivers.get(driver, {}).get("error", "")
+        return f"{driver}: {error}" if error else ""

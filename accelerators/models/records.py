@@ -1,4 +1,4 @@
-"""What happened (events), what is still to be told (intents), and which job was woken (ticks)."""
+"""What happened (events), what is still to be told (intents), which job was woken (ticks), what moved (generations)."""
 
 from __future__ import annotations
 
@@ -67,3 +67,16 @@ class Tick(models.Model):
 
     def __str__(self) -> str:
         return self.name
+
+
+class Generation(models.Model):
+    """How often a collection was written: the sum of its rows (`accelerators.generations`). Triggers count."""
+
+    collection = models.CharField(max_length=16, db_collation="C", db_index=True)
+    value = models.BigIntegerField(default=0)
+
+    class Meta:
+        db_table = "generation"
+
+    def __str__(self) -> str:
+        return f"{self.collection} {self.value}"

@@ -15,7 +15,7 @@ class DeviceProfile(fields.Row):
 
     name = fields.name(unique=True)
     description = models.TextField(null=True, blank=True)
-    groups = models.JSONField()
+    groups = fields.KeptJson()
 
     class Meta:
         ordering = ["id"]
@@ -39,6 +39,7 @@ class AcceleratorRequest(fields.Row):
     attach_handle = models.OneToOneField(AttachHandle, models.PROTECT, null=True, blank=True, related_name="request")
     deadline = models.DateTimeField(null=True, blank=True, help_text="BindStarted becomes BindFailed after it.")
     fault = models.TextField(default="", blank=True, help_text="Why it is BindFailed.")
+    label = models.CharField(max_length=255, default="", blank=True, help_text="Its project's own words for it.")
 
     class Meta:
         ordering = ["id"]

@@ -6,6 +6,7 @@ import secrets
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from accelerators import states
 from cyborgweb.postgres import Postgres
 from cyborgweb.settings.keys import Keys, keys
 
@@ -69,9 +70,11 @@ INSTALLED_APPS = [
     "django.contrib.messages",
     "django.contrib.staticfiles",
     "rest_framework",
+    "drf_spectacular_sidecar",
     "django_q",
     "accelerators",
     "agents",
+    "placement_sync",
     "cyborgweb",
 ]
 MIDDLEWARE = [
@@ -107,6 +110,10 @@ STATIC_URL = "/static/"
 WHITENOISE_USE_FINDERS = True
 WHITENOISE_AUTOREFRESH = False
 LOGIN_URL = "admin:login"
+WITH_KEYSTONE = KEYS.auth == "keystone"
+AUTHENTICATION_BACKENDS = [
+    "cyborgweb.login.KeystoneBackend" if WITH_KEYSTONE else "django.contrib.auth.backends.ModelBackend"
+]
 USE_TZ = True
 TIME_ZONE = "UTC"
 USE_I18N = False
@@ -120,10 +127,34 @@ DATA_UPLOAD_MAX_MEMORY_SIZE = 1_048_576
 CHANNEL_LAYERS: dict[str, object] = {}
 
 REST_FRAMEWORK = {
-    "DEFAULT_AUTHENTICATION_CLASSES": ["cyborgweb.identity.TokenAuthentication"],
+    "DEFAULT_AUTHENTICATION_CLASSES": ["cyborgweb.identity.CallerAuthentication"],
     "DEFAULT_PERMISSION_CLASSES": ["cyborgweb.policy.RulePermission"],
     "UNAUTHENTICATED_USER": None,
+    "URL_FORMAT_OVERRIDE": None,
+    "DEFAULT_SCHEMA_CLASS": "cyborgweb.openapi.Schema",
 }
+SPECTACULAR_SETTINGS = {
+    "TITLE": "Accelerators",
+    "VERSION": "1",
+    "OAS_VERSION": "3.1.0",
+    "SCHEMA_PATH_PREFIX": "/api/",
+    "COMPONENT_SPLIT_REQUEST": True,
+    "COMPONENT_NO_READ_ONLY_REQUIRED": False,
+    "ENUM_NAME_OVERRIDES": {
+        "DeviceState": list(states.DeviceState),
+        "DeviceType": list(states.DeviceType),
+        "Health": list(states.Health),
+        "RequestState": list(states.RequestState),
+        "EventSource": list(states.Source),
+        "AgentState": ["up", "late", "down"],
+    },
+    "POSTPROCESSING_HOOKS": [
+        "drf_spectacular.hooks.postprocess_schema_enums",
+        "cyborgweb.openapi.complete",
+    ],
+}
+SERVICE_SESSION = "cyborgweb.keystone.service_session"
+"""Makes the keystoneauth1 session with which other rooms speak to the cloud."""
 
 Q_CLUSTER = {
     "name": "work",
@@ -154,6 +185,7 @@ LOGGING = {
 
 UNFOLD = {
     "SITE_TITLE": "Accelerators",
+    "LOGIN": {"form": "cyborgweb.login.LoginForm" if WITH_KEYSTONE else None},
     "SITE_HEADER": "Accelerators",
     "SITE_SUBHEADER": "control plane",
     "SITE_SYMBOL": "memory",

@@ -47,10 +47,60 @@ class Keys:
     tick_stall_s: float = key(
         "CYBORG_TICK_STALL_S", 5.0, "A job not taken up for so long means that its cluster is stuck and is replaced."
     )
+    nova_endpoint: str = key(
+        "CYBORG_NOVA_ENDPOINT", "", "Where the compute API is; `off`: instances' states stay unknown.", "*(catalogue)*"
+    )
+    bind_timeout_s: int = key(
+        "CYBORG_BIND_TIMEOUT_S", 60, "A bind that needs its host fails after it; below Nova's `arq_binding_timeout`."
+    )
+    program_timeout_s: int = key("CYBORG_PROGRAM_TIMEOUT_S", 240, "The same for a bind that programs its device first.")
     missing_retention_s: int = key(
         "CYBORG_MISSING_RETENTION_S", 86_400, "How long a missing, free device is kept before it is removed."
     )
     join_token_hours: int = key("CYBORG_JOIN_TOKEN_HOURS", 24, "How long a join token is valid.")
+    auth: str = key(
+        "CYBORG_AUTH",
+        "local",
+        "Who vouches for callers: `local` (Django's users, API tokens in `X-Auth-Token`) or `keystone`.",
+    )
+    cloud: str = key(
+        "CYBORG_CLOUD",
+        "",
+        "The cloud in `clouds.yaml` that the service user logs in to; without it, the `OS_…` variables.",
+        "*(absent: `OS_…`)*",
+    )
+    www_authenticate_uri: str = key(
+        "CYBORG_WWW_AUTHENTICATE_URI",
+        "",
+        "Where a 401 sends clients for a token, if it is not the service user's own auth URL.",
+        "*(auth URL)*",
+    )
+    service_token_roles: tuple[str, ...] = key(
+        "CYBORG_SERVICE_TOKEN_ROLES", ("service",), "Roles of which an `X-Service-Token` must have one.", "`service`"
+    )
+    policy_file: str = key(
+        "CYBORG_POLICY_FILE",
+        "",
+        "Overrides of policy rules, read anew when edited; `manage.py policy_sample` prints all rules.",
+        "*(`policy.yaml` in the state directory)*",
+    )
+    enforce_new_defaults: bool = key(
+        "CYBORG_ENFORCE_NEW_DEFAULTS",
+        False,
+        "Leave out the legacy rules, with which every token of a project may read devices and use requests.",
+        "`off`",
+    )
+    console_session_h: float = key(
+        "CYBORG_CONSOLE_SESSION_H",
+        8.0,
+        "With Keystone: how long a login to the console lasts; the next one maps the user's roles afresh.",
+    )
+    console_viewer_roles: tuple[str, ...] = key(
+        "CYBORG_CONSOLE_VIEWER_ROLES",
+        ("manager",),
+        "With Keystone: roles that may look at the console, where every project's requests are seen; `admin` may act.",
+        "`manager`",
+    )
     allowed_hosts: tuple[str, ...] = key(
         "CYBORG_ALLOWED_HOSTS", ("*",), "Host names the web answers to, separated by commas.", "`*`"
     )
@@ -61,11 +111,21 @@ class Keys:
         """The state directory, absolute."""
         return Path(self.state_dir).absolute()
 
+    @property
+    def policies(self) -> Path:
+        """The file with overrides of policy rules; it need not exist."""
+        return Path(self.policy_file).absolute() if self.policy_file else self.state / "policy.yaml"
+
 
 @lru_cache(maxsize=1)
 def keys() -> Keys:
     """This process's configuration, read once; raises ConfigurationError with one clear sentence."""
-    return load(Keys, os.environ)
+    read = load(Keys, os.environ)
+    if read.auth not in ("local", "keystone"):
+        raise ConfigurationError(f"CYBORG_AUTH={read.auth!r} is not usable: write local or keystone")
+    if read.console_session_h <= 0:
+        raise ConfigurationError(f"CYBORG_CONSOLE_SESSION_H={read.console_session_h} is not usable: write a time")
+    return read
 
 
 def listen_address(listen: str) -> tuple[str, int]:

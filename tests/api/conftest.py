@@ -1,19 +1,24 @@
-"""A caller with a token, and inventories of a given size."""
+"""Callers with tokens, and inventories of a given size."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
+from uuid import uuid4
 
 import pytest
 from django.contrib.auth.models import User
 from django.http import HttpResponse
 from django.test import Client
 
+from accelerators import conductor
+from accelerators.models import Deployable, Device
 from cyborgweb.models import ApiToken
 from tests.support.reports import a_host, answer, apply, card
 
 Get = Callable[..., HttpResponse]
+Call = Callable[..., HttpResponse]
 
 
 @pytest.fixture
@@ -34,6 +39,38 @@ def get(client: Client, token: str) -> Get:
 
 
 @pytest.fixture
+def call(client: Client, db: None) -> Call:
+    """`call(method, path, body, roles=, project=, service=, version=)`: JSON with a token of exactly these roles."""
+    user = User.objects.create_user(f"user-{uuid4()}")
+    secrets: dict[tuple[str, str], str] = {}
+
+    def token_of(roles: str, project: str) -> str:
+        if (roles, project) not in secrets:
+            secrets[roles, project] = ApiToken.make(f"{roles} of {project}", user, roles.split(), project)
+        return secrets[roles, project]
+
+    def ask(
+        method: str,
+        path: str,
+        body: object = None,
+        *,
+        roles: str = "admin member reader",
+        project: str = "p1",
+        service: bool = False,
+        version: str = "2.3",
+        **headers: str,
+    ) -> HttpResponse:
+        sent = {"X-Auth-Token": token_of(roles, project), "OpenStack-API-Version": f"accelerator {version}"}
+        if service:
+            sent["X-Service-Token"] = token_of("service", "services")
+        data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()
+        kind = headers.pop("content_type", "application/json")
+        return client.generic(method, path, data, kind, headers=sent | headers)
+
+    return ask
+
+
+@pytest.fixture
 def fill(db: None) -> Callable[[int], None]:
     """`fill(devices)`: hosts cmp0, cmp1… of ten cards each."""
 
@@ -43,3 +80,25 @@ def fill(db: None) -> Callable[[int], None]:
             apply(a_host(f"cmp{n // 10}"), answer(*cards))
 
     return make
+
+
+@pytest.fixture
+def offered(db: None) -> Callable[..., str]:
+    """`offered(handles=1, n=1)`: a ready card at bus `n` whose provider is known; returns the provider's uuid."""
+
+    def make(handles: int = 1, n: int = 1, **changes: object) -> str:
+        provider = str(uuid4())
+        apply(a_host(f"cmp{n}"), answer(card(n, handles, **changes)))
+        with conductor.writing():
+            part = Deployable.objects.get(device__host__name=f"cmp{n}")
+            Deployable.objects.filter(id=part.id).update(rp_uuid=provider)
+            Device.objects.filter(id=part.device_id).update(state="ready")
+        return provider
+
+    return make
+
+
+def reason(response: HttpResponse) -> str:
+    """The sentence of a form A refusal."""
+    sentence: str = json.loads(json.loads(response.content)["error_message"])["faultstring"]
+    return sentence

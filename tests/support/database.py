@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import tempfile
@@ -17,7 +18,9 @@ for name in [name for name in os.environ if name.startswith("CYBORG_") and name 
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Start the database before Django looks for it."""
+    """Start the database before Django looks for it. Who only hands tests out to others needs none."""
+    if config.getoption("numprocesses", None):
+        return
     from cyborgweb.postgres import Postgres
 
     postgres = Postgres(STATE / "postgres", os.environ.get("CYBORG_PG_BIN", ""), durable=False)
@@ -27,7 +30,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Stop it and take everything away."""
+    """Stop it and take everything away; whoever still listens to it need not complain."""
+    logging.disable()
     if postgres := config.stash.get(_postgres, None):
         postgres.stop()
         shutil.rmtree(postgres.socket, ignore_errors=True)

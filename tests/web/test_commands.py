@@ -59,7 +59,7 @@ def test_prepare_makes_the_first_login_once(tmp_path: Path, monkeypatch: pytest.
     assert facts["login"] == login.read_text().strip()
     again = json.loads(said("prepare", "--address", "http://127.0.0.1:1")[-1])
     assert again["login"] == facts["login"]
-    assert set(facts["jobs"]) == {"merge", "leases", "sweep"}
+    assert set(facts["jobs"]) == {"merge", "leases", "sweep", "deadlines"}
 
 
 def test_configuration_comes_from_environment_then_file(tmp_path: Path) -> None:

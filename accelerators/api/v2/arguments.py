@@ -55,15 +55,27 @@ def listing(params: Iterable[tuple[str, list[str]]], exact: Collection[str], sor
     sort = _sort(filters, sortable) if filters or equal else None
     if "name" in filters and "name" in sortable:
         equal["name"] = filters["name"]
+    return _page(scalars, equal, sort, filters.get("limit"))
+
+
+def page(params: Iterable[tuple[str, list[str]]], known: Collection[str]) -> tuple[ListQuery, Mapping[str, str]]:
+    """For lists that read their own parameters: the page that is wanted, oldest first, and those of `known` given."""
+    scalars = _scalars(dict(params), {*known, "limit", "marker"})
+    return _page(scalars, {}, None, None), {name: scalars[name] for name in known if name in scalars}
+
+
+def only(params: Iterable[tuple[str, list[str]]], *known: str) -> Mapping[str, str]:
+    """For URLs with no others than these."""
+    return _scalars(dict(params), known)
+
+
+def _page(
+    scalars: Mapping[str, str], equal: Mapping[str, str], sort: tuple[str, str] | None, limit: str | None
+) -> ListQuery:
     marker = scalars.get("marker")
     if marker is not None and canonical(marker) is None:
         raise unknown_marker(marker)
-    return ListQuery(equal, sort, _limit(scalars.get("limit", filters.get("limit"))), marker and canonical(marker))
-
-
-def nothing(params: Iterable[tuple[str, list[str]]]) -> None:
-    """For URLs without parameters."""
-    _scalars(dict(params), ())
+    return ListQuery(equal, sort, _limit(scalars.get("limit", limit)), marker and canonical(marker))
 
 
 def unknown_marker(value: str) -> Fault:
@@ -85,6 +97,11 @@ def check_uuid(value: str) -> None:
     """Refuse what is not like a uuid, in upstream's words (contract 2.0)."""
     if canonical(value) is None:
         raise bad_input("uuid", value, f"unable to convert to uuid. Error: Expected a uuid but received {value}.")
+
+
+def stored(value: str) -> bool:
+    """Whether this is a uuid exactly as it is stored: upstream compares strings, so other forms find nothing."""
+    return canonical(value) == value
 
 
 def _scalars(params: Params, known: Collection[str]) -> dict[str, str]:

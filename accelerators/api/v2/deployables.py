@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+import re
+
+from rest_framework.request import Request
+from rest_framework.response import Response
+
+from accelerators import safety
+from accelerators.api.v2 import arguments, bodies
 from accelerators.api.v2.devices import SHOWN, held
+from accelerators.api.v2.faults import Fault, bad_input
 from accelerators.api.v2.resource import Column, Resource, links, moment, plain
-from accelerators.api.v2.views import DetailView, ListView
+from accelerators.api.v2.views import DetailView, ListView, View
+from accelerators.models import Device
+
+_PATH = re.compile(r"(?:/[\w-]+)+")
+_OPS = ("add", "replace", "remove")
+_INTERNAL = ("created_at", "id", "links", "updated_at", "uuid", "name", "num_accelerators")
 
 # A JSON text inside a string, spaced as Python's json module does it.
 ATTRIBUTES = """(SELECT '[' || coalesce(
@@ -47,3 +60,42 @@ class DeployableDetail(DetailView):
 
     resource = DEPLOYABLES
     policy_rules = {"GET": "cyborg:deployable:get_one"}
+
+
+class DeployableProgram(View):
+    """`PATCH /v2/deployables/{uuid}/program`; openstacksdk repeats the uuid behind it (contract section 7.2)."""
+
+    policy_rules = {"PATCH": "cyborg:deployable:program"}
+
+    def patch(self, request: Request, uuid: str) -> Response:
+        """Write a bitstream into a free device. No agent can be told to yet: 503, after everything else is right."""
+        arguments.only(request.query_params.lists())
+        _check_program(bodies.read(request, "program_info"))
+        arguments.check_uuid(uuid)
+        there = arguments.stored(uuid) and DEPLOYABLES.exists("p.uuid = %(uuid)s", uuid=uuid)
+        device = Device.objects.filter(deployables__uuid=uuid).first() if there else None
+        if device is None:
+            raise Fault(404, f"Deployable not found with uuid={uuid}")
+        safety.refuse_unless_free(device, "programmed")
+        raise Fault(503, "No agent can program devices yet: the agents of this release only report.")
+
+
+def _check_program(operations: object) -> None:
+    """Only the first operation is read, whatever its path says (contract section 2.5)."""
+    shaped = isinstance(operations, list) and bool(operations) and isinstance(operations[0], dict)
+    if not shaped:
+        raise bad_input("program_info", str(operations)[:64], "It must be a list of operations.")
+    assert isinstance(operations, list)
+    first = operations[0]
+    path, op, value = first.get("path"), first.get("op"), first.get("value")
+    if not isinstance(path, str) or not _PATH.fullmatch(path):
+        raise bad_input("path", str(path)[:64], "It must be of the form /program.")
+    if op not in _OPS:
+        raise bad_input("op", str(op)[:64], f"Value should be one of: {', '.join(_OPS)}")
+    if path.split("/")[1] in _INTERNAL:
+        raise Fault(400, f"'{path[:64]}' is an internal attribute and can not be updated")
+    image = value[0].get("image_uuid") if isinstance(value, list) and value and isinstance(value[0], dict) else None
+    if not isinstance(image, str):
+        raise bad_input("value", str(value)[:64], "It must be a list with an object that has an image_uuid.")
+    if arguments.canonical(image) is None:
+        raise Fault(400, f"Expected a uuid but received {image[:64]}.")

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from uuid import UUID
+
+from rest_framework.request import Request
+from rest_framework.response import Response
+
+from accelerators import lifecycle
+from accelerators.api.v2 import arguments
+from accelerators.api.v2.faults import Fault, missing_argument
 from accelerators.api.v2.resource import Resource, links, moment, plain
-from accelerators.api.v2.views import DetailView, ListView
+from accelerators.api.v2.views import DetailView, ListView, View
 
 
 def held(part: str) -> str:
@@ -55,3 +63,39 @@ class DeviceDetail(DetailView):
     resource = DEVICES
     checks_uuid = False
     policy_rules = {"GET": "cyborg:device:get_one"}
+
+
+class DeviceAction(View):
+    """`POST /v2/devices/{uuid}/enable` and `…/disable`; a body is not looked at (contract section 2.4)."""
+
+    def post(self, request: Request, uuid: str) -> Response:
+        """204, also when nothing changes."""
+        arguments.only(request.query_params.lists())
+        if not arguments.stored(uuid):
+            raise Fault(404, f"Device not found with uuid={uuid}")
+        self.act(UUID(uuid), request.user)
+        return Response(None, 204)
+
+
+class DeviceEnable(DeviceAction):
+    """Ask for `ready`."""
+
+    policy_rules = {"POST": "cyborg:device:enable"}
+    act = staticmethod(lifecycle.enable)
+
+
+class DeviceDisable(DeviceAction):
+    """Take out of offer."""
+
+    policy_rules = {"POST": "cyborg:device:disable"}
+    act = staticmethod(lifecycle.disable)
+
+
+class ActionWithoutDevice(DeviceDetail):
+    """`POST /v2/devices/enable`: upstream misses the uuid; as a member, there is none of this name."""
+
+    policy_rules = DeviceDetail.policy_rules | {"POST": "cyborg:device:enable"}
+
+    def post(self, request: Request, uuid: str) -> Response:
+        """400."""
+        raise missing_argument("uuid")

@@ -30,7 +30,7 @@ class Root(Public):
 
     def get(self, request: Request) -> Response:
         """Name, description, versions."""
-        arguments.nothing(request.query_params.lists())
+        arguments.only(request.query_params.lists())
         version = {
             "id": "v2",
             "status": "CURRENT",
@@ -46,7 +46,7 @@ class V2(Public):
 
     def get(self, request: Request) -> Response:
         """The version."""
-        arguments.nothing(request.query_params.lists())
+        arguments.only(request.query_params.lists())
         return Response(
             {
                 "id": "v2.0",

@@ -9,11 +9,27 @@ from html import escape
 from http import HTTPStatus
 from types import MappingProxyType
 
-from django.core.exceptions import SuspiciousOperation
+from django.core.exceptions import RequestDataTooBig, SuspiciousOperation
 from django.db import InterfaceError, OperationalError
 from rest_framework.exceptions import APIException
 
+from accelerators.refusals import Reason, Refused
+
 log = logging.getLogger(__name__)
+
+
+STATUSES: Mapping[Reason, int] = {
+    Reason.UNKNOWN: 404,
+    Reason.NONE_FREE: 404,
+    Reason.STATE: 500,
+    Reason.CONFLICT: 409,
+    Reason.INVALID: 400,
+    Reason.DUPLICATE: 500,
+    Reason.SERVICE_TOKEN: 403,
+    Reason.HELD: 409,
+    Reason.AWAY: 503,
+}
+"""The two 500 are upstream's: its clients and tests look for them (contract section 2.3, annex A.4)."""
 
 
 class Fault(Exception):
@@ -90,16 +106,22 @@ def explain(error: Exception) -> tuple[int, str]:
     """Status and sentence of whatever a handler raised. What nobody foresaw is logged, and never shown."""
     match error:
         case Fault():
-            return error.status, error.text
+            answer = error.status, error.text
+        case Refused():
+            answer = STATUSES[error.reason], error.text
         case APIException():
-            return error.status_code, str(error.detail)
+            answer = error.status_code, str(error.detail)
+        case RequestDataTooBig():
+            answer = 413, "The body is larger than 1 MiB; send less at a time."
         case SuspiciousOperation():
-            return 400, "The request cannot be read."
+            answer = 400, "The request cannot be read."
         case OperationalError() | InterfaceError():
             log.warning("the database does not answer: %s", error)
-            return 503, "The database does not answer; try again in a moment."
-    log.error("a request failed", exc_info=error)
-    return 500, "The service failed on this request; its log says why, under this answer's request id."
+            answer = 503, "The database does not answer; try again in a moment."
+        case _:
+            log.error("a request failed", exc_info=error)
+            answer = 500, "The service failed on this request; its log says why, under this answer's request id."
+    return answer
 
 
 def wrapped(status: int, text: str) -> dict[str, str]:

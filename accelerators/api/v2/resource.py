@@ -57,16 +57,20 @@ class Resource:
     shown: str
     columns: tuple[Column, ...]
 
-    def find(self, uuid: str, version: Version, base: str) -> bytes | None:
-        """One element, or None when it is not shown. `uuid` must be in its stored form."""
-        where = f"{self.shown} AND {self.alias}.uuid = %(uuid)s"
-        return _text(f"SELECT {self._element(version)} FROM {self.tables} WHERE {where}", {"uuid": uuid, "base": base})
+    def find(self, value: str, version: Version, base: str, by: str = "uuid", **params: object) -> bytes | None:
+        """One element, or None when it is not shown; `params` are what `shown` asks for."""
+        where = f"{self.shown} AND {self.alias}.{by} = %(value)s"
+        values = {"value": value, "base": base, **params}
+        return _text(f"SELECT {self._element(version)} FROM {self.tables} WHERE {where}", values)
 
-    def list(self, query: ListQuery, version: Version, base: str) -> bytes:
-        """The whole answer; raises Fault 400 for a marker that is unknown. One statement, two with a marker."""
-        params: dict[str, object] = {"base": base, "limit": query.limit, "marker": query.marker, **query.equal}
+    def list(self, query: ListQuery, version: Version, base: str, also: str = "TRUE", **params: object) -> bytes:
+        """The whole answer; raises Fault 400 for a marker that is unknown. One statement, two with a marker.
+
+        `also` is a further condition of the caller's own, on constants and `params`.
+        """
+        params |= {"base": base, "limit": query.limit, "marker": query.marker, **query.equal}
         key, direction = self._order(query.sort)
-        where = [self.shown, *(f"{self.sortable[name]} = %({name})s" for name in query.equal)]
+        where = [self.shown, also, *(f"{self.sortable[name]} = %({name})s" for name in query.equal)]
         if query.marker:
             marked = f"FROM {self.tables} WHERE {self.alias}.uuid = %(marker)s"
             if _text(f"SELECT '1' {marked}", params) is None:
@@ -76,6 +80,11 @@ class Resource:
             WHERE {" AND ".join(where)} ORDER BY {key} {direction} LIMIT %(limit)s"""
         elements = _text(f"SELECT coalesce(string_agg(element, ','), '') FROM ({page}) AS page", params)
         return b'{"%s":[%s]}' % (self.name.encode(), elements)
+
+    def exists(self, condition: str, **params: object) -> bool:
+        """Whether an element that is shown meets the condition. One statement."""
+        where = f"{self.shown} AND {condition}"
+        return _text(f"SELECT '1' FROM {self.tables} WHERE {where} LIMIT 1", params) is not None
 
     @cached_property
     def sortable(self) -> Mapping[str, str]:

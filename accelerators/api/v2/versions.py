@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from accelerators.api.v2.faults import not_acceptable
+from accelerators.api.v2.faults import Fault, not_acceptable
 
 Version = tuple[int, int]
 MINIMUM: Version = (2, 0)
@@ -51,6 +51,11 @@ def requested(header: str) -> Version:
         refusal = f"Version {text(version)} was requested but the minor version is not supported by this service."
         raise not_acceptable(f"{refusal} {_SUPPORTED}", _RANGE)
     return version
+
+
+def below(minimal: Version) -> Fault:
+    """406 of a handler that the version asked for does not have yet (contract section 1.6)."""
+    return Fault(406, f"Request not acceptable. The minimal required API version should be {text(minimal)}")
 
 
 def _for_us(header: str) -> str:

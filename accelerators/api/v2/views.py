@@ -16,6 +16,7 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
+from accelerators.api import browsable
 from accelerators.api.v2 import arguments, faults, versions
 from accelerators.api.v2.resource import Resource
 
@@ -28,7 +29,9 @@ class Json(BaseRenderer):
     media_type, format, charset = JSON, "json", None
 
     def render(self, data: Any, accepted_media_type: str | None = None, renderer_context: Any = None) -> bytes:
-        """The body."""
+        """The body; none for None."""
+        if data is None:
+            return b""
         return data if isinstance(data, bytes) else orjson.dumps(data)
 
 
@@ -66,21 +69,30 @@ class View(APIView):
             raise faults.not_acceptable()
 
     def perform_content_negotiation(self, request: Request, force: bool = False) -> tuple[BaseRenderer, str]:
-        """There is one form; whoever cannot read it was refused by then."""
+        """There is one form, and a page for browsers; whoever can read neither was refused by then."""
+        if browsable.wants_page(request.headers.get("Accept", "")):
+            return browsable.Browsable(), browsable.Browsable.media_type
         return Json(), JSON
 
     def handle_exception(self, exc: Exception) -> Response:
         """Every refusal and every failure, in the form it has on the wire."""
         if isinstance(exc, faults.RouterFault):
             self.headers = exc.headers
-            page = self.request.get_preferred_type([JSON, HTML]) == HTML
             accept = self.request.headers.get("Accept")
+            page = self.request.get_preferred_type([JSON, HTML]) == HTML and not browsable.wants_page(accept or "")
             return Response(exc.body(accept, page, silent=self.request.method == "HEAD"), exc.status)
         if isinstance(exc, AuthenticationFailed | NotAuthenticated):
             self.headers = {"WWW-Authenticate": self.get_authenticate_header(self.request)}
             return Response(faults.unauthenticated(str(exc.detail)), 401)
         status, text = faults.explain(exc)
+        if status == 503:
+            self.headers = {**self.headers, "Retry-After": f"{getattr(exc, 'wait', 1):.0f}"}
         return Response(faults.wrapped(status, text), status)
+
+    @property
+    def scope(self) -> dict[str, object]:
+        """What the resource's `shown` asks of the caller."""
+        return {}
 
     @property
     def base(self) -> str:
@@ -104,7 +116,7 @@ class ListView(View):
     def get(self, request: Request) -> Response:
         """Every element that is shown, filtered, sorted and cut as the query string says."""
         query = arguments.listing(request.query_params.lists(), self.exact, self.resource.sortable)
-        return Response(self.resource.list(query, self.version, self.base))
+        return Response(self.resource.list(query, self.version, self.base, **self.scope))
 
 
 class DetailView(View):
@@ -115,11 +127,11 @@ class DetailView(View):
 
     def get(self, request: Request, uuid: str) -> Response:
         """The bare element; 404 also for a uuid in another form than the stored one (contract 2.0)."""
-        arguments.nothing(request.query_params.lists())
+        arguments.only(request.query_params.lists())
         if self.checks_uuid:
             arguments.check_uuid(uuid)
-        stored_form = arguments.canonical(uuid) == uuid
-        found = self.resource.find(uuid, self.version, self.base) if stored_form else None
+        there = arguments.stored(uuid)
+        found = self.resource.find(uuid, self.version, self.base, **self.scope) if there else None
         if found is None:
             raise faults.Fault(404, f"{self.resource.noun} not found with uuid={uuid}")
         return Response(found)

@@ -38,9 +38,10 @@ class Command(BaseCommand):
             cursor.execute("SELECT pg_advisory_lock(%s)", [MIGRATION_LOCK])
         call_command("migrate", verbosity=0, interactive=False, stdout=sys.stderr, skip_checks=True)
         path = keys().state / "first-login"
+        with_keystone = keys().auth == "keystone"
         facts = {
-            "login": _first_login(path),
-            "login_file": str(path),
+            "login": "with your name and password in Keystone" if with_keystone else _first_login(path),
+            "login_file": "" if with_keystone else str(path),
             "join": _join(options["address"]),
             "jobs": {j.name: (j.cluster, ticks.LOCK_CLASS, ticks.lock_id(j.name)) for j in ticks.jobs()},
             "dsn": _dsn(),

@@ -1,0 +1,112 @@
+"""Every refusal of `/api/` has one shape: `{"error": {"code", "title", "message", "request_id"}}`.
+
+Called by the views of `own` and by `cyborgweb.api`. The message is one sentence that says what to do.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from http import HTTPStatus
+from typing import Any
+
+from django.core.exceptions import SuspiciousOperation
+from django.db import DataError, InterfaceError, OperationalError
+from django.http import Http404
+from rest_framework import exceptions
+from rest_framework.response import Response
+
+from accelerators import refusals
+from accelerators.caller import request_id
+from accelerators.refusals import Reason
+
+log = logging.getLogger(__name__)
+
+SENTENCES: Mapping[int, str] = {
+    404: "There is nothing here that you may see; the address above it lists what there is.",
+    406: "This is served as application/json, or as a page to a browser; say one of them in Accept.",
+    413: "The body is larger than 1 MiB; send less at a time.",
+    415: "Send the body as application/json.",
+    503: "The database does not answer; try again in a moment.",
+    500: "The service failed on this request; its log says why, under this answer's request id.",
+}
+STATUSES: Mapping[Reason, int] = {
+    Reason.UNKNOWN: 404,
+    Reason.INVALID: 400,
+    Reason.SERVICE_TOKEN: 403,
+    Reason.AWAY: 503,
+}
+"""Of a refusal by the room itself; everything else is 409."""
+
+
+class Refused(exceptions.APIException):
+    """A refusal with a status and a sentence of its own."""
+
+    def __init__(self, status: int, sentence: str) -> None:
+        super().__init__(sentence)
+        self.status_code = status
+
+
+def too_large() -> Refused:
+    """413."""
+    return Refused(413, SENTENCES[413])
+
+
+def shape(status: int, message: str) -> dict[str, dict[str, object]]:
+    """The body."""
+    title = HTTPStatus(status).phrase
+    return {"error": {"code": status, "title": title, "message": message, "request_id": request_id.get()}}
+
+
+def handle(error: Exception, context: Mapping[str, Any]) -> Response:
+    """DRF's exception handler: whatever was raised, in the one shape. What nobody foresaw is logged, never shown."""
+    status, message = explain(error)
+    response = Response(shape(status, message), status)
+    if challenge := getattr(error, "auth_header", None):
+        response["WWW-Authenticate"] = challenge
+    if status == HTTPStatus.METHOD_NOT_ALLOWED:
+        response["Allow"] = ", ".join(context["view"].allowed_methods)
+    if wait := getattr(error, "wait", None):
+        response["Retry-After"] = f"{wait:.0f}"
+    return response
+
+
+def explain(error: Exception) -> tuple[int, str]:
+    """Status and sentence."""
+    match error:
+        case refusals.Refused():
+            return STATUSES.get(error.reason, 409), error.text
+        case Http404():
+            return 404, SENTENCES[404]
+        case exceptions.APIException():
+            return error.status_code, _sentence(error)
+        case SuspiciousOperation() | DataError():
+            return 400, "The request holds a value that cannot be read, stored or compared."
+        case OperationalError() | InterfaceError():
+            log.warning("the database does not answer: %s", error)
+            return 503, SENTENCES[503]
+    log.error("a request failed", exc_info=error)
+    return 500, SENTENCES[500]
+
+
+def _sentence(error: exceptions.APIException) -> str:
+    match error:
+        case exceptions.ValidationError():
+            return "; ".join(_lines(error.detail))
+        case exceptions.MethodNotAllowed():
+            return f"{str(error.detail).rstrip('.')} here; the header Allow says what is."
+        case exceptions.NotAcceptable() | exceptions.UnsupportedMediaType():
+            return SENTENCES[error.status_code]
+    return str(error.detail)
+
+
+def _lines(detail: Any, path: str = "") -> Iterator[str]:
+    """What serializers and filters complain of, as `field: sentence`."""
+    if isinstance(detail, Mapping):
+        for key, inner in detail.items():
+            yield from _lines(inner, path if key == "non_field_errors" else f"{path}.{key}".strip("."))
+    elif isinstance(detail, list | tuple):
+        for inner in detail:
+            yield from _lines(inner, path)
+    else:
+        yield f"{path}: {detail}" if path else str(detail)

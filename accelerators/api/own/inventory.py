@@ -1,0 +1,300 @@
+"""Hosts, devices, deployables and attach handles: infrastructure, read by who runs it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import django_filters as filters
+from django.contrib.postgres.expressions import ArraySubquery
+from django.db.models import Count, IntegerField, OuterRef, Q, QuerySet, Subquery, Value
+from django.db.models.functions import Coalesce, JSONObject
+from rest_framework import serializers
+
+from accelerators.api.own.representation import (
+    Chosen,
+    DeployableReference,
+    DeviceReference,
+    HostReference,
+    Url,
+    attach_info,
+)
+from accelerators.api.own.views import Collection
+from accelerators.models import AcceleratorRequest, AttachHandle, Attribute, Deployable, Device, Host
+from accelerators.models.devices import driver_error
+from accelerators.states import DEVICE_MOVES, DeviceState, DeviceType, HandleType, Health
+
+ASKED_FOR = frozenset(
+    {DeviceState.READY, DeviceState.MAINTENANCE, DeviceState.INACTIVE, DeviceState.QUARANTINED, DeviceState.RETIRED}
+)
+"""States that a person can ask for; the others come about."""
+
+
+def number_of(rows: QuerySet[Any], column: str) -> Coalesce:
+    """How many `rows` have the outer row in `column`, in the same statement."""
+    counted = rows.filter(**{column: OuterRef("pk")}).order_by().values(column).annotate(n=Count("*")).values("n")
+    return Coalesce(Subquery(counted), Value(0), output_field=IntegerField())
+
+
+class HostFilter(filters.FilterSet):
+    """By name, or whether its agent is heard."""
+
+    name = filters.CharFilter(help_text="Exactly this name.")
+    stale = filters.BooleanFilter(
+        field_name="stale_since", lookup_expr="isnull", exclude=True, help_text="Whether nothing is heard of its agent."
+    )
+
+
+class HostSerializer(Chosen):
+    """A compute host: what its drivers last said, and since when nothing is heard of its agent."""
+
+    url = Url("hosts", source="uuid")
+    drivers = serializers.JSONField(
+        read_only=True, help_text="Per driver: error (empty when it answered), since when, its devices, its faults."
+    )
+    devices = serializers.IntegerField(read_only=True, source="number_of_devices", help_text="How many it has.")
+
+    class Meta:
+        model = Host
+        fields = (
+            "uuid",
+            "url",
+            "name",
+            "node",
+            "stale_since",
+            "reported_at",
+            "devices",
+            "drivers",
+            "created_at",
+            "updated_at",
+        )
+        read_only_fields = fields
+
+
+class HostView(Collection):
+    """Compute hosts, by name."""
+
+    policy = "host"
+    orders = {"name": "name", "created": "id"}
+    default_order = "name"
+    shows = ("hosts", "devices")
+    serializer_class = HostSerializer
+    filterset_class = HostFilter
+    queryset = Host.objects.annotate(number_of_devices=number_of(Device.objects.all(), "host"))
+
+
+class DeviceFilter(filters.FilterSet):
+    """By what it is, where it is, how it is."""
+
+    host = filters.CharFilter(field_name="host__name", help_text="Exactly this host name.")
+    state = filters.MultipleChoiceFilter(choices=[(word, word) for word in DeviceState], distinct=False)
+    status = filters.MultipleChoiceFilter(choices=[(word, word) for word in Health], distinct=False)
+    type = filters.MultipleChoiceFilter(choices=[(word, word) for word in DeviceType], distinct=False)
+    vendor = filters.CharFilter()
+    driver = filters.CharFilter()
+    stale = filters.BooleanFilter(method="by_freshness", help_text="Whether what is shown may be out of date.")
+
+    def by_freshness(self, devices: QuerySet[Device], name: str, wanted: bool) -> QuerySet[Device]:
+        """Stale: its host's agent is not heard, or its driver failed."""
+        stale = Q(host__stale_since__isnull=False) | (Q(_error__isnull=False) & ~Q(_error=""))
+        matching = devices.alias(_error=driver_error())
+        return matching.filter(stale) if wanted else matching.exclude(stale)
+
+
+class DeviceSerializer(Chosen):
+    """A card: its state with why, since when and by whom; what can be asked of it next; its health."""
+
+    url = Url("devices", source="uuid")
+    host = HostReference(read_only=True)
+    next_actions = serializers.SerializerMethodField()
+    stale = serializers.SerializerMethodField()
+
+    class Meta:
+        model = Device
+        fields = (
+            "uuid",
+            "url",
+            "host",
+            "type",
+            "vendor",
+            "model",
+            "address",
+            "state",
+            "status",
+            "driver",
+            "stale",
+            "state_reason",
+            "state_since",
+            "state_by",
+            "next_actions",
+            "status_reason",
+            "status_since",
+            "key",
+            "numa_node",
+            "kernel_driver",
+            "std_board_info",
+            "vendor_board_info",
+            "created_at",
+            "updated_at",
+        )
+        read_only_fields = fields
+
+    def get_next_actions(self, device: Device) -> list[str]:
+        """The states that can be asked for now."""
+        return sorted(DEVICE_MOVES[DeviceState(device.state)] & ASKED_FOR)
+
+    def get_stale(self, device: Device) -> str:
+        """Why what is shown may be out of date; empty when it is not."""
+        return device.host.why_stale(device.driver)
+
+
+class DeviceView(Collection):
+    """Devices, oldest first."""
+
+    policy = "inventory"
+    orders = {"created": "id", "state": "state", "type": "type"}
+    acts = (
+        ("Enable", "/v2/devices/{uuid}/enable", "cyborg:device:enable"),
+        ("Disable", "/v2/devices/{uuid}/disable", "cyborg:device:disable"),
+    )
+    shows = ("devices", "hosts")
+    serializer_class = DeviceSerializer
+    filterset_class = DeviceFilter
+    queryset = Device.objects.select_related("host")
+
+
+class DeployableFilter(filters.FilterSet):
+    """By the device or host that has it, or its provider."""
+
+    host = filters.CharFilter(field_name="device__host__name", help_text="Exactly this host name.")
+    device = filters.UUIDFilter(field_name="device__uuid")
+    rp_uuid = filters.UUIDFilter(help_text="Its resource provider in Placement.")
+    missing = filters.BooleanFilter(field_name="missing_since", lookup_expr="isnull", exclude=True)
+
+
+class AttributeSerializer(serializers.Serializer):
+    """A key and a value; `origin` operator survives reports."""
+
+    key = serializers.CharField(read_only=True)
+    value = serializers.CharField(read_only=True)
+    origin = serializers.CharField(read_only=True)
+
+
+class DeployableSerializer(Chosen):
+    """The part of a device that is a resource provider, and how much of it is held."""
+
+    url = Url("deployables", source="uuid")
+    device = DeviceReference(read_only=True)
+    host = HostReference(source="device.host", read_only=True)
+    attributes = AttributeSerializer(source="attribute_objects", many=True, read_only=True)
+    held = serializers.IntegerField(read_only=True, help_text="How many of its attach handles requests hold.")
+
+    class Meta:
+        model = Deployable
+        fields = (
+            "uuid",
+            "url",
+            "name",
+            "device",
+            "host",
+            "num_accelerators",
+            "held",
+            "driver_name",
+            "rp_uuid",
+            "bitstream_id",
+            "attributes",
+            "missing_since",
+            "created_at",
+            "updated_at",
+        )
+        read_only_fields = fields
+
+
+class DeployableView(Collection):
+    """Deployables, oldest first."""
+
+    policy = "inventory"
+    shows = ("devices", "requests")
+    serializer_class = DeployableSerializer
+    filterset_class = DeployableFilter
+    queryset = Deployable.objects.select_related("device__host").annotate(
+        held=number_of(AcceleratorRequest.objects.filter(attach_handle__isnull=False), "attach_handle__deployable"),
+        attribute_objects=ArraySubquery(
+            Attribute.objects.filter(deployable=OuterRef("pk"))
+            .order_by("id")
+            .values(it=JSONObject(key="key", value="value", origin="origin"))
+        ),
+    )
+
+
+class AttachHandleFilter(filters.FilterSet):
+    """By where it is, or who holds it."""
+
+    host = filters.CharFilter(field_name="deployable__device__host__name", help_text="Exactly this host name.")
+    device = filters.UUIDFilter(field_name="deployable__device__uuid")
+    deployable = filters.UUIDFilter(field_name="deployable__uuid")
+    instance = filters.UUIDFilter(field_name="request__instance_uuid")
+    project = filters.CharFilter(field_name="request__project_id")
+    type = filters.MultipleChoiceFilter(
+        field_name="attach_type", choices=[(word, word) for word in HandleType], distinct=False
+    )
+    held = filters.BooleanFilter(field_name="request", lookup_expr="isnull", exclude=True)
+    missing = filters.BooleanFilter(field_name="missing_since", lookup_expr="isnull", exclude=True)
+
+
+class Holder(serializers.Serializer):
+    """Who holds it."""
+
+    request = serializers.UUIDField(source="uuid", read_only=True)
+    state = serializers.CharField(read_only=True)
+    instance = serializers.UUIDField(source="instance_uuid", read_only=True, allow_null=True)
+    project = serializers.CharField(source="project_id", read_only=True)
+    label = serializers.CharField(read_only=True)
+    url = Url("requests", source="uuid")
+
+
+class AttachHandleSerializer(Chosen):
+    """One assignable unit, and who holds it."""
+
+    url = Url("attach_handles", source="uuid")
+    type = serializers.CharField(source="attach_type", read_only=True)
+    info = serializers.SerializerMethodField()
+    deployable = DeployableReference(read_only=True)
+    device = DeviceReference(source="deployable.device", read_only=True)
+    host = HostReference(source="deployable.device.host", read_only=True)
+    holder = serializers.SerializerMethodField()
+
+    class Meta:
+        model = AttachHandle
+        fields = (
+            "uuid",
+            "url",
+            "type",
+            "info",
+            "holder",
+            "deployable",
+            "device",
+            "host",
+            "missing_since",
+            "created_at",
+            "updated_at",
+        )
+        read_only_fields = fields
+
+    def get_info(self, handle: AttachHandle) -> dict[str, str]:
+        """How it reaches an instance."""
+        return attach_info(handle.attach_info)
+
+    def get_holder(self, handle: AttachHandle) -> dict[str, Any] | None:
+        """The request that holds it; null when it is free."""
+        request = getattr(handle, "request", None)
+        return Holder(request, context=self.context).data if request else None
+
+
+class AttachHandleView(Collection):
+    """Assignable units, oldest first."""
+
+    policy = "attach_handle"
+    shows = ("devices", "requests")
+    serializer_class = AttachHandleSerializer
+    filterset_class = AttachHandleFilter
+    queryset = AttachHandle.objects.select_related("request", "deployable__device__host")

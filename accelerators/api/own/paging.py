@@ -1,0 +1,144 @@
+"""Pages by cursor: as fast at the last row as at the first, and rows that come or go meanwhile move nothing.
+
+Called by `views.Collection`. A cursor stands between two rows of one order, which it names: DRF's own, which counts
+rows of equal value, gives up at a thousand of them.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+from django.core.exceptions import FieldDoesNotExist, ValidationError
+from django.db.models import F, Model, QuerySet
+from django.db.models.fields.tuple_lookups import TupleGreaterThan, TupleLessThan
+from rest_framework.exceptions import NotFound, ParseError
+from rest_framework.pagination import CursorPagination
+from rest_framework.request import Request
+from rest_framework.utils.urls import replace_query_param
+
+MAX_CURSOR = 1024
+
+
+class Cursor(msgspec.Struct, frozen=True, array_like=True):
+    """Beyond the row with this value of the order's field, and this id; `back`: before it."""
+
+    order: str
+    back: bool
+    value: str
+    id: int
+
+    def text(self) -> str:
+        """As it stands in a URL."""
+        return base64.urlsafe_b64encode(msgspec.json.encode(self)).decode().rstrip("=")
+
+    @classmethod
+    def read(cls, text: str, order: str) -> Cursor:
+        """404 for what is none, or one of another order."""
+        try:
+            if len(text) > MAX_CURSOR or "\0" in text:
+                raise ValueError
+            cursor = msgspec.json.decode(base64.urlsafe_b64decode(text + "=" * (-len(text) % 4)), type=cls)
+        except (ValueError, msgspec.MsgspecError) as error:
+            raise _not_one() from error
+        if cursor.order != order or "\0" in cursor.value or not 0 <= cursor.id < 2**63:
+            raise _not_one()
+        return cursor
+
+
+def _not_one() -> NotFound:
+    return NotFound("cursor: this is no cursor of this list in this order; leave it out to start at the first page.")
+
+
+class Pages(CursorPagination):
+    """`limit` rows, 1 to 500; `next` and `previous` are whole addresses."""
+
+    page_size = 50
+    max_page_size = 500
+    page_size_query_param = "limit"
+    page_size_query_description = "Rows on a page, 1 to 500."
+    cursor_query_description = "Where the page begins, as `next` or `previous` of another page says."
+
+    def get_page_size(self, request: Request) -> int:
+        """How many rows; 400 for what is no number within bounds."""
+        text = request.query_params.get(self.page_size_query_param)
+        if text is None:
+            return self.page_size
+        if text.isascii() and text.isdecimal() and len(text) <= 4 and 1 <= int(text) <= self.max_page_size:
+            return int(text)
+        raise ParseError(f"limit: say a number from 1 to {self.max_page_size}.")
+
+    def get_schema_operation_parameters(self, view: Any) -> list[dict[str, Any]]:
+        """For the OpenAPI document: with the bounds of `limit`."""
+        parameters: list[dict[str, Any]] = super().get_schema_operation_parameters(view)
+        bounds = {"minimum": 1, "maximum": self.max_page_size, "default": self.page_size}
+        for parameter in parameters:
+            if parameter["name"] == self.page_size_query_param:
+                parameter["schema"] |= bounds
+        return parameters
+
+    def read(self, request: Request, view: Any) -> None:
+        """What was asked: how many rows, in which order, from where on; 400 or 404 for what makes no sense."""
+        self.base_url, self.size = request.build_absolute_uri(), self.get_page_size(request)
+        self.order: str = view.order(request)
+        self.field = view.orders[self.order.removeprefix("-")]
+        text = request.query_params.get(self.cursor_query_param, "")
+        self.cursor = Cursor.read(text, self.order) if text else None
+
+    def paginate_queryset(self, queryset: QuerySet[Any], request: Request, view: Any = None) -> list[Any]:
+        """The rows that were asked for (`read`); one statement, whatever the page."""
+        cursor, size = self.cursor, self.size
+        back = cursor is not None and cursor.back
+        downwards = self.order.startswith("-") != back
+        if cursor:
+            queryset = self._beyond(queryset, cursor, downwards)
+        sign = "-" if downwards else ""
+        rows = list(queryset.order_by(f"{sign}{self.field}", f"{sign}id")[: size + 1])
+        more, rows = len(rows) > size, rows[:size]
+        if back:
+            rows.reverse()
+        self.rows, self.has_next, self.has_previous = rows, back or more, more if back else cursor is not None
+        return rows
+
+    def _beyond(self, queryset: QuerySet[Any], cursor: Cursor, downwards: bool) -> QuerySet[Any]:
+        try:
+            value = _field(queryset.model, self.field).to_python(cursor.value)
+            value = value.astimezone(UTC) if isinstance(value, datetime) else value
+        except (ValidationError, OverflowError) as error:
+            raise _not_one() from error
+        lookup = TupleLessThan if downwards else TupleGreaterThan
+        return queryset.filter(lookup((F(self.field), F("id")), (value, cursor.id)))
+
+    def get_next_link(self) -> str | None:
+        """The page after this one."""
+        return self._link(self.rows[-1], False) if self.has_next and self.rows else None
+
+    def get_previous_link(self) -> str | None:
+        """The page before this one."""
+        return self._link(self.rows[0], True) if self.has_previous and self.rows else None
+
+    def _link(self, row: Model, back: bool) -> str:
+        value: Any = row
+        for name in self.field.split("__"):
+            value = getattr(value, name)
+        cursor = Cursor(self.order, back, value.isoformat() if hasattr(value, "isoformat") else str(value), row.pk)
+        return str(replace_query_param(self.base_url, self.cursor_query_param, cursor.text()))
+
+
+def _field(model: type[Model], path: str) -> Any:
+    """The field at the end of a path through relations."""
+    *relations, last = path.split("__")
+    for name in relations:
+        related = model._meta.get_field(name).related_model
+        if not isinstance(related, type):
+            raise FieldDoesNotExist(path)
+        model = related
+    return model._meta.get_field(last)
+
+
+def page_parameters() -> Sequence[str]:
+    """What any list understands beside its filters."""
+    return (Pages.cursor_query_param, "limit", "ordering", "fields")

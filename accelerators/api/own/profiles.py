@@ -1,0 +1,117 @@
+"""Device profiles: made, edited until a request was made of them, deleted while none is left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import django_filters as filters
+from django.core.validators import RegexValidator
+from django.db.models import Exists, OuterRef
+from rest_framework import serializers
+from rest_framework.request import Request
+from rest_framework.response import Response
+
+from accelerators import groups, profiles
+from accelerators.api.own import errors
+from accelerators.api.own.representation import Chosen, Text, Url
+from accelerators.api.own.views import Collection
+from accelerators.models import AcceleratorRequest, DeviceProfile
+
+
+class ProfileFilter(filters.FilterSet):
+    """By name, or whether it is in use."""
+
+    name = filters.CharFilter(help_text="Exactly this name.")
+    used = filters.BooleanFilter(help_text="Whether requests were made of it.")
+
+
+class GroupsField(serializers.ListField):
+    """What is asked for: per group resources, traits and accel: hints, values as strings."""
+
+    child = serializers.DictField(child=serializers.CharField())
+
+    def to_internal_value(self, data: Any) -> list[groups.Group]:
+        """Checked, as they are stored."""
+        if data == []:
+            self.fail("empty")
+        if isinstance(data, list) and not all(_plain(group) for group in data):
+            raise serializers.ValidationError("Say a list of objects whose values are strings.")
+        if isinstance(data, list) and sum(_amounts(data)) > groups.MAX_REQUESTS:
+            # Nothing is wrong with its form: it is a quota, answered as Neutron answers one.
+            raise errors.Refused(409, f"groups: a profile may ask for at most {groups.MAX_REQUESTS} accelerators.")
+        try:
+            return groups.check_groups(data)
+        except groups.GroupError as error:
+            raise serializers.ValidationError(str(error)) from error
+
+    def to_representation(self, data: Any) -> Any:
+        """As they are stored."""
+        return data
+
+
+def _plain(group: Any) -> bool:
+    return isinstance(group, dict) and all(isinstance(value, str) for value in group.values())
+
+
+def _amounts(data: list[dict[str, str]]) -> Iterator[int]:
+    for group in data:
+        for key, value in group.items():
+            if key.startswith("resources:") and len(value) <= 9 and value.isdecimal():
+                yield int(value)
+
+
+class ProfileSerializer(Chosen):
+    """A named list of groups; a group's index is the `group_id` of its requests."""
+
+    url = Url("profiles", source="uuid")
+    # Who has the name already is found out when it is written.
+    name = Text(
+        validators=[RegexValidator(r"^[a-zA-Z0-9_-]+$", "Say letters, digits, - and _ only.")],
+        max_length=255,
+        help_text="Letters, digits, - and _.",
+    )
+    description = Text(max_length=profiles.MAX_DESCRIPTION, allow_blank=True, allow_null=True, required=False)
+    groups = GroupsField(
+        allow_empty=False, help_text='For example [{"resources:FPGA": "1", "trait:CUSTOM_FPGA_INTEL": "required"}].'
+    )
+    used = serializers.BooleanField(read_only=True, help_text="Requests were made of it: it cannot be edited any more.")
+
+    class Meta:
+        model = DeviceProfile
+        fields = ("uuid", "url", "name", "description", "groups", "used", "created_at", "updated_at")
+        read_only_fields = ("uuid", "created_at", "updated_at")
+
+
+class ProfileView(Collection):
+    """Device profiles, oldest first."""
+
+    policy = "device_profile"
+    orders = {"created": "id", "name": "name"}
+    shows = ("profiles", "requests")
+    serializer_class = ProfileSerializer
+    filterset_class = ProfileFilter
+    queryset = DeviceProfile.objects.annotate(used=Exists(AcceleratorRequest.objects.filter(profile=OuterRef("pk"))))
+
+    def create(self, request: Request) -> Response:
+        """Make one."""
+        serializer = self.get_serializer(data=request.data)
+        serializer.is_valid(raise_exception=True)
+        values = serializer.validated_data
+        made = profiles.create(values["name"], values["groups"], values.get("description"), None, self.caller)
+        shown = self.get_serializer(self.get_queryset().get(uuid=made)).data
+        return Response(shown, 201, headers={"Location": shown["url"]})
+
+    def partial_update(self, request: Request, **kwargs: str) -> Response:
+        """Edit one that nobody used yet; 409 afterwards."""
+        found = self.get_object()
+        serializer = self.get_serializer(found, data=request.data, partial=True)
+        serializer.is_valid(raise_exception=True)
+        if serializer.validated_data:
+            profiles.edit(found.uuid, dict(serializer.validated_data), self.caller)
+        return Response(self.get_serializer(self.get_object()).data)
+
+    def destroy(self, request: Request, **kwargs: str) -> Response:
+        """Remove one; 409 while requests of it are left."""
+        profiles.delete(self.get_object().uuid, self.caller)
+        return Response(status=204)

@@ -1,0 +1,85 @@
+"""Events: who changed what, when and why. A project sees what happened to its own requests."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import django_filters as filters
+from django.db.models import QuerySet
+from rest_framework import serializers
+from rest_framework.exceptions import ParseError
+
+from accelerators.api.own.representation import Chosen, Url
+from accelerators.api.own.views import Collection
+from accelerators.models import AcceleratorRequest, Event
+from accelerators.states import Source
+
+
+class Moment(filters.IsoDateTimeFilter):
+    """In UTC: the database knows fewer offsets than there are."""
+
+    def filter(self, qs: QuerySet[Event], value: datetime | None) -> QuerySet[Event]:
+        """400 for a moment outside of all years."""
+        try:
+            return super().filter(qs, value and value.astimezone(UTC))
+        except OverflowError as error:
+            raise ParseError(f"{value} is no moment between the years 1 and 9999.") from error
+
+
+class EventFilter(filters.FilterSet):
+    """By what it happened to, where, when, and by whom."""
+
+    subject = filters.UUIDFilter(help_text="The uuid of a host, device or request.")
+    host = filters.CharFilter(help_text="Exactly this host name.")
+    action = filters.CharFilter(help_text="For example device.missing.")
+    source = filters.MultipleChoiceFilter(choices=[(word, word) for word in Source], distinct=False)
+    request_id = filters.CharFilter(help_text="x-openstack-request-id of the answer to whoever asked for it.")
+    since = Moment(field_name="at", lookup_expr="gte", help_text="Not before this moment.")
+    until = Moment(field_name="at", lookup_expr="lt", help_text="Before this moment.")
+
+
+class EventSerializer(Chosen):
+    """One change: who, what, before and after, why."""
+
+    url = Url("events", source="id")
+    changes = serializers.JSONField(read_only=True, help_text="Per field: before and after.")
+
+    class Meta:
+        model = Event
+        fields = (
+            "id",
+            "url",
+            "at",
+            "action",
+            "source",
+            "actor",
+            "request_id",
+            "subject_type",
+            "subject",
+            "subject_name",
+            "host",
+            "changes",
+            "reason",
+        )
+        read_only_fields = fields
+
+
+class EventView(Collection):
+    """Events, newest first."""
+
+    policy = "event"
+    orders = {"at": "at"}
+    default_order = "-at"
+    shows = ("events",)
+    lookup_field = "id"
+    lookup_value_regex = "[0-9]{1,18}"
+    serializer_class = EventSerializer
+    filterset_class = EventFilter
+    queryset = Event.objects.all()
+
+    def get_queryset(self) -> QuerySet[Event]:
+        """What the caller may see."""
+        if self.sees_all():
+            return super().get_queryset()
+        own = AcceleratorRequest.objects.filter(project_id=self.caller.project_id)
+        return super().get_queryset().filter(subject__in=own.values("uuid"))

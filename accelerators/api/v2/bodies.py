@@ -1,0 +1,40 @@
+"""What a caller sends: JSON, bounded, and texts that can be stored (contract section 2.0). Called by the views."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+from rest_framework.request import Request
+
+from accelerators.api.v2.faults import Fault, missing_argument
+
+LONGEST = 255
+READABLE = ("", "application/json", "text/javascript", "application/javascript")
+
+
+def read(request: Request, name: str) -> Any:
+    """The parsed body; `name` is how upstream calls it when there is none."""
+    raw = request._request.body
+    if not raw.strip():
+        raise missing_argument(name)
+    kind = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+    if kind not in READABLE:
+        raise Fault(415, f"Unknown mimetype: {kind}")
+    try:
+        return orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        raise Fault(400, "Request is not in valid JSON format") from None
+
+
+def shape(right: bool, sentence: str) -> None:
+    """Refuse what has another shape than it should have."""
+    if not right:
+        raise Fault(400, sentence)
+
+
+def text(value: object, name: str, longest: int = LONGEST, shortest: int = 1) -> str:
+    """A string that can be stored."""
+    if not isinstance(value, str) or not shortest <= len(value) <= longest or "\0" in value:
+        raise Fault(400, f"{name} must be a string of {shortest} to {longest} characters without NUL.")
+    return value

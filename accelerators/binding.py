@@ -1,0 +1,299 @@
+"""Accelerator requests: create, bind, unbind, delete. The only writer of requests, and the last guard of a handle.
+
+Called by the v2 API (Nova), and by the job `deadlines`. Contract sections 2.3 and 4.1; the life cycle is
+`states.REQUEST_MOVES`. A bind finds free handles with SKIP LOCKED under a unique index: it waits for nobody, and what
+it believes free is checked again by the database (promises S1, S2).
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from django.conf import settings
+from django.db import IntegrityError, connection
+
+from accelerators import binding_sql as sql
+from accelerators import conductor, groups, profiles, ticks
+from accelerators.caller import Caller, request_id
+from accelerators.refusals import Reason, Refused
+from accelerators.states import BINDABLE, RequestState, Source
+
+PATIENCE_S = 2.0
+"""How long a bind tries again while what it needs is being taken or given back by others."""
+INSTANCE_LOCK = 0x7162
+ON_HOST = ("MDEV", "DEV")
+"""Handles that are made on the host before they can be used; PCI functions are libvirt's business."""
+BATCH = 200
+
+_json = msgspec.json.Encoder()
+_S = RequestState
+
+
+@dataclass(frozen=True)
+class Bind:
+    """One request to be bound: to which provider, for which instance. `project_id` '' is the caller's."""
+
+    uuid: str
+    hostname: str
+    device_rp_uuid: str
+    instance_uuid: str
+    project_id: str = ""
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A request as a bind, an unbind or a deletion found it, locked."""
+
+    uuid: str
+    id: int
+    state: str
+    group: dict[str, str]
+    instance_uuid: str | None
+    handle: int | None
+    attach_type: str | None
+
+    @classmethod
+    def of(cls, row: tuple[Any, ...]) -> _Request:
+        """A row of `sql.LOAD`; its group is JSON text."""
+        uuid, id, state, group, *rest = row
+        return cls(uuid, id, state, msgspec.json.decode(group), *rest)
+
+
+@dataclass(frozen=True)
+class _Handle:
+    """A free handle, locked, and the deployable it belongs to."""
+
+    id: int
+    attach_type: str
+    deployable: int
+    bitstream: str | None
+
+
+class _Contended(Exception):
+    """Something is free, but others are at it."""
+
+
+def create(profile_name: str, caller: Caller) -> list[str]:
+    """Make the requests a profile asks for, in the caller's project; returns their uuids in order."""
+    for _ in range(2):
+        profile = profiles.by_name(profile_name)
+        if profile is None:
+            break
+        if not (plan := groups.plan(profile.groups)):
+            return []
+        values = {"profile": profile.id, "name": profile.name, "updated_at": profile.updated_at, "groups": plan}
+        with conductor.writing():
+            if made := _execute(sql.CREATE, values | {"project": caller.project_id} | _who(caller)):
+                return [str(uuid) for (uuid,) in made]
+        profiles.forget()  # what we remembered is no longer so
+    raise Refused(Reason.UNKNOWN, f"Device Profile not found with name={profile_name}")
+
+
+def bind(wanted: Sequence[Bind], caller: Caller) -> None:
+    """Reserve a handle for every one of `wanted`, or for none; those that need nothing on their host are Bound.
+
+    Raises Refused; NONE_FREE, UNKNOWN provider and INVALID groups leave all of them BindFailed with the reason.
+    """
+    end = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            with conductor.writing(), connection.wrap_database_errors:
+                refused = _bind(wanted, caller)
+            break
+        except (_Contended, IntegrityError) as error:
+            if time.monotonic() > end:
+                raise Refused(Reason.AWAY, "Others are taking the same accelerators: try again.") from error
+            time.sleep(random.uniform(0.001, 0.01))
+    if refused:
+        raise refused
+
+
+def unbind(uuids: Sequence[str], caller: Caller) -> None:
+    """Give back what these requests hold; from any state (contract section 4.1). All of them or none."""
+    with conductor.writing(), connection.wrap_database_errors:
+        found = _load(uuids, caller)
+        _move([_unbound(request) for request in found if request.state != _S.UNBOUND], Source.API, caller.name)
+        _release(found)
+
+
+def delete(uuids: Sequence[str], caller: Caller) -> None:
+    """Remove requests, free what they hold. All of them or none; SERVICE_TOKEN for one that belongs to an instance."""
+    with conductor.writing(), connection.wrap_database_errors:
+        found = _load(uuids, caller)
+        for request in found:
+            if request.instance_uuid and not caller.service:
+                text = (
+                    f"ARQ {request.uuid} is bound to instance {request.instance_uuid}. Use the Compute API to manage "
+                )
+                raise Refused(Reason.SERVICE_TOKEN, text + "instance accelerators.")
+        _delete(found, caller)
+
+
+def delete_of_instance(instance_uuid: str, caller: Caller) -> None:
+    """Remove an instance's requests, if it has any."""
+    with conductor.writing(), connection.wrap_database_errors:
+        rows = _execute(sql.LOAD_OF_INSTANCE, {"instance": instance_uuid, "project": _project(caller)})
+        if rows:
+            _delete([_Request.of(row) for row in rows], caller)
+
+
+def expire() -> bool:
+    """Fail one batch of binds whose host was silent past their deadline; True when there may be more."""
+    with conductor.writing(), connection.wrap_database_errors:
+        rows = _execute(sql.OVERDUE, {"count": BATCH})
+        moves = [
+            {
+                "id": id,
+                "was": _S.BIND_STARTED,
+                "state": _S.BIND_FAILED,
+                "hostname": host,
+                "rp": rp,
+                "instance": instance,
+            }
+            | {"deployable": deployable, "had_instance": instance, "had_handle": handle}
+            | {"fault": f"nothing was heard from host {host} before the deadline"}
+            for _, id, host, rp, instance, deployable, handle in rows
+        ]
+        _move(moves, Source.SYSTEM, "deadlines")
+    return len(rows) == BATCH
+
+
+def run_deadlines() -> None:
+    """The job `deadlines`."""
+    ticks.run("deadlines", expire)
+
+
+def _bind(wanted: Sequence[Bind], caller: Caller) -> Refused | None:
+    """One attempt, in the caller's transaction; a Refused that is returned is to be committed with what it says."""
+    instances = sorted({one.instance_uuid for one in wanted})
+    _execute(sql.LOCK_INSTANCES, {"lock": INSTANCE_LOCK, "instances": instances})
+    if taken := _execute(sql.TAKEN, {"instances": instances, "project": _project(caller)}):
+        text = f"Instance {taken[0][0]} already has accelerator requests. Cannot bind additional ARQs."
+        raise Refused(Reason.INVALID, f"Couldn't apply patch. Reason: {text}")
+    by_uuid = {one.uuid: one for one in wanted}
+    found = _load([*by_uuid], caller)
+    for request in found:
+        if request.state not in BINDABLE:
+            text = f"Bad state: {request.state} for ARQ: {request.uuid}. Expected state(s): {list(BINDABLE)}"
+            raise Refused(Reason.STATE, text)
+    pairs = [(request, by_uuid[request.uuid]) for request in found]
+    try:
+        held = _reserve(pairs)
+    except Refused as refused:
+        _move([_failed(*pair, caller, refused.text) for pair in pairs], Source.API, caller.name)
+        return refused
+    _move([_bound(*pair, caller, held[pair[0].id]) for pair in pairs], Source.API, caller.name)
+    return None
+
+
+def _reserve(pairs: Sequence[tuple[_Request, Bind]]) -> dict[int, _Handle]:
+    """A handle for each request's id; raises Refused when one cannot be had, _Contended when it may be had soon."""
+    needed: dict[str, list[_Request]] = {}
+    for request, one in pairs:
+        if groups.BITSTREAM in request.group and groups.FUNCTION in request.group:
+            raise Refused(Reason.INVALID, f"{groups.BITSTREAM} and {groups.FUNCTION} exclude each other in one group.")
+        if not groups.resource_class(request.group):
+            raise Refused(Reason.INVALID, f"Group of ARQ {request.uuid} asks for no resource.")
+        needed.setdefault(one.device_rp_uuid, []).append(request)
+    held: dict[int, _Handle] = {}
+    for rp, requests in needed.items():
+        free = _execute(sql.RESERVE, {"rp": rp, "count": len(requests)})
+        if len(free) < len(requests):
+            _refuse(rp, len(requests))
+        held |= {request.id: _Handle(*row) for request, row in zip(requests, free, strict=True)}
+    return held
+
+
+def _refuse(rp: str, count: int) -> None:
+    found = _execute(sql.WHY_NONE, {"rp": rp})
+    if not found:
+        raise Refused(Reason.UNKNOWN, f"Deployable not found with resource provider uuid={rp}")
+    ((deployable, state, free),) = found
+    if free >= count:
+        raise _Contended
+    why = "all are held" if state == "ready" else f"its device is {state}, not ready"
+    raise Refused(Reason.NONE_FREE, f"AttachHandle not found Matching deployable_id {deployable}: {why}")
+
+
+def _bound(request: _Request, one: Bind, caller: Caller, handle: _Handle) -> dict[str, Any]:
+    """The move to Bound, or to BindStarted with a command when the host has to do something first."""
+    move = _asked(request, one, caller) | {"state": _S.BOUND, "deployable": handle.deployable, "handle": handle.id}
+    program = groups.programs(request.group, handle.bitstream)
+    if program or handle.attach_type in ON_HOST:
+        keys = settings.KEYS
+        move |= {"state": _S.BIND_STARTED, "wait": keys.program_timeout_s if program else keys.bind_timeout_s}
+        payload = {"op": "bind", "handle": handle.id, "program": program, "host": one.hostname}
+        conductor.intend("command", request.uuid, payload)
+    return move
+
+
+def _failed(request: _Request, one: Bind, caller: Caller, fault: str) -> dict[str, Any]:
+    return _asked(request, one, caller) | {"state": _S.BIND_FAILED, "fault": fault}
+
+
+def _asked(request: _Request, one: Bind, caller: Caller) -> dict[str, Any]:
+    return {
+        "id": request.id,
+        "was": request.state,
+        "hostname": one.hostname,
+        "rp": one.device_rp_uuid,
+        "instance": one.instance_uuid,
+        "project": one.project_id or caller.project_id,
+    }
+
+
+def _unbound(request: _Request) -> dict[str, Any]:
+    before = {"had_instance": request.instance_uuid, "had_handle": request.handle}
+    return {"id": request.id, "was": request.state, "state": _S.UNBOUND} | before
+
+
+def _move(moves: Sequence[Mapping[str, Any]], source: Source, actor: str) -> None:
+    if moves:
+        rows = _json.encode(moves).decode()
+        write = conductor.cursor()
+        write.execute(
+            sql.MOVE,
+            {"rows": rows, "source": source.value, "actor": actor, "request_id": request_id.get()},
+            prepare=True,
+        )
+        assert write.rowcount == len(moves), "a request moved although it was locked"
+
+
+def _delete(found: Sequence[_Request], caller: Caller) -> None:
+    conductor.cursor().execute(sql.DELETE, {"ids": [request.id for request in found]} | _who(caller), prepare=True)
+    _release(found)
+
+
+def _release(found: Sequence[_Request]) -> None:
+    """What was made on the host for these requests is to be taken away there."""
+    for request in found:
+        if request.attach_type in ON_HOST:
+            conductor.intend("command", request.uuid, {"op": "unbind", "handle": request.handle})
+
+
+def _load(uuids: Sequence[str], caller: Caller) -> list[_Request]:
+    """Lock these requests; raises Refused for the first one that is not there, or not the caller's."""
+    rows = _execute(sql.LOAD, {"uuids": list(uuids), "project": _project(caller)})
+    found = [_Request.of(row) for row in rows]
+    there = {request.uuid for request in found}
+    for uuid in uuids:
+        if uuid not in there:
+            raise Refused(Reason.UNKNOWN, f"ExtArq not found with uuid={uuid}")
+    return found
+
+
+def _project(caller: Caller) -> str | None:
+    return None if caller.is_admin else caller.project_id
+
+
+def _who(caller: Caller) -> dict[str, str]:
+    return {"actor": caller.name, "request_id": request_id.get()}
+
+
+def _execute(statement: str, values: Mapping[str, Any]) -> list[tuple[Any, ...]]:
+    return conductor.cursor().execute(statement, values, prepare=True).fetchall()

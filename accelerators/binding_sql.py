@@ -1,0 +1,117 @@
+"""The statements of `binding`. `%(project)s` is NULL for who sees every project."""
+
+VISIBLE = "(%(project)s::text IS NULL OR q.project_id = %(project)s::text)"
+"""Whether the caller may know of the request aliased `q` (promise X4)."""
+
+_EVENT = """INSERT INTO accelerators_event (at, source, actor, request_id, action, subject_type, subject, subject_name,
+  host, changes, reason)
+SELECT clock_timestamp(), {source}, %(actor)s::text, %(request_id)s::text, 'request.' || {action}, 'request', m.uuid,
+  coalesce(m.profile_name, ''), coalesce(m.hostname, ''), {changes}, {reason} FROM {rows} m"""
+
+CREATE = f"""
+WITH made AS (
+  INSERT INTO accelerators_acceleratorrequest (uuid, project_id, state, profile_id, group_id, "group", fault, label)
+  SELECT gen_random_uuid(), %(project)s::text, 'Initial', p.id, g.index, p.groups::jsonb -> g.index, '', ''
+  FROM accelerators_deviceprofile p CROSS JOIN unnest(%(groups)s::int[]) WITH ORDINALITY AS g(index, place)
+  WHERE p.id = %(profile)s::bigint AND p.name = %(name)s::text
+    AND p.updated_at IS NOT DISTINCT FROM %(updated_at)s::timestamptz
+  ORDER BY g.place RETURNING id, uuid, hostname, %(name)s::text AS profile_name, project_id, group_id
+), logged AS ({
+    _EVENT.format(
+        source="'api'",
+        action="'created'",
+        changes="jsonb_build_object('project_id', jsonb_build_array(NULL, m.project_id),"
+        " 'group', jsonb_build_array(NULL, m.group_id))",
+        reason="''",
+        rows="made",
+    )
+}) SELECT uuid FROM made ORDER BY id
+"""
+
+LOCK_INSTANCES = "SELECT pg_advisory_xact_lock(%(lock)s::int, hashtext(i)) FROM unnest(%(instances)s::text[]) AS i"
+"""One bind at a time for an instance; the ids come sorted, so two binds never wait for each other."""
+
+_FOUND = """
+SELECT q.uuid::text, q.id, q.state, q."group", q.instance_uuid::text, q.attach_handle_id, t.attach_type
+FROM accelerators_acceleratorrequest q LEFT JOIN accelerators_attachhandle t ON t.id = q.attach_handle_id
+"""
+
+LOAD = f"{_FOUND} WHERE q.uuid = ANY(%(uuids)s::uuid[]) AND {VISIBLE} ORDER BY q.id FOR UPDATE OF q"
+
+LOAD_OF_INSTANCE = f"{_FOUND} WHERE q.instance_uuid = %(instance)s::uuid AND {VISIBLE} ORDER BY q.id FOR UPDATE OF q"
+
+TAKEN = f"""
+SELECT q.instance_uuid::text FROM accelerators_acceleratorrequest q
+WHERE q.instance_uuid = ANY(%(instances)s::uuid[]) AND {VISIBLE} LIMIT 1
+"""
+
+_FREE = """
+FROM accelerators_attachhandle t
+JOIN accelerators_deployable p ON p.id = t.deployable_id JOIN accelerators_device d ON d.id = p.device_id
+WHERE p.rp_uuid = %(rp)s::uuid AND p.missing_since IS NULL AND t.missing_since IS NULL AND d.state = 'ready'
+  AND NOT EXISTS (SELECT FROM accelerators_acceleratorrequest r WHERE r.attach_handle_id = t.id)
+"""
+
+RESERVE = f"""
+SELECT t.id, t.attach_type, p.id, p.bitstream_id::text {_FREE} ORDER BY t.id LIMIT %(count)s::bigint
+FOR NO KEY UPDATE OF t SKIP LOCKED FOR SHARE OF d SKIP LOCKED
+"""
+"""Free handles of a provider. The device cannot leave `ready` before the bind is committed. Waits for nobody."""
+
+WHY_NONE = f"""
+SELECT p.id, d.state, (SELECT count(*) {_FREE}) FROM accelerators_deployable p
+JOIN accelerators_device d ON d.id = p.device_id
+WHERE p.rp_uuid = %(rp)s::uuid ORDER BY p.missing_since NULLS FIRST LIMIT 1
+"""
+
+MOVE = f"""
+WITH x AS (SELECT * FROM jsonb_to_recordset(%(rows)s::jsonb) AS x(id bigint, was text, state text, hostname text,
+    rp uuid, instance uuid, project text, deployable bigint, handle bigint, wait int, fault text, had_instance uuid,
+    had_handle bigint)),
+moved AS (
+  UPDATE accelerators_acceleratorrequest q SET state = x.state, hostname = x.hostname, device_rp_uuid = x.rp,
+    instance_uuid = x.instance, project_id = coalesce(x.project, q.project_id), deployable_id = x.deployable,
+    attach_handle_id = x.handle, deadline = statement_timestamp() + x.wait * interval '1 second',
+    fault = coalesce(x.fault, ''), updated_at = now()
+  FROM x WHERE q.id = x.id AND q.state = x.was
+  RETURNING q.uuid, x.was, q.state, q.fault, q.hostname, x.had_instance, q.instance_uuid, x.had_handle,
+    q.attach_handle_id, (SELECT name FROM accelerators_deviceprofile f WHERE f.id = q.profile_id) AS profile_name)
+{
+    _EVENT.format(
+        source="%(source)s::text",
+        action="CASE m.state WHEN 'BindStarted' THEN 'bind_started' WHEN 'BindFailed' THEN 'bind_failed'"
+        " ELSE lower(m.state) END",
+        changes="jsonb_build_object('state', jsonb_build_array(m.was, m.state),"
+        " 'instance_uuid', jsonb_build_array(m.had_instance, m.instance_uuid),"
+        " 'attach_handle', jsonb_build_array(m.had_handle, m.attach_handle_id))",
+        reason="m.fault",
+        rows="moved",
+    )
+}
+"""
+"""Compare and set: writes as many events as rows moved, so the caller sees whether all did."""
+
+DELETE = f"""
+WITH gone AS (
+  DELETE FROM accelerators_acceleratorrequest q WHERE q.id = ANY(%(ids)s::bigint[])
+  RETURNING q.uuid, q.state, q.hostname, q.instance_uuid, q.attach_handle_id,
+    (SELECT name FROM accelerators_deviceprofile f WHERE f.id = q.profile_id) AS profile_name)
+{
+    _EVENT.format(
+        source="'api'",
+        action="'deleted'",
+        changes="jsonb_build_object('state', jsonb_build_array(m.state, NULL),"
+        " 'instance_uuid', jsonb_build_array(m.instance_uuid, NULL),"
+        " 'attach_handle', jsonb_build_array(m.attach_handle_id, NULL))",
+        reason="''",
+        rows="gone",
+    )
+}
+"""
+
+OVERDUE = """
+SELECT q.uuid::text, q.id, q.hostname, q.device_rp_uuid::text, q.instance_uuid::text, q.deployable_id,
+  q.attach_handle_id
+FROM accelerators_acceleratorrequest q WHERE q.state = 'BindStarted' AND q.deadline < statement_timestamp()
+ORDER BY q.id LIMIT %(count)s::bigint FOR UPDATE OF q SKIP LOCKED
+"""

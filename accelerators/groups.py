@@ -1,0 +1,113 @@
+"""The groups of a device profile: what may stand in them, and how many requests they ask for. Pure.
+
+Called by both APIs before a profile is stored, and by `binding` (contract sections 2.2 and 2.3).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+
+Group = dict[str, str]
+
+PREFIXES = ("resources:", "trait:", "accel:")
+CLASSES = ("FPGA", "GPU", "VGPU", "PGPU", "CUSTOM_QAT", "CUSTOM_NIC", "CUSTOM_SSD")
+TRAIT_VALUES = ("required", "forbidden")
+BITSTREAM, FUNCTION = "accel:bitstream_id", "accel:function_id"
+XILINX = "trait:CUSTOM_FPGA_XILINX"
+
+MAX_GROUPS, MAX_KEYS, MAX_TEXT = 64, 256, 255
+MAX_REQUESTS = 256
+"""Accelerators that one profile may ask for; upstream has no bound."""
+
+_NAME = re.compile(r"[a-zA-Z0-9-_]+")
+_AMOUNT = re.compile(r"\s*[+-]?[0-9]{1,9}\s*")
+
+
+class GroupError(ValueError):
+    """What cannot be a profile, in one sentence (upstream's where there is one)."""
+
+
+def check_name(name: str) -> str:
+    """A profile's name."""
+    if not _NAME.fullmatch(name):
+        raise GroupError("Device profile name must be of the form ^[a-zA-Z0-9-_]+$")
+    return name
+
+
+def check_groups(groups: object) -> list[Group]:
+    """The groups as they are stored: values are strings, blanks around names are gone."""
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
+        raise GroupError("The groups of a device profile are a list of objects.")
+    if len(groups) > MAX_GROUPS or any(len(group) > MAX_KEYS for group in groups):
+        raise GroupError(f"A device profile has at most {MAX_GROUPS} groups of at most {MAX_KEYS} keys each.")
+    checked = [_group(group) for group in groups]
+    if len(plan(checked)) > MAX_REQUESTS:
+        raise GroupError(f"A device profile may ask for at most {MAX_REQUESTS} accelerators.")
+    return checked
+
+
+def plan(groups: Iterable[Mapping[str, str]]) -> list[int]:
+    """The requests to be made: for each the index of its group, in order.
+
+    A Xilinx FPGA has two functions, so each is asked for twice, as upstream does (contract section 2.3).
+    """
+    wanted: list[int] = []
+    for index, group in enumerate(groups):
+        amount = sum(int(value) for key, value in group.items() if key.startswith("resources:"))
+        if group.get(XILINX) == "required" and "resources:FPGA" in group:
+            amount = 2 * int(group["resources:FPGA"])
+        # Checked profiles ask for far less; the bound keeps the list small while they are checked.
+        wanted += [index] * min(amount, MAX_REQUESTS + 1)
+    return wanted
+
+
+def resource_class(group: Mapping[str, str]) -> str:
+    """The group's first resource class, '' if it has none."""
+    return next((key.removeprefix("resources:") for key in group if key.startswith("resources:")), "")
+
+
+def programs(group: Mapping[str, str], loaded: str | None) -> bool:
+    """Whether binding means programming first: an FPGA that shall have another bitstream than the `loaded` one.
+
+    Which bitstream a function needs is not known before the host looks (contract section 4.1, step 3).
+    """
+    if "resources:FPGA" not in group:
+        return False
+    return FUNCTION in group or (BITSTREAM in group and group[BITSTREAM] != loaded)
+
+
+def _group(group: Mapping[str, object]) -> Group:
+    checked: Group = {}
+    trimmed: Group = {}
+    for key, value in group.items():
+        prefix = next((p for p in PREFIXES if key.startswith(p)), None)
+        if prefix is None:
+            raise GroupError("Device profile group keys must be of the form ^(resources:|trait:|accel:)")
+        if not isinstance(value, str | int | float):
+            raise GroupError(f"The value of {_shown(key)} must be a string.")
+        text, name = str(value), key.removeprefix(prefix)
+        if len(key) > MAX_TEXT or len(text) > MAX_TEXT or "\0" in key + text:
+            raise GroupError(f"{_shown(key)} or its value is longer than {MAX_TEXT} characters or contains NUL.")
+        bare = name if prefix == "accel:" else name.strip()
+        _check(prefix, bare, text)
+        # What was trimmed moves to the end of its group, as upstream has it.
+        (checked if bare == name else trimmed)[prefix + bare] = text
+    return checked | trimmed
+
+
+def _check(prefix: str, name: str, value: str) -> None:
+    if prefix == "trait:":
+        if not name.startswith("CUSTOM_"):
+            raise GroupError(f"Unsupported trait name format {name}, should start with CUSTOM_")
+        if value not in TRAIT_VALUES:
+            raise GroupError(f"Unsupported trait value {value}, the value must be one among {list(TRAIT_VALUES)}")
+    elif prefix == "resources:":
+        if name not in CLASSES and not name.startswith("CUSTOM_"):
+            raise GroupError(f"Unsupported resource class {name}")
+        if not _AMOUNT.fullmatch(value):
+            raise GroupError(f"Resources number {value} is invalid")
+
+
+def _shown(key: str) -> str:
+    return key[:64].replace("\0", "\\0")

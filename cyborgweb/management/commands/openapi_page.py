@@ -1,0 +1,20 @@
+"""`manage.py openapi_page`: prints the OpenAPI document of `/api/`. `make docs` keeps it in `docs/openapi.yaml`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.core.management.base import BaseCommand
+
+
+class Command(BaseCommand):
+    """Writes YAML to standard output; fails when the code leaves drf-spectacular anything to guess."""
+
+    help = "Print the OpenAPI document of /api/."
+    requires_system_checks = ()
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        """The whole document."""
+        from cyborgweb.openapi import as_yaml
+
+        self.stdout.write(as_yaml(), ending="")

@@ -1,0 +1,50 @@
+"""`manage.py policy_sample`: every policy rule with its default, commented out; the start of a `policy.yaml`."""
+
+from __future__ import annotations
+
+import textwrap
+from typing import Any
+
+from django.core.management.base import BaseCommand
+
+from cyborgweb.rules import BLOCKS, OWN, UPSTREAM, Rule
+
+HEAD = """\
+Policy rules of the accelerator service, each with its default. Copy what you want to change into the file that
+CYBORG_POLICY_FILE names (policy.yaml in the state directory, if it does not) and take away the "#"; it is read anew
+within a second. A file that cannot be understood changes nothing, and the log says what is wrong with it.
+
+Tokens without a project, of a domain or of the system are refused before any rule is asked. Whose request it is, and
+the service token for binding, are asked besides the rule, whatever it says.
+
+"Legacy" stands beside a default until CYBORG_ENFORCE_NEW_DEFAULTS is on: who satisfies it is let in as well."""
+PARTS = {
+    "Building blocks, for use in other rules": BLOCKS,
+    "The Accelerator API, /v2": UPSTREAM,
+    "Our own API, /api": OWN,
+}
+
+
+def sample() -> str:
+    """The whole file."""
+    parts = [[f"# {title}", *map(_entry, rules)] for title, rules in PARTS.items()]
+    return "\n\n".join([_comment(HEAD), *(entry for part in parts for entry in part)]) + "\n"
+
+
+def _entry(rule: Rule) -> str:
+    lines = [_comment(line) for line in (rule.description, *rule.operations)]
+    if rule.legacy:
+        lines.append(f"# Legacy: {rule.legacy}")
+    return "\n".join([*lines, f'#"{rule.name}": "{rule.check}"'])
+
+
+def _comment(text: str) -> str:
+    return textwrap.indent(text, "# ", lambda _: True).replace("# \n", "#\n")
+
+
+class Command(BaseCommand):
+    help = "Print a policy.yaml of every rule and its default, all of it commented out."
+    requires_system_checks: list[str] = []
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        self.stdout.write(sample(), ending="")

@@ -1,0 +1,180 @@
+"""The OpenAPI document of `/api/`, made of the code. `docs/openapi.yaml` is this; a test compares the two.
+
+Called by `cyborgweb.api` at the first question (drf-spectacular takes a while to import), and by `make docs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from inspect import getdoc
+from typing import Any
+
+from django.urls import include, path
+from drf_spectacular import drainage
+from drf_spectacular.extensions import OpenApiSerializerFieldExtension
+from drf_spectacular.generators import SchemaGenerator
+from drf_spectacular.openapi import AutoSchema
+from drf_spectacular.renderers import OpenApiJsonRenderer2, OpenApiYamlRenderer2
+from drf_spectacular.utils import OpenApiParameter
+from drf_spectacular.validation import validate_schema
+
+from accelerators import groups
+from accelerators.api.own.errors import SENTENCES
+
+ERRORS = {
+    "400": "Something in the query or the body cannot be used; the message names it, and what can.",
+    "401": "There is no valid token in X-Auth-Token, and no session.",
+    "403": "The policy does not let you; the message names its rule.",
+    "404": SENTENCES[404],
+    "406": SENTENCES[406],
+    "409": "Something else is in the way; the message says what.",
+    "413": SENTENCES[413],
+    "415": SENTENCES[415],
+    "503": "The database, or who vouches for tokens, does not answer; try again in a moment.",
+}
+ERROR = {
+    "type": "object",
+    "description": "Every refusal.",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["code", "title", "message", "request_id"],
+            "properties": {
+                "code": {"type": "integer", "description": "The status."},
+                "title": {"type": "string"},
+                "message": {"type": "string", "description": "One sentence that says what to do."},
+                "request_id": {"type": "string", "description": "Names this request in logs and events."},
+            },
+        }
+    },
+}
+SECURITY = {
+    "token": {"type": "apiKey", "in": "header", "name": "X-Auth-Token"},
+    "session": {"type": "apiKey", "in": "cookie", "name": "sessionid", "description": "A login to the console."},
+}
+TAG = {"ETag": {"description": "Holds until what the answer shows was written.", "schema": {"type": "string"}}}
+CONDITION = {
+    "in": "header",
+    "name": "If-None-Match",
+    "schema": {"type": "string"},
+    "description": "An ETag of an earlier answer: 304 without a body while it holds.",
+}
+VERBS = {"list": "List", "retrieve": "Show", "create": "Make", "partial_update": "Change", "destroy": "Delete"}
+
+
+class Schema(AutoSchema):
+    """One view's part. Who may call is the settings' affair, so the ways in are the same everywhere."""
+
+    def get_auth(self) -> list[dict[str, list[str]]]:
+        """Any of them."""
+        return [{name: []} for name in SECURITY]
+
+    def get_summary(self) -> str:
+        """What it does, to what."""
+        names = self.view.basename.replace("_", " ")
+        return f"{VERBS[self.view.action]} {names if self.view.action == 'list' else names.removesuffix('s')}"
+
+    def get_description(self) -> str:
+        """What the resource says of itself."""
+        return getdoc(type(self.view)) or ""
+
+    def get_override_parameters(self) -> list[Any]:
+        """The fields there are to choose from, and the orders a list knows."""
+        if self.method != "GET":
+            return []
+        names = {"type": "array", "items": {"type": "string", "enum": [*self.view.get_serializer_class()().fields]}}
+        shown = OpenApiParameter("fields", names, style="form", explode=False, description="Only these are shown.")
+        orders = [sign + word for word in self.view.orders for sign in ("", "-")]
+        described = f"A - turns it around; {self.view.default_order} if nothing is said."
+        return (
+            [shown]
+            if self.view.detail
+            else [shown, OpenApiParameter("ordering", str, enum=orders, description=described)]
+        )
+
+
+class Groups(OpenApiSerializerFieldExtension):
+    """What may stand in a device profile."""
+
+    target_class = "accelerators.api.own.profiles.GroupsField"
+
+    def map_serializer_field(self, auto_schema: AutoSchema, direction: str) -> dict[str, Any]:
+        """As `accelerators.groups` checks it."""
+        classes = "|".join((*groups.CLASSES, "CUSTOM_.*"))
+        keys = {
+            f"^resources: *({classes})$": {"type": "string", "pattern": "^[0-9]{1,3}$"},
+            "^trait: *CUSTOM_": {"type": "string", "enum": [*groups.TRAIT_VALUES]},
+            "^accel:": {"type": "string", "maxLength": groups.MAX_TEXT},
+        }
+        group = {"type": "object", "patternProperties": keys, "additionalProperties": False}
+        return {"type": "array", "minItems": 1, "maxItems": groups.MAX_GROUPS, "items": group}
+
+
+def complete(result: dict[str, Any], **_: Any) -> dict[str, Any]:
+    """What drf-spectacular does not know: the one shape of errors, tags, closed bodies."""
+    components = result.setdefault("components", {})
+    components["securitySchemes"] = SECURITY
+    components["schemas"] = {"Error": ERROR} | components["schemas"]
+    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    components["responses"] = {
+        f"Error{status}": {"description": text, "content": error} for status, text in ERRORS.items()
+    }
+    bodies = {_sent(operation) for _, _, operation in _operations(result)}
+    for address, method, operation in _operations(result):
+        for status in _possible(method, address):
+            operation["responses"][status] = {"$ref": f"#/components/responses/Error{status}"}
+        if method == "get":
+            operation["parameters"].append(CONDITION)
+            operation["responses"]["200"] |= {"headers": TAG}
+            operation["responses"]["304"] = {"description": "What you have still holds."}
+        for response in operation["responses"].values():
+            response.get("content", {}).pop("text/html", None)
+    for name, schema in components["schemas"].items():
+        if f"#/components/schemas/{name}" in bodies:
+            schema["additionalProperties"] = False
+        elif name != "Error" and not name.startswith("Paginated"):
+            # Whoever chooses fields gets no others.
+            schema.pop("required", None)
+    return result
+
+
+def _operations(result: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for address, methods in result["paths"].items():
+        for method, operation in methods.items():
+            yield address, method, operation
+
+
+def _sent(operation: dict[str, Any]) -> str:
+    content = operation.get("requestBody", {}).get("content", {})
+    return str(content.get("application/json", {}).get("schema", {}).get("$ref", ""))
+
+
+def _possible(method: str, address: str) -> list[str]:
+    """Which errors can come; a list has 404 for cursors that are none."""
+    has_body, changes = method in ("post", "patch"), method != "get"
+    never = {"404": method == "post", "409": not changes, "413": not has_body, "415": not has_body}
+    return [status for status in ERRORS if not never.get(status)]
+
+
+@lru_cache(maxsize=1)
+def document() -> dict[str, Any]:
+    """The document; raises ValueError when drf-spectacular had to guess anything, or it is no valid OpenAPI."""
+    drainage.reset_generator_stats()
+    generator = SchemaGenerator(patterns=[path("api/", include("cyborgweb.api"))])
+    made: dict[str, Any] = generator.get_schema(request=None, public=True)
+    if drainage.GENERATOR_STATS:
+        raise ValueError(f"the OpenAPI document has gaps: {drainage.GENERATOR_STATS._warn_cache}")
+    validate_schema(made)
+    return made
+
+
+def as_yaml() -> str:
+    """The document for people."""
+    return OpenApiYamlRenderer2().render(document(), renderer_context={}).decode()
+
+
+def as_json() -> str:
+    """The document for programs."""
+    return OpenApiJsonRenderer2().render(document(), renderer_context={}).decode()

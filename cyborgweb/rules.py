@@ -1,0 +1,135 @@
+"""The policy rules: upstream's names, defaults and legacy alternatives (contract section 3.1), and our own API's.
+
+Plain data. `cyborgweb.policy` hands it to oslo.policy; `manage.py policy_sample` prints it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ADMIN = "rule:admin_api"
+READER = "rule:project_reader_or_admin"
+MANAGER = "rule:project_manager_or_admin"
+MEMBER_OR_SERVICE = "rule:project_member_or_service"
+ANYONE = "rule:admin_or_owner"
+"""Every token of a project: the target of a check is the caller's own project."""
+STRICT_MEMBER = "rule:project_member_api or rule:admin_api"
+STRICT_MANAGER = "rule:project_manager_api or rule:admin_api"
+"""What `project_manager_or_admin` says, without the legacy alternative that lets everyone in."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule. `legacy` is or-ed to `check` unless `CYBORG_ENFORCE_NEW_DEFAULTS` is on. Without operations it is a
+    building block, which other rules name."""
+
+    name: str
+    check: str
+    description: str
+    operations: tuple[str, ...] = ()
+    legacy: str = ""
+
+
+def _composite(name: str, check: str, who: str) -> Rule:
+    return Rule(name, check, who, legacy="is_admin:True or project_id:%(project_id)s")
+
+
+BLOCKS = (
+    Rule("admin_api", "role:admin", "Administrators of the cloud."),
+    Rule("service_api", "role:service", "Other services of the cloud."),
+    Rule("project_reader_api", "role:reader and project_id:%(project_id)s", "Who may look, in a project."),
+    Rule("project_member_api", "role:member and project_id:%(project_id)s", "Who may use resources, in a project."),
+    Rule("project_manager_api", "role:manager and project_id:%(project_id)s", "Who runs a project."),
+    Rule(
+        "project_member_or_service",
+        "rule:project_member_api or rule:service_api",
+        "Members of a project, and services on their behalf.",
+    ),
+    _composite("project_reader_or_admin", "rule:project_reader_api or rule:admin_api", "Readers and administrators."),
+    _composite("project_member_or_admin", "rule:project_member_api or rule:admin_api", "Members and administrators."),
+    _composite("project_manager_or_admin", "rule:project_manager_api or rule:admin_api", "Managers, administrators."),
+    Rule("admin_or_owner", "is_admin:True or project_id:%(project_id)s", "Legacy: every token of a project."),
+    Rule("admin_or_user", "is_admin:True or user_id:%(user_id)s", "Legacy: every user."),
+    Rule("is_admin", ADMIN, "Legacy: administrators."),
+    Rule("default", ANYONE, "Legacy: every token of a project."),
+    Rule("allow", "@", "Legacy: everyone."),
+    Rule("deny", "!", "Legacy: no one."),
+)
+
+UPSTREAM = (
+    Rule("cyborg:device_profile:get_all", READER, "List device profiles.", ("GET /v2/device_profiles",), ANYONE),
+    Rule("cyborg:device_profile:get_one", READER, "Show a profile.", ("GET /v2/device_profiles/{profile}",), ANYONE),
+    Rule("cyborg:device_profile:create", ADMIN, "Make a device profile.", ("POST /v2/device_profiles",)),
+    Rule(
+        "cyborg:device_profile:delete",
+        ADMIN,
+        "Delete device profiles.",
+        ("DELETE /v2/device_profiles/{profile}", "DELETE /v2/device_profiles?value={names}"),
+    ),
+    Rule("cyborg:arq:get_all", READER, "List accelerator requests.", ("GET /v2/accelerator_requests",), ANYONE),
+    Rule("cyborg:arq:get_one", READER, "Show a request.", ("GET /v2/accelerator_requests/{uuid}",), ANYONE),
+    Rule(
+        "cyborg:arq:create",
+        MEMBER_OR_SERVICE,
+        "Make accelerator requests.",
+        ("POST /v2/accelerator_requests",),
+        "rule:project_member_or_admin",
+    ),
+    Rule(
+        "cyborg:arq:delete", MEMBER_OR_SERVICE, "Delete requests.", ("DELETE /v2/accelerator_requests",), legacy=ANYONE
+    ),
+    Rule(
+        "cyborg:arq:update",
+        MEMBER_OR_SERVICE,
+        "Bind and unbind requests. A service token is needed as well, whatever this rule says.",
+        ("PATCH /v2/accelerator_requests",),
+        ANYONE,
+    ),
+    Rule("cyborg:device:get_all", MANAGER, "List devices.", ("GET /v2/devices",), ADMIN),
+    Rule("cyborg:device:get_one", MANAGER, "Show a device.", ("GET /v2/devices/{uuid}",), ADMIN),
+    Rule("cyborg:device:disable", ADMIN, "Take a device out of offer.", ("POST /v2/devices/{uuid}/disable",)),
+    Rule("cyborg:device:enable", ADMIN, "Offer a device.", ("POST /v2/devices/{uuid}/enable",)),
+    Rule("cyborg:deployable:get_all", MANAGER, "List deployables.", ("GET /v2/deployables",), ADMIN),
+    Rule("cyborg:deployable:get_one", MANAGER, "Show a deployable.", ("GET /v2/deployables/{uuid}",), ADMIN),
+    Rule("cyborg:deployable:program", ADMIN, "Program a deployable.", ("PATCH /v2/deployables/{uuid}/program",)),
+    Rule("cyborg:attribute:get_all", MANAGER, "List attributes.", ("GET /v2/attributes",), ADMIN),
+    Rule("cyborg:attribute:get_one", MANAGER, "Show an attribute.", ("GET /v2/attributes/{uuid}",), ADMIN),
+    Rule("cyborg:attribute:create", ADMIN, "Make an attribute.", ("POST /v2/attributes",)),
+    Rule("cyborg:attribute:delete", ADMIN, "Delete an attribute.", ("DELETE /v2/attributes/{uuid}",)),
+)
+
+OWN = (
+    Rule("cyborg:host:get_all", STRICT_MANAGER, "List hosts.", ("GET /api/hosts/",)),
+    Rule("cyborg:host:get_one", STRICT_MANAGER, "Show a host.", ("GET /api/hosts/{uuid}/",)),
+    Rule("cyborg:agent:get_all", STRICT_MANAGER, "List agents.", ("GET /api/agents/",)),
+    Rule("cyborg:agent:get_one", STRICT_MANAGER, "Show an agent.", ("GET /api/agents/{uuid}/",)),
+    Rule(
+        "cyborg:inventory:get_all",
+        STRICT_MANAGER,
+        "List devices and deployables with their states, reasons and holders.",
+        ("GET /api/devices/", "GET /api/deployables/"),
+    ),
+    Rule(
+        "cyborg:inventory:get_one",
+        STRICT_MANAGER,
+        "Show a device or a deployable with its state, reason and holders.",
+        ("GET /api/devices/{uuid}/", "GET /api/deployables/{uuid}/"),
+    ),
+    Rule("cyborg:attach_handle:get_all", STRICT_MANAGER, "List who holds what.", ("GET /api/attach_handles/",)),
+    Rule("cyborg:attach_handle:get_one", STRICT_MANAGER, "Show who holds it.", ("GET /api/attach_handles/{uuid}/",)),
+    Rule("cyborg:event:get_all", READER, "List events, of one's own project's requests.", ("GET /api/events/",)),
+    Rule("cyborg:event:get_one", READER, "Show such an event.", ("GET /api/events/{id}/",)),
+    Rule("cyborg:accelerator:get_all", READER, "List what is attached.", ("GET /api/accelerators/",)),
+    Rule("cyborg:accelerator:get_one", READER, "Show what is attached.", ("GET /api/accelerators/{uuid}/",)),
+    Rule("cyborg:accelerator:update", STRICT_MEMBER, "Label what is attached.", ("PATCH /api/accelerators/{uuid}/",)),
+    Rule(
+        "cyborg:accelerator:elevated",
+        STRICT_MANAGER,
+        "See and label the accelerators of every project, not only one's own.",
+        ("GET /api/accelerators/", "PATCH /api/accelerators/{uuid}/"),
+    ),
+    Rule("cyborg:device:update", ADMIN, "Move a device to another state.", ("PATCH /api/devices/{uuid}/",)),
+    Rule("cyborg:device_profile:update", ADMIN, "Edit a profile until it is used.", ("PATCH /api/profiles/{uuid}/",)),
+)
+
+RULES = (*BLOCKS, *UPSTREAM, *OWN)

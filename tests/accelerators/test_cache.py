@@ -1,0 +1,176 @@
+"""The cache and the hub: hits cost nothing, misses are combined, another process's change is seen, also by the deaf."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from django.db import connection
+
+from accelerators import conductor, generations, hub, profiles
+from accelerators.cache import Cache
+from accelerators.caller import Caller
+from accelerators.models import DeviceProfile
+from tests.support.webserver import until
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+ADMIN = Caller("root", "", frozenset({"admin"}), "p1")
+EDIT = """
+import sys, django
+django.setup()
+from django.db import connection
+connection.settings_dict["NAME"] = sys.argv[1]
+from accelerators import profiles
+from accelerators.caller import Caller
+from accelerators.models import DeviceProfile
+uuid = DeviceProfile.objects.get(name="p").uuid
+profiles.edit(uuid, {"groups": [{"resources:FPGA": "2"}]}, Caller("other process", "", frozenset({"admin"}), "p1"))
+"""
+
+
+def groups(name: str = "p") -> list[dict[str, str]]:
+    found = profiles.by_name(name)
+    assert found is not None
+    return list(found.groups)
+
+
+def test_a_hit_costs_no_statement_and_what_is_not_there_is_not_remembered(django_assert_num_queries: Any) -> None:
+    assert profiles.by_name("p") is None
+    profiles.create("p", [{"resources:FPGA": "1"}], None, None, ADMIN)
+    with django_assert_num_queries(2):
+        groups()
+    with django_assert_num_queries(0):
+        assert groups() == [{"resources:FPGA": "1"}]
+
+
+def test_another_processs_change_is_seen_at_once() -> None:
+    profiles.create("p", [{"resources:FPGA": "1"}], None, None, ADMIN)
+    heard = threading.Event()
+    hub.subscribe("profiles", lambda detail: heard.set() if detail is None else None)
+    hub.listen()
+    until(lambda: connection.cursor().execute("SELECT 1") is None or groups(), 10)
+    name = str(connection.settings_dict["NAME"])
+    subprocess.run([sys.executable, "-c", EDIT, name], check=True, timeout=60)
+    until(lambda: groups() == [{"resources:FPGA": "2"}], 10)
+
+
+def test_the_deaf_see_a_change_when_their_entry_grows_old() -> None:
+    profiles.create("p", [{"resources:FPGA": "1"}], None, None, ADMIN)
+    loads: list[str] = []
+
+    def load(name: str) -> object:
+        loads.append(name)
+        return DeviceProfile.objects.get(name=name).groups
+
+    cache = Cache("profiles", load, ttl_s=0.2)
+    assert cache.get("p") == [{"resources:FPGA": "1"}]
+    time.sleep(0.25)
+    assert cache.get("p") == [{"resources:FPGA": "1"}]
+    assert loads == ["p"], "an entry whose generation stands is not loaded again"
+    with conductor.writing():
+        DeviceProfile.objects.update(groups=[{"resources:FPGA": "3"}])  # and nobody rings
+    until(lambda: cache.get("p") == [{"resources:FPGA": "3"}], 10)
+    assert len(loads) == 2
+
+
+def test_identical_misses_share_one_load() -> None:
+    asked, go = [], threading.Event()
+
+    def load(key: str) -> str:
+        asked.append(key)
+        go.wait(10)
+        return key.upper()
+
+    cache = Cache("profiles", load)
+    with ThreadPoolExecutor(8) as pool:
+        answers = [pool.submit(_and_close, cache.get, "k") for _ in range(8)]
+        until(lambda: asked)
+        go.set()
+        assert [answer.result(10) for answer in answers] == ["K"] * 8
+    assert asked == ["k"]
+
+
+def test_an_answer_older_than_a_drop_is_not_kept() -> None:
+    started, go = threading.Event(), threading.Event()
+    values = iter(["old", "new"])
+
+    def load(_: str) -> str:
+        value = next(values)
+        if value == "old":
+            started.set()
+            go.wait(10)
+        return value
+
+    cache = Cache("profiles", load)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(_and_close, cache.get, "k")
+        assert started.wait(10)
+        cache.drop()
+        go.set()
+        assert first.result(10) == "old"
+    assert cache.get("k") == "new"
+
+
+def test_a_failing_load_fails_everyone_who_asked_and_is_tried_again() -> None:
+    values = iter([ValueError("no"), "yes"])
+
+    def load(_: str) -> str:
+        value = next(values)
+        if isinstance(value, Exception):
+            raise value
+        return value
+
+    cache = Cache("profiles", load)
+    with pytest.raises(ValueError, match="no"):
+        cache.get("k")
+    assert cache.get("k") == "yes"
+
+
+def test_it_is_bounded(django_assert_num_queries: Any) -> None:
+    cache = Cache("profiles", str.upper, size=2)
+    for key in ("a", "b", "c"):
+        cache.get(key)
+    with django_assert_num_queries(0):
+        cache.get("b"), cache.get("c")
+    with django_assert_num_queries(1):
+        cache.get("a")
+
+
+def test_a_listener_that_lost_its_connection_distrusts_what_it_remembers() -> None:
+    heard: list[str | None] = []
+    hub.subscribe("devices", heard.append)
+    hub.listen()
+    pids = "SELECT pid FROM pg_stat_activity WHERE query LIKE 'LISTEN%' AND datname = current_database()"
+
+    def listeners() -> list[int]:
+        with connection.cursor() as cursor:
+            cursor.execute(pids)
+            return [pid for (pid,) in cursor.fetchall()]
+
+    (before,) = until(listeners)
+    heard.clear()
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT pg_terminate_backend(%s)", [before])
+    until(lambda: heard == [None])
+    hub.ring("devices", "x")
+    until(lambda: heard[-1] == "x")
+
+
+def test_generations_count_every_committed_write() -> None:
+    before = generations.current("profiles"), generations.current("requests")
+    profiles.create("p", [{"resources:FPGA": "1"}], None, None, ADMIN)
+    assert generations.current("profiles") > before[0]
+    assert generations.current("requests") == before[1]
+
+
+def _and_close(function: Any, *arguments: object) -> object:
+    try:
+        return function(*arguments)
+    finally:
+        connection.close()

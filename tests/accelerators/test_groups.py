@@ -1,0 +1,55 @@
+"""Groups of profiles: how many requests, when a bind programs, and that whatever is accepted can be used."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accelerators.groups import MAX_REQUESTS, GroupError, check_groups, check_name, plan, programs
+
+ANY = st.one_of(
+    st.text(max_size=20), st.integers(), st.booleans(), st.none(), st.floats(allow_nan=False), st.lists(st.text())
+)
+NAMES = st.sampled_from(["resources:FPGA", "resources: CUSTOM_X ", "trait:CUSTOM_A", "accel:k", "resources1:FPGA", "x"])
+
+
+@settings(max_examples=50)
+@given(st.one_of(ANY, st.lists(st.dictionaries(st.one_of(NAMES, st.text(max_size=20)), ANY, max_size=4), max_size=4)))
+def test_whatever_is_accepted_is_strings_and_can_be_planned(groups: object) -> None:
+    try:
+        checked = check_groups(groups)
+    except GroupError as error:
+        assert str(error)
+        return
+    assert all(isinstance(key, str) and isinstance(value, str) for group in checked for key, value in group.items())
+    wanted = plan(checked)
+    assert len(wanted) <= MAX_REQUESTS
+    assert wanted == sorted(wanted)
+    assert check_groups(checked) == checked
+
+
+@settings(max_examples=50)
+@given(st.text())
+def test_names_are_words(name: str) -> None:
+    try:
+        assert check_name(name).isascii()
+    except GroupError:
+        assert not name or not all(c.isascii() and (c.isalnum() or c in "-_") for c in name)
+
+
+@pytest.mark.parametrize(
+    ("group", "loaded", "expected"),
+    [
+        ({"resources:FPGA": "1"}, None, False),
+        ({"resources:FPGA": "1", "accel:bitstream_id": "a"}, None, True),
+        ({"resources:FPGA": "1", "accel:bitstream_id": "a"}, "a", False),
+        ({"resources:FPGA": "1", "accel:bitstream_id": "a"}, "b", True),
+        ({"resources:FPGA": "1", "accel:function_id": "a"}, "a", True),
+        ({"resources:PGPU": "1", "accel:bitstream_id": "a"}, None, False),
+    ],
+)
+def test_an_fpga_is_programmed_unless_the_bitstream_is_loaded(
+    group: dict[str, str], loaded: str | None, expected: bool
+) -> None:
+    assert programs(group, loaded) is expected

@@ -1,0 +1,111 @@
+"""Callers of several kinds, and an inventory of which some is held."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from django.contrib.auth.models import User
+from django.http import HttpResponse
+from django.test import Client
+
+from accelerators import conductor
+from accelerators.models import AcceleratorRequest, AttachHandle, Device, DeviceProfile, Host
+from agents.models import Agent, Lease
+from cyborgweb.models import ApiToken
+from tests.support.reports import a_host, answer, apply, card
+
+Ask = Callable[..., HttpResponse]
+Fill = Callable[..., list[Host]]
+ROLES = {
+    "admin": ["admin", "manager", "member", "reader"],
+    "manager": ["manager", "member", "reader"],
+    "member": ["member", "reader"],
+    "reader": ["reader"],
+    "nobody": [],
+}
+INSTANCES = [f"{n:08x}-0000-4000-8000-000000000000" for n in range(64)]
+
+
+@pytest.fixture
+def ask(client: Client, db: None) -> Ask:
+    """`ask(path, by="admin", project="p1", method="GET", data=None, **headers)`; `by` is in ROLES, or "": no token."""
+    user = User.objects.create_user("rita")
+    tokens: dict[tuple[str, str], str] = {}
+
+    def call(
+        path: str, by: str = "admin", project: str = "p1", method: str = "GET", data: Any = None, **headers: str
+    ) -> HttpResponse:
+        who = (by, project)
+        if by and who not in tokens:
+            tokens[who] = ApiToken.make(f"{by}-{project}", user, ROLES[by], project)
+        sent = ({"X-Auth-Token": tokens[who]} if by else {}) | headers
+        body = data if isinstance(data, bytes) else b"" if data is None else json.dumps(data).encode()
+        kind = headers.get("Content-Type", "application/json")
+        return client.generic(method, path, body, content_type=kind, headers=sent)
+
+    return call
+
+
+@pytest.fixture
+def fill(db: None) -> Fill:
+    """`fill(devices)`: hosts cmp0, cmp1… of ten cards with two handles each; of every third handle a request is bound.
+
+    Requests belong to p1 and p2 in turn, each to an instance of INSTANCES.
+    """
+
+    def make(devices: int, first: int = 0) -> list[Host]:
+        hosts = [_host(first + n, min(10, devices - 10 * n)) for n in range(-(-devices // 10))]
+        with conductor.writing():
+            profile, _ = DeviceProfile.objects.get_or_create(
+                name="small", defaults={"groups": [{"resources:FPGA": "1"}]}
+            )
+            Device.objects.filter(address__startswith="0000:01").update(state="ready")
+            AcceleratorRequest.objects.bulk_create(
+                AcceleratorRequest(
+                    project_id=f"p{1 + n % 2}",
+                    state="Bound",
+                    profile=profile,
+                    group={"resources:FPGA": "1"},
+                    hostname=handle.deployable.device.host.name,
+                    instance_uuid=INSTANCES[n % len(INSTANCES)],
+                    deployable_id=handle.deployable_id,
+                    attach_handle=handle,
+                )
+                for n, handle in enumerate(
+                    AttachHandle.objects.filter(request__isnull=True)
+                    .select_related("deployable__device__host")
+                    .order_by("id")[::3]
+                )
+            )
+        return hosts
+
+    return make
+
+
+def _host(number: int, devices: int) -> Host:
+    host = a_host(f"cmp{number}")
+    cards = [card(bus, handles=2) for bus in range(devices)]
+    apply(host, answer(*cards, driver="pci_driver"), answer(driver="slow_driver", error="it hung for 20 s"))
+    Agent.objects.create(host=host, public_key=f"key of {host.name}", version="0.1.0", wire="v1", boot_id="b1")
+    Lease.objects.create(host=host, seen_at=datetime.now(UTC))
+    return host
+
+
+def results(response: HttpResponse) -> list[dict[str, Any]]:
+    """The rows of a list that was answered with 200."""
+    assert response.status_code == 200, response.content
+    return json.loads(response.content)["results"]
+
+
+def message(response: HttpResponse, status: int) -> str:
+    """The sentence of a refusal with this status, in the one shape."""
+    assert response.status_code == status, response.content
+    error = json.loads(response.content)["error"]
+    assert list(error) == ["code", "title", "message", "request_id"]
+    assert error["code"] == status
+    assert error["request_id"] == response["x-openstack-request-id"]
+    return error["message"]

@@ -1,0 +1,127 @@
+"""Who sees what, and how a refusal looks."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from django.test import Client
+
+from accelerators import conductor
+from accelerators.api.own import instances
+from accelerators.models import AcceleratorRequest, Event
+from accelerators.states import Source
+from tests.own.conftest import INSTANCES, Ask, Fill, message, results
+
+pytestmark = pytest.mark.django_db
+
+INFRASTRUCTURE = ("hosts", "agents", "devices", "deployables", "attach_handles")
+FOR_PROJECTS = ("accelerators", "requests", "profiles", "events")
+
+
+def test_infrastructure_is_for_managers_and_admins(ask: Ask, fill: Fill) -> None:
+    fill(1)
+    for collection in INFRASTRUCTURE:
+        said = [ask(f"/api/{collection}/", by) for by in ("admin", "manager", "member", "reader", "nobody", "")]
+        assert [response.status_code for response in said] == [200, 200, 403, 403, 403, 401], collection
+        one = results(said[0])[0]["url"].removeprefix("http://testserver")
+        assert [ask(one, by).status_code for by in ("manager", "member", "")] == [200, 403, 401], one
+
+
+def test_x4_a_project_sees_its_own_requests_accelerators_and_events(ask: Ask, fill: Fill) -> None:
+    fill(12)
+    foreign = AcceleratorRequest.objects.filter(project_id="p2").first()
+    own = AcceleratorRequest.objects.filter(project_id="p1").first()
+    with conductor.writing():
+        for request in (foreign, own):
+            conductor.record("request.bound", Source.API, "nova", subject=(request.uuid, str(request.uuid)))
+    for collection in ("requests", "accelerators"):
+        seen = results(ask(f"/api/{collection}/", "reader"))
+        assert {row["project"] for row in seen} == {"p1"}
+        assert results(ask(f"/api/{collection}/?project=p2", "reader")) == []
+        message(ask(f"/api/{collection}/{foreign.uuid}/", "reader"), 404)
+        assert ask(f"/api/{collection}/{own.uuid}/", "reader").status_code == 200
+        assert {row["project"] for row in results(ask(f"/api/{collection}/"))} == {"p1", "p2"}
+    assert [event["subject"] for event in results(ask("/api/events/", "reader"))] == [str(own.uuid)]
+    message(ask(f"/api/events/{Event.objects.get(subject=foreign.uuid).id}/", "reader"), 404)
+    timeline = json.loads(ask(f"/api/requests/{own.uuid}/", "reader").content)["timeline"]
+    assert [(event["action"], event["actor"]) for event in timeline] == [("request.bound", "nova")]
+
+
+def test_the_elevated_see_every_projects_accelerators_but_not_its_requests(ask: Ask, fill: Fill) -> None:
+    fill(6)
+    assert {row["project"] for row in results(ask("/api/accelerators/", "manager"))} == {"p1", "p2"}
+    assert {row["project"] for row in results(ask("/api/requests/", "manager"))} == {"p1"}
+
+
+def test_a_token_without_a_project_gets_nothing(ask: Ask, fill: Fill) -> None:
+    fill(1)
+    for collection in (*INFRASTRUCTURE, *FOR_PROJECTS):
+        message(ask(f"/api/{collection}/", "admin", project=""), 403)
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "status", "says"),
+    [
+        ("/api/hosts/", {"by": ""}, 401, "requires authentication"),
+        ("/api/hosts/", {"by": "nobody"}, 403, "cyborg:host:get_all"),
+        ("/api/nope", {}, 404, "the address above it lists what there is"),
+        ("/api/nope", {"method": "POST", "by": ""}, 404, "the address above it lists what there is"),
+        ("/api/hosts/00000000-0000-4000-8000-000000000000/", {}, 404, "nothing here that you may see"),
+        ("/api/hosts/nope/", {}, 404, "nothing here that you may see"),
+        ("/api/events/999999999999999999/", {}, 404, "nothing here that you may see"),
+        ("/api/hosts/", {"method": "POST"}, 405, 'Method "POST" not allowed here; the header Allow says what is.'),
+        ("/api/profiles/", {"method": "PUT", "data": {}}, 405, 'Method "PUT" not allowed here'),
+        ("/api/hosts/", {"Accept": "application/xml"}, 406, "application/json"),
+        ("/api/profiles/", {"method": "POST", "data": b"a=1", "Content-Type": "text/plain"}, 415, "application/json"),
+        ("/api/profiles/", {"method": "POST", "data": b"{"}, 400, "The body is no JSON"),
+        ("/api/profiles/", {"method": "POST", "data": []}, 400, "Invalid data"),
+        ("/api/profiles/", {"method": "POST", "data": b"[" * 5000}, 400, "The body is no JSON"),
+        ("/api/profiles/", {"method": "POST", "data": b'"' + b"a" * 1_048_576 + b'"'}, 413, "1 MiB"),
+        ("/api/profiles/?name=x", {"method": "POST", "data": {}}, 400, "name: unknown here; there are none"),
+    ],
+)
+def test_a_refusal_has_one_shape_and_says_what_to_do(
+    ask: Ask, path: str, options: dict[str, object], status: int, says: str
+) -> None:
+    response = ask(path, **options)
+    assert says in message(response, status)
+    assert response["Content-Type"] == "application/json"
+    if status == 401:
+        assert response["WWW-Authenticate"].startswith("Keystone uri=")
+    if status == 405:
+        assert response["Allow"] in ("GET, HEAD", "GET, HEAD, POST", "GET, POST")
+
+
+def test_the_root_says_what_there_is_to_anybody(client: Client) -> None:
+    found = json.loads(client.get("/api/").content)
+    assert set(found) == {*INFRASTRUCTURE, *FOR_PROJECTS, "schema", "docs"}
+    assert client.get("/api").content == client.get("/api/").content
+    assert client.get(found["hosts"]).status_code == 401
+
+
+def test_without_nova_the_state_of_an_instance_is_unknown(
+    ask: Ask, fill: Fill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(2)
+    monkeypatch.setattr(instances, "_sources", [])
+    assert results(ask("/api/accelerators/"))[0]["instance"] == {"uuid": INSTANCES[0], "state": "unknown", "name": ""}
+
+
+def test_an_accelerator_is_joined_with_what_nova_says(ask: Ask, fill: Fill, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(3)
+    asked = []
+
+    def nova(wanted: object) -> dict[str, instances.Known]:
+        asked.append(wanted)
+        return {INSTANCES[0]: instances.Known("ACTIVE", "web-1")}
+
+    monkeypatch.setattr(instances, "_sources", [nova])
+    first, second = results(ask("/api/accelerators/"))
+    assert asked == [{instances.Instance(INSTANCES[0], "p1"), instances.Instance(INSTANCES[1], "p2")}]
+    assert first["instance"] == {"uuid": INSTANCES[0], "state": "ACTIVE", "name": "web-1"}
+    assert second["instance"]["state"] == "unknown"
+    assert (first["driver"], first["host"]["name"], first["handle"]["info"]["bus"]) == ("pci_driver", "cmp0", "00")
+    tag = ask("/api/accelerators/")["ETag"]
+    monkeypatch.setattr(instances, "_sources", [lambda wanted: {}])
+    assert ask("/api/accelerators/", **{"If-None-Match": tag}).status_code == 200

@@ -1,0 +1,201 @@
+"""Every list: statements, pages, filters, orders, chosen fields, tags."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from django.db import connection
+from django.test.utils import CaptureQueriesContext
+
+from accelerators import conductor
+from accelerators.models import Device, Host
+from tests.own.conftest import INSTANCES, Ask, Fill, message, results
+from tests.support.reports import a_host, answer, apply, card
+
+pytestmark = pytest.mark.django_db
+
+COLLECTIONS = (
+    "hosts",
+    "agents",
+    "devices",
+    "deployables",
+    "attach_handles",
+    "accelerators",
+    "requests",
+    "profiles",
+    "events",
+)
+ORDERS = {"hosts": "name", "agents": "host", "devices": "state", "profiles": "name", "events": "at"}
+FILTERS = [
+    ("hosts", "name=cmp1", 1),
+    ("hosts", "stale=true", 0),
+    ("hosts", "stale=false", 2),
+    ("agents", "state=up", 2),
+    ("agents", "state=down&host=cmp1", 0),
+    ("devices", "host=cmp1", 5),
+    ("devices", "state=ready&state=inactive", 15),
+    ("devices", "state=ready&type=FPGA&vendor=1af4&driver=pci_driver&status=ok", 2),
+    ("devices", "stale=true", 0),
+    ("deployables", "host=cmp0&missing=false", 10),
+    ("attach_handles", "held=true", 10),
+    ("attach_handles", "held=true&project=p2", 5),
+    ("attach_handles", f"instance={INSTANCES[0]}", 1),
+    ("attach_handles", "type=PCI&host=cmp1&missing=true", 0),
+    ("accelerators", "driver=pci_driver&host=cmp0", 7),
+    ("accelerators", f"instance={INSTANCES[1]}&project=p2", 1),
+    ("requests", "state=Bound&profile=small&host=cmp1", 3),
+    ("profiles", "name=small&used=true", 1),
+    ("events", "action=device.found&host=cmp1", 5),
+    ("events", "since=2100-01-01T00:00:00Z", 0),
+    ("events", "until=2100-01-01T00:00:00Z&source=agent&limit=1", 1),
+]
+
+
+def test_p3_a_list_takes_at_most_five_statements_at_any_size(ask: Ask, fill: Fill) -> None:
+    fill(3)
+    ask("/api/hosts/")
+    few = {collection: _statements(ask, f"/api/{collection}/") for collection in COLLECTIONS}
+    fill(40, first=1)
+    assert few == {collection: _statements(ask, f"/api/{collection}/?limit=500") for collection in COLLECTIONS}
+    assert max(few.values()) <= 5, few
+
+
+def _statements(ask: Ask, path: str) -> int:
+    with CaptureQueriesContext(connection) as found:
+        assert results(ask(path))
+    return len(found)
+
+
+def test_an_element_is_the_same_in_its_list_and_on_its_own(ask: Ask, fill: Fill) -> None:
+    fill(2)
+    for collection in COLLECTIONS:
+        for element in results(ask(f"/api/{collection}/")):
+            alone = json.loads(ask(element["url"].removeprefix("http://testserver")).content)
+            alone.pop("timeline", None)
+            assert alone == element
+
+
+def test_pages_lead_through_everything_once_in_both_directions(ask: Ask, fill: Fill) -> None:
+    fill(6)
+    for collection in COLLECTIONS:
+        ordering = ORDERS.get(collection, "-created")
+        for sign in ("", "-"):
+            _page_through(ask, f"/api/{collection}/?fields=url&ordering={(sign + ordering).removeprefix('--')}")
+
+
+def _page_through(ask: Ask, query: str) -> None:
+    whole = [e["url"] for e in results(ask(f"{query}&limit=500"))]
+    forth, pages = [], 0
+    path = f"{query}&limit=3"
+    while path:
+        page = json.loads(ask(path).content)
+        pages, last, path = pages + 1, page, page["next"]
+        forth += [e["url"] for e in page["results"]]
+    assert forth == whole
+    assert pages == -(-len(whole) // 3)
+    back, page = [[e["url"] for e in last["results"]]], last
+    while page["previous"]:
+        page = json.loads(ask(page["previous"]).content)
+        back.insert(0, [e["url"] for e in page["results"]])
+    assert [url for urls in back for url in urls] == whole
+
+
+def test_many_rows_of_equal_value_do_not_stop_a_cursor(ask: Ask) -> None:
+    apply(a_host(), answer(*(card(n) for n in range(30))))
+    seen, path = [], "/api/devices/?limit=4&ordering=state"
+    while path:
+        page = json.loads(ask(path).content)
+        seen += [device["uuid"] for device in page["results"]]
+        path = page["next"]
+    assert len(seen) == len(set(seen)) == 30
+
+
+def test_filters(ask: Ask, fill: Fill) -> None:
+    fill(15)
+    for collection, query, number in FILTERS:
+        assert len(results(ask(f"/api/{collection}/?{query}"))) == number, (collection, query)
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("hosts/?nmae=cmp1", "nmae: unknown here; known are cursor, fields, limit, name, ordering, stale."),
+        ("devices/?state=enabled", "state: Select a valid choice. enabled is not one of the available choices."),
+        ("deployables/?device=nope", "device: Enter a valid UUID."),
+        ("devices/?state=", "state: say a value, or leave it out."),
+        ("devices/?stale=null", "stale: say true or false."),
+        ("hosts/?ordering=", "ordering: say one of name, created, or one with a - before it."),
+        ("hosts/?limit=", "limit: say a number from 1 to 500."),
+        ("hosts/?limit=0", "limit: say a number from 1 to 500."),
+        ("hosts/?limit=501", "limit: say a number from 1 to 500."),
+        ("hosts/?limit=%C2%B2", "limit: say a number from 1 to 500."),
+        ("hosts/?ordering=node", "ordering: say one of name, created, or one with a - before it."),
+        ("hosts/?fields=uuid,secret", "fields: there is no secret; there are uuid, url, name"),
+        ("hosts/?name=%00", "name: Null characters are not allowed."),
+    ],
+)
+def test_what_cannot_be_asked_says_what_can(ask: Ask, path: str, says: str) -> None:
+    assert says in message(ask(f"/api/{path}"), 400)
+
+
+def test_a_cursor_of_another_order_is_refused(ask: Ask, fill: Fill) -> None:
+    fill(20)
+    cursor = json.loads(ask("/api/devices/?limit=3").content)["next"].partition("cursor=")[2].partition("&")[0]
+    for path in (
+        f"/api/devices/?limit=3&ordering=state&cursor={cursor}",
+        "/api/hosts/?cursor=x",
+        "/api/hosts/?cursor=%00",
+    ):
+        assert "cursor: this is no cursor of this list in this order" in message(ask(path), 404)
+
+
+def test_chosen_fields_are_all_there_is(ask: Ask, fill: Fill) -> None:
+    fill(2)
+    uuid = Device.objects.first().uuid
+    assert results(ask("/api/devices/?fields=uuid,state&limit=1")) == [{"uuid": str(uuid), "state": "inactive"}]
+    assert json.loads(ask(f"/api/devices/{uuid}?fields=type").content) == {"type": "FPGA"}
+
+
+def test_a_tag_holds_until_its_collection_is_written(ask: Ask, fill: Fill) -> None:
+    fill(3)
+    first = ask("/api/devices/")
+    tag = first["ETag"]
+    assert tag.startswith('W/"devices-')
+    assert first["Cache-Control"] == "private, no-cache"
+    same = ask("/api/devices/", **{"If-None-Match": f'"other", {tag}'})
+    assert (same.status_code, same.content, same["ETag"]) == (304, b"", tag)
+    for other in ("/api/devices/?limit=1", "/api/devices/?fields=uuid", "/api/deployables/"):
+        assert ask(other, **{"If-None-Match": tag}).status_code == 200
+    assert ask("/api/devices/", by="manager", **{"If-None-Match": tag}).status_code == 200
+    with conductor.writing():
+        Host.objects.update(stale_since="2026-01-01T00:00:00Z")
+    changed = ask("/api/devices/", **{"If-None-Match": tag})
+    assert changed.status_code == 200
+    assert "nothing heard of the agent of cmp0" in results(changed)[0]["stale"]
+    for nonsense in ("state=x", "limit=x", "ordering=x"):
+        message(ask(f"/api/devices/?{nonsense}", **{"If-None-Match": "*"}), 400)
+
+
+def test_what_has_no_generation_is_tagged_by_its_content(ask: Ask, fill: Fill) -> None:
+    fill(1)
+    tag = ask("/api/agents/")["ETag"]
+    assert ask("/api/agents/", **{"If-None-Match": tag}).status_code == 304
+    from agents.models import Lease
+
+    Lease.objects.update(seen_at="2026-01-01T00:00:00Z")
+    assert results(ask("/api/agents/", **{"If-None-Match": tag}))[0]["state"] == "down"
+
+
+@pytest.mark.parametrize(
+    "moment", ["0001-01-01T00:00:00%2B14:00", "9999-12-31T23:59:59-14:00", "0747-07-19T16:04:39-22:39"]
+)
+def test_no_moment_is_too_far_away(ask: Ask, moment: str) -> None:
+    for name in ("since", "until"):
+        assert ask(f"/api/events/?{name}={moment}").status_code in (200, 400)
+
+
+def test_head_is_a_get_without_a_body(ask: Ask, fill: Fill) -> None:
+    fill(1)
+    head, get = ask("/api/devices/", method="HEAD"), ask("/api/devices/")
+    assert (head.status_code, head.content, head["ETag"]) == (200, b"", get["ETag"])

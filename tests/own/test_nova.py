@@ -1,0 +1,123 @@
+"""What Nova knows of instances, over HTTP: few calls, remembered, and nothing but `unknown` while it is away."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qsl, urlsplit
+
+import pytest
+from keystoneauth1.noauth import NoAuth
+from keystoneauth1.session import Session
+
+from accelerators.api.own.instances import Instance, Known
+from drivers.configuration import ConfigurationError
+from placement_sync.nova import GONE, REMEMBERED_S, Nova
+
+
+@dataclass
+class Compute:
+    """A Nova with these servers, by project; `asked` are the queries that came, `status` what it answers with."""
+
+    servers: dict[str, list[dict[str, str]]]
+    asked: list[dict[str, str]] = field(default_factory=list)
+    status: int = 200
+    address: str = ""
+    released: threading.Event = field(default_factory=threading.Event)
+
+    def answer(self, query: dict[str, str]) -> bytes:
+        """One page of at most two."""
+        self.asked.append(query)
+        servers = self.servers.get(query["project_id"], [])
+        start = next((n + 1 for n, s in enumerate(servers) if s["id"] == query.get("marker")), 0)
+        body: dict[str, object] = {"servers": servers[start : start + 2]}
+        if len(servers) > start + 2:
+            body["servers_links"] = [{"rel": "next", "href": "elsewhere"}]
+        return json.dumps(body).encode()
+
+
+@contextmanager
+def serving(compute: Compute) -> Iterator[None]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if compute.status == 0:
+                compute.released.wait(20)
+                return
+            self.send_response(compute.status)
+            self.end_headers()
+            url = urlsplit(self.path)
+            assert url.path == "/servers/detail"
+            self.wfile.write(compute.answer(dict(parse_qsl(url.query))))
+
+        def log_message(self, *args: object) -> None:
+            """Silent."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    compute.address = f"http://127.0.0.1:{server.server_port}"
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+    try:
+        yield
+    finally:
+        compute.released.set()
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture
+def compute() -> Iterator[Compute]:
+    """Three servers in p1, one in p2."""
+    names = {"p1": ("a", "b", "c"), "p2": ("d",)}
+    made = Compute({p: [{"id": n, "name": f"vm-{n}", "status": "ACTIVE"} for n in ns] for p, ns in names.items()})
+    with serving(made):
+        yield made
+
+
+def nova(compute: Compute, deadline_s: float = 10.0) -> tuple[Nova, list[float]]:
+    """A source that asks it, and the clock it goes by."""
+    clock = [0.0]
+    session = Session(auth=NoAuth(endpoint=compute.address))
+    return Nova(lambda: session, compute.address, deadline_s, lambda: clock[0]), clock
+
+
+def test_one_listing_for_each_project_remembered_for_a_while(compute: Compute) -> None:
+    ask, clock = nova(compute)
+    wanted = [Instance("a", "p1"), Instance("c", "p1"), Instance("d", "p2"), Instance("z", "p1")]
+    expected = {n: Known("ACTIVE", f"vm-{n}") for n in ("a", "c", "d")} | {"z": GONE}
+    assert ask(wanted) == expected
+    assert sorted(query["project_id"] for query in compute.asked) == ["p1", "p1", "p2"]
+    assert all(query["all_tenants"] == "1" for query in compute.asked)
+    assert ask(wanted) == expected
+    assert len(compute.asked) == 3
+    compute.servers["p2"][0]["status"] = "SHUTOFF"
+    clock[0] += REMEMBERED_S
+    assert ask([Instance("d", "p2")]) == {"d": Known("SHUTOFF", "vm-d")}
+
+
+def test_while_nova_is_away_everything_is_unknown_and_it_is_left_alone(compute: Compute) -> None:
+    ask, clock = nova(compute)
+    known = ask([Instance("a", "p1")])
+    compute.status = 503
+    assert ask([Instance("a", "p1"), Instance("d", "p2")]) == known
+    calls = len(compute.asked)
+    assert ask([Instance("d", "p2")]) == {}
+    assert len(compute.asked) == calls
+    compute.status = 200
+    clock[0] += REMEMBERED_S
+    assert ask([Instance("d", "p2")])["d"].state == "ACTIVE"
+
+
+def test_a_nova_that_does_not_answer_is_not_waited_for(compute: Compute) -> None:
+    compute.status = 0
+    ask, _ = nova(compute, deadline_s=0.1)
+    assert ask([Instance("a", "p1")]) == {}
+
+
+def test_without_a_cloud_everything_is_unknown() -> None:
+    def session() -> None:
+        raise ConfigurationError("No cloud is configured")
+
+    assert Nova(session)([Instance("a", "p1")]) == {}

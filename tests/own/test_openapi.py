@@ -1,0 +1,51 @@
+"""The OpenAPI document: made without gaps, valid, committed, served, and what a client needs is in it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from django.test import Client
+
+from cyborgweb import openapi
+from tests.own.conftest import Ask, Fill
+
+COMMITTED = Path(__file__).resolve().parents[2] / "docs" / "openapi.yaml"
+
+
+def test_the_committed_document_is_the_codes() -> None:
+    assert COMMITTED.read_text() == openapi.as_yaml(), "run `make docs`"
+
+
+def test_it_is_served_as_yaml_and_as_json(client: Client) -> None:
+    served = client.get("/api/schema/")
+    assert served.content.decode() == COMMITTED.read_text()
+    assert served["Content-Type"] == "application/vnd.oai.openapi"
+    as_json = client.get("/api/schema", headers={"Accept": "application/json"})
+    assert json.loads(as_json.content)["paths"].keys() == openapi.document()["paths"].keys()
+
+
+def test_every_operation_names_its_refusals_and_its_parameters() -> None:
+    document = openapi.document()
+    for address, methods in document["paths"].items():
+        for method, operation in methods.items():
+            assert {"400", "401", "403", "406", "503"} <= set(operation["responses"]), address
+            if method == "get":
+                names = {parameter["name"] for parameter in operation["parameters"]}
+                assert {"fields", "If-None-Match"} <= names
+                assert ("cursor" in names) == ("{" not in address)
+    assert document["components"]["schemas"]["ProfileRequest"]["additionalProperties"] is False
+
+
+@pytest.mark.django_db
+def test_what_is_answered_has_the_fields_it_says(ask: Ask, fill: Fill) -> None:
+    fill(2)
+    document = openapi.document()
+    for address, methods in document["paths"].items():
+        if "{" not in address:
+            page = methods["get"]["responses"]["200"]["content"]["application/json"]["schema"]["$ref"]
+            element = document["components"]["schemas"][page.rpartition("/")[2]]["properties"]["results"]["items"]
+            fields = document["components"]["schemas"][element["$ref"].rpartition("/")[2]]["properties"]
+            rows = json.loads(ask(address).content)["results"]
+            assert [list(row) for row in rows[:1]] == [list(fields)]

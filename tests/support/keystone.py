@@ -1,0 +1,180 @@
+"""A stand-in Keystone on real sockets: logging in, validating tokens; it can fail, hang, forget, and counts.
+
+Just enough of Identity v3 for keystoneauth1. The system lane has a real one.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import uuid
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from cyborgweb import policy
+from cyborgweb.keystone import service_session, tokens
+from cyborgweb.settings.keys import keys
+
+SERVICE = {"OS_USERNAME": "cyborg", "OS_PASSWORD": "service-secret", "OS_PROJECT_NAME": "service"}
+
+
+@dataclass
+class User:
+    """Somebody with a password, and their roles in projects."""
+
+    name: str
+    password: str
+    roles: dict[str, list[str]]
+    domain: str = "Default"
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+
+@dataclass
+class Keystone:
+    """What the stand-in knows. `fails_with` answers everything with that status; `held` keeps answers back."""
+
+    port: int = 0
+    users: list[User] = field(default_factory=list)
+    tokens: dict[str, dict[str, Any]] = field(default_factory=dict)
+    calls: Counter[str] = field(default_factory=Counter)
+    seen: list[str] = field(default_factory=list)
+    """Query strings of validations."""
+    fails_with: int = 0
+    held: threading.Event | None = None
+
+    @property
+    def url(self) -> str:
+        """Its auth URL, without a version."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def environment(self) -> dict[str, str]:
+        """The `OS_…` variables of the service user."""
+        domains = {"OS_USER_DOMAIN_NAME": "Default", "OS_PROJECT_DOMAIN_NAME": "Default"}
+        return SERVICE | domains | {"OS_AUTH_URL": self.url}
+
+    def token(
+        self, *roles: str, project: str = "p1", lasts_s: float = 3600, user: User | None = None, **scope: Any
+    ) -> str:
+        """A new token; `scope` replaces the project: system, domain, or unscoped=True."""
+        secret = f"gAAAA{uuid.uuid4().hex}"
+        expires_at = datetime.now(UTC) + timedelta(seconds=lasts_s)
+        who = user or User("alice", "", {}, id="u-alice")
+        body: dict[str, Any] = {
+            "methods": ["password"],
+            "user": {"id": who.id, "name": who.name, "domain": {"id": "default", "name": who.domain}},
+            "roles": [{"id": f"id-{role}", "name": role} for role in roles],
+            "audit_ids": [secret[-8:]],
+            "issued_at": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
+            "expires_at": expires_at.strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
+        }
+        if "system" in scope:
+            body["system"] = {"all": True}
+        elif "domain" in scope:
+            body["domain"] = {"id": scope["domain"], "name": scope["domain"]}
+        elif "unscoped" not in scope:
+            body["project"] = {"id": project, "name": project, "domain": {"id": "default", "name": "Default"}}
+        self.tokens[secret] = body
+        return secret
+
+    def log_in(self, wanted: dict[str, Any]) -> str | None:
+        """A token for name, password, domain and project; None: something is wrong."""
+        asked = wanted["auth"]["identity"]["password"]["user"]
+        project = wanted["auth"].get("scope", {}).get("project", {}).get("name", "")
+        for user in self.users:
+            if (user.name, user.password, user.domain) == (asked["name"], asked["password"], asked["domain"]["name"]):
+                return self.token(*user.roles[project], project=project, user=user) if project in user.roles else None
+        return None
+
+    def valid(self, secret: str, query: dict[str, list[str]]) -> bool:
+        """Whether it knows the token, and it has not ended unless that may be."""
+        ends = datetime.fromisoformat(self.tokens[secret]["expires_at"]) if secret in self.tokens else None
+        return bool(ends and ("allow_expired" in query or ends > datetime.now(UTC)))
+
+
+@contextmanager
+def keystone() -> Iterator[Keystone]:
+    """A running one, with the service user."""
+    known = Keystone(users=[User("cyborg", "service-secret", {"service": ["service"]})])
+
+    class Handler(_Handler):
+        keystone = known
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    known.port = server.server_address[1]
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield known
+    finally:
+        if known.held:
+            known.held.set()
+        server.shutdown()
+        server.server_close()
+
+
+@contextmanager
+def vouching(**settings: str) -> Iterator[Keystone]:
+    """A running one that this process's identity asks, as configured with `CYBORG_AUTH=keystone` and `settings`."""
+    with keystone() as known, pytest.MonkeyPatch.context() as patch:
+        patch.delenv("OS_CLOUD", raising=False)
+        for name, value in (known.environment() | {"CYBORG_AUTH": "keystone"} | settings).items():
+            patch.setenv(name, value)
+        forget()
+        yield known
+    forget()
+
+
+def forget() -> None:
+    """This process reads its configuration anew, and remembers no token and no decision."""
+    for remembered in (keys, service_session, tokens, policy._policy):
+        remembered.cache_clear()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    wbufsize = -1  # an answer in one piece, or the other end waits 40 ms to acknowledge its first half
+    keystone: Keystone
+
+    def do_GET(self) -> None:
+        url = urlsplit(self.path)
+        query = parse_qs(url.query)
+        self.keystone.seen.append(url.query)
+        secret = self.headers["X-Subject-Token"]
+        if not self.keystone.valid(self.headers["X-Auth-Token"], {}):
+            self._answer("validate", 401, {"error": {"code": 401, "message": "who are you?"}})
+        elif self.keystone.valid(secret, query):
+            self._answer("validate", 200, {"token": self.keystone.tokens[secret]})
+        else:
+            self._answer("validate", 404, {"error": {"code": 404, "message": "no such token"}})
+
+    def do_POST(self) -> None:
+        wanted = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        secret = self.keystone.log_in(wanted)
+        if secret is None:
+            self._answer("log in", 401, {"error": {"code": 401, "message": "no"}})
+        else:
+            self._answer("log in", 201, {"token": self.keystone.tokens[secret]}, {"X-Subject-Token": secret})
+
+    def _answer(self, what: str, status: int, body: object, headers: dict[str, str] | None = None) -> None:
+        self.keystone.calls[what] += 1
+        if self.keystone.held:
+            self.keystone.held.wait(20)
+        content = json.dumps(body).encode()
+        self.send_response(self.keystone.fails_with or status)
+        for name, value in {"Content-Type": "application/json", **(headers or {})}.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing."""

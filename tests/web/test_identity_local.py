@@ -1,0 +1,94 @@
+"""`CYBORG_AUTH=local` over HTTP: API tokens, service tokens, and the sessions of people in the console."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from django.contrib.auth.models import User
+from django.test import Client, RequestFactory
+from pytest_django import DjangoAssertNumQueries
+from rest_framework.exceptions import AuthenticationFailed, PermissionDenied
+from rest_framework.request import Request
+
+from accelerators.caller import Caller
+from cyborgweb.identity import CallerAuthentication
+from cyborgweb.models import ApiToken
+
+pytestmark = pytest.mark.django_db
+
+
+@pytest.fixture
+def owner() -> User:
+    return User.objects.create_user("owner")
+
+
+def authenticated(request: object) -> Caller:
+    return CallerAuthentication().authenticate(Request(request))[0]  # type: ignore[arg-type]
+
+
+def caller(token: str, service: str = "") -> Caller:
+    headers = {"X-Auth-Token": token} | ({"X-Service-Token": service} if service else {})
+    return authenticated(RequestFactory().get("/", headers=headers))
+
+
+def test_a_second_token_with_the_service_role_makes_a_service(
+    owner: User, django_assert_num_queries: DjangoAssertNumQueries
+) -> None:
+    member = ApiToken.make("ci", owner, ["member"], "p1")
+    nova = ApiToken.make("nova", owner, ["service"], "service")
+    assert caller(member) == Caller("ci", str(owner.pk), frozenset({"member"}), "p1")
+    with django_assert_num_queries(1):
+        assert caller(member, nova) == Caller("ci", str(owner.pk), frozenset({"member"}), "p1", service=True)
+    assert caller(nova, nova).service and not caller(nova).service
+
+
+def test_a_bad_service_token_is_a_401_as_keystonemiddleware_has_it(owner: User) -> None:
+    member, admin = (ApiToken.make(role, owner, [role], "p1") for role in ("member", "admin"))
+    nova = ApiToken.make("nova", owner, ["service"], "service")
+    for pair in ((member, "nope"), (member, admin), (member, "x" * 9000), ("nope", nova), ("", nova)):
+        with pytest.raises(AuthenticationFailed):
+            caller(*pair)
+
+
+def test_tokens_of_a_user_who_is_switched_off_are_no_good(owner: User) -> None:
+    token = ApiToken.make("ci", owner, ["member"], "p1")
+    User.objects.update(is_active=False)
+    with pytest.raises(AuthenticationFailed):
+        caller(token)
+
+
+@pytest.mark.parametrize(
+    ("flags", "roles"),
+    [
+        ({"is_staff": True, "is_superuser": True}, {"admin", "manager", "member", "reader"}),
+        ({"is_staff": True}, {"reader"}),
+        ({}, None),
+    ],
+)
+def test_a_person_in_the_console_may_use_the_apis(client: Client, flags: dict[str, bool], roles: set[str]) -> None:
+    client.force_login(User.objects.create_user("ann", **flags))
+    response = client.get("/v2/devices")
+    assert response.status_code == (401 if roles is None else 200)
+    if roles:
+        request = RequestFactory().get("/")
+        request.user, request.session, request.COOKIES["sessionid"] = User.objects.get(), client.session, "its"
+        assert (authenticated(request).roles, authenticated(request).project_id) == (roles, "local")
+
+
+def test_a_session_never_counts_beside_a_token(client: Client) -> None:
+    client.force_login(User.objects.create_superuser("root"))
+    for token in ("", "nope"):
+        response = client.get("/v2/devices", headers={"X-Auth-Token": token})
+        assert response.status_code == 401
+        assert json.loads(response.content)["error"]["code"] == 401
+
+
+def test_unsafe_methods_of_a_session_need_the_csrf_token() -> None:
+    client = Client(enforce_csrf_checks=True)
+    client.force_login(User.objects.create_superuser("root"))
+    assert client.get("/v2/devices").status_code == 200
+    request = RequestFactory(enforce_csrf_checks=True).post("/v2/devices")
+    request.user, request.session, request.COOKIES["sessionid"] = User.objects.get(), client.session, "its"
+    with pytest.raises(PermissionDenied, match="CSRF"):
+        authenticated(request)

@@ -1,0 +1,203 @@
+"""What is remembered of Keystone's answers: how long, of whom, and what happens while it is away."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import pytest
+
+from accelerators.caller import Caller
+from cyborgweb.tokens import FRESH_S, PAUSE_S, REFUSED, REFUSED_S, TRY_S, Judged, Tokens, Unavailable
+from tests.support.webserver import until
+
+START, LIFE = 1_000_000.0, 3600.0
+ALICE = Caller("alice", "u1", frozenset({"member"}), "p1")
+
+
+@dataclass
+class World:
+    """A clock and a Keystone, as `Tokens` sees them."""
+
+    now: float = START
+    known: dict[str, Judged] = field(default_factory=lambda: {"good": Judged(ALICE, START + LIFE)})
+    asked: list[tuple[str, bool]] = field(default_factory=list)
+    failure: Unavailable | None = None
+
+    def ask(self, token: str, allow_expired: bool) -> Judged:
+        self.asked.append((token, allow_expired))
+        if self.failure:
+            raise self.failure
+        judged = self.known.get(token, REFUSED)
+        return judged if allow_expired or judged.expires_at > self.now else REFUSED
+
+    def tokens(self, entries: int = 100) -> Tokens:
+        return Tokens(self.ask, clock=lambda: self.now, steady=lambda: self.now, entries=entries)
+
+
+AWAY = Unavailable("nobody answers", unreachable=True)
+REFUSES_US = Unavailable("our password is wrong", unreachable=False)
+
+
+def test_an_answer_is_good_for_its_time_and_a_revocation_is_seen_after_it() -> None:
+    world = World()
+    tokens = world.tokens()
+    assert tokens.caller("good") == tokens.caller("good") == ALICE
+    world.known.clear()  # revoked
+    world.now += FRESH_S - 1
+    assert tokens.caller("good") == ALICE and len(world.asked) == 1
+    world.now += 1
+    assert tokens.caller("good") is None and len(world.asked) == 2
+
+
+def test_a_refusal_is_remembered_for_a_while() -> None:
+    world = World()
+    tokens = world.tokens()
+    assert tokens.caller("bad") is None and tokens.caller("bad") is None
+    assert len(world.asked) == 1
+    world.known["bad"] = world.known["good"]
+    world.now += REFUSED_S
+    assert tokens.caller("bad") == ALICE
+
+
+def test_a_token_ends_when_it_ends_and_costs_no_question_afterwards() -> None:
+    world = World(known={"good": Judged(ALICE, START + 10)})
+    tokens = world.tokens()
+    world.now += 9.999
+    assert tokens.caller("good") == ALICE
+    world.now = START + 10
+    assert tokens.caller("good") is None and tokens.caller("good") is None
+    assert len(world.asked) == 1
+
+
+def test_with_a_service_token_an_ended_token_lives_as_long_as_keystone_says() -> None:
+    world = World(known={"good": Judged(ALICE, START - 10)})
+    tokens = world.tokens()
+    assert tokens.caller("good") is None
+    assert tokens.caller("good", allow_expired=True) == ALICE == tokens.caller("good", allow_expired=True)
+    assert tokens.caller("good") is None
+    assert world.asked == [("good", False), ("good", True)]
+
+
+def test_while_keystone_is_away_known_tokens_go_on_until_they_end_and_unknown_ones_are_unavailable() -> None:
+    world = World()
+    tokens = world.tokens()
+    assert tokens.caller("good") == ALICE
+    world.failure = AWAY
+    for _ in range(int((LIFE - 1) // 60)):
+        world.now += 60
+        assert tokens.caller("good") == ALICE
+    with pytest.raises(Unavailable):
+        tokens.caller("other")
+    world.now = START + LIFE
+    assert tokens.caller("good") is None
+
+
+def test_keystone_saying_no_is_never_overruled_by_memory() -> None:
+    world = World()
+    tokens = world.tokens()
+    assert tokens.caller("good") == ALICE
+    world.known.clear()
+    world.now += FRESH_S
+    assert tokens.caller("good") is None
+    world.failure, world.now = AWAY, world.now + REFUSED_S
+    with pytest.raises(Unavailable):
+        tokens.caller("good")
+
+
+def test_memory_does_not_stretch_when_keystone_is_there_but_refuses_the_service_user() -> None:
+    world = World()
+    tokens = world.tokens()
+    assert tokens.caller("good") == ALICE
+    world.failure, world.now = REFUSES_US, START + FRESH_S
+    with pytest.raises(Unavailable):
+        tokens.caller("good")
+
+
+def test_after_a_failure_one_request_in_a_while_tries_and_the_others_do_not_wait(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    world = World(failure=AWAY)
+    tokens = world.tokens()
+    for token in ("a", "b", "c"):
+        with pytest.raises(Unavailable):
+            tokens.caller(token)
+    assert len(world.asked) == 1
+    world.now += PAUSE_S
+    with pytest.raises(Unavailable):
+        tokens.caller("d")
+    assert len(world.asked) == 2
+    world.failure, world.now = None, world.now + PAUSE_S
+    assert tokens.caller("good") == ALICE and tokens.caller("b") is None
+    assert [record.message.split()[0] for record in caplog.records] == ["tokens", "Keystone"]
+
+
+def test_a_refused_service_user_makes_nobody_wait(caplog: pytest.LogCaptureFixture) -> None:
+    world = World(failure=REFUSES_US)
+    tokens = world.tokens()
+    for token in ("a", "b"):
+        with pytest.raises(Unavailable):
+            tokens.caller(token)
+    world.failure = None
+    assert tokens.caller("good") == ALICE
+    assert (len(world.asked), len(caplog.records)) == (3, 2)
+
+
+def test_only_one_request_hangs_with_a_hanging_keystone() -> None:
+    world = World(failure=AWAY)
+    tokens = world.tokens()
+    with pytest.raises(Unavailable):
+        tokens.caller("a")
+    go, inside = threading.Event(), threading.Event()
+
+    def hang(token: str, allow_expired: bool) -> Judged:
+        inside.set()
+        go.wait(20)
+        return world.known["good"]
+
+    tokens._ask = hang
+    world.now += PAUSE_S
+    with ThreadPoolExecutor(1) as pool:
+        trying = pool.submit(tokens.caller, "good")
+        assert inside.wait(20)
+        world.now += TRY_S - 1
+        with pytest.raises(Unavailable):
+            tokens.caller("b")
+        go.set()
+        assert trying.result(20) == ALICE
+
+
+def test_many_threads_with_one_token_ask_once() -> None:
+    world, waiting, go = World(), threading.Barrier(9), threading.Event()
+
+    def slow(token: str, allow_expired: bool) -> Judged:
+        go.wait(20)
+        return world.ask(token, allow_expired)
+
+    tokens = Tokens(slow, clock=lambda: world.now, steady=lambda: world.now)
+
+    def asking() -> Caller | None:
+        waiting.wait(20)
+        return tokens.caller("good")
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = [pool.submit(asking) for _ in range(8)]
+        waiting.wait(20)
+        until(lambda: tokens._asking)
+        go.set()
+        assert {answer.result(20) for answer in answers} == {ALICE}
+    assert len(world.asked) == 1 and not tokens._asking
+
+
+def test_memory_is_bounded_and_made_up_tokens_push_no_good_one_out() -> None:
+    world = World(known={f"good{n}": Judged(ALICE, START + LIFE) for n in range(20)})
+    tokens = world.tokens(entries=5)
+    for n in range(20):
+        tokens.caller(f"good{n}")
+    for n in range(50):
+        tokens.caller(f"bad{n}")
+    assert (len(tokens._good), len(tokens._bad)) == (5, 5)
+    asked = len(world.asked)
+    assert tokens.caller("good19") == ALICE and len(world.asked) == asked
+    assert not any(b"good" in key for key, _ in tokens._good)

@@ -1,0 +1,220 @@
+"""Logging in to the console with Keystone: who gets in, as what, for how long, and what is kept of it (nothing)."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from django.contrib import admin
+from django.contrib.auth.models import User
+from django.contrib.sessions.models import Session
+from django.http import HttpResponse
+from django.test import Client
+
+from cyborgweb import login
+from cyborgweb.keystone import tokens
+from cyborgweb.login import AWAY, BACKEND, REFUSED, LoginForm
+from cyborgweb.models import KeystoneUser
+from tests.support.keystone import Keystone, vouching
+from tests.support.keystone import User as Person
+
+pytestmark = pytest.mark.django_db
+
+PASSWORD = "correct horse battery"
+ROLES = {"admin": ["admin", "manager", "member", "reader"], "manager": ["manager", "member", "reader"]}
+
+
+@pytest.fixture
+def console(settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two lines of the settings that `CYBORG_AUTH=keystone` changes."""
+    settings.AUTHENTICATION_BACKENDS = [BACKEND]
+    monkeypatch.setattr(admin.site, "login_form", LoginForm)
+
+
+@pytest.fixture
+def keystone(console: None) -> Iterator[Keystone]:
+    with vouching() as known:
+        for name in ("admin", "manager", "member", "reader"):
+            known.users.append(Person(name, PASSWORD, {"p1": ROLES.get(name, [name])}))
+        yield known
+
+
+def log_in(client: Client, name: str, password: str = PASSWORD, project: str = "p1", domain: str = "Default") -> str:
+    """What is wrong; '' once inside."""
+    fields = {"username": name, "password": password, "domain": domain, "project": project, "next": "/admin/"}
+    response = client.post("/admin/login/", fields)
+    return "" if response.status_code == 302 else sentence(response)
+
+
+def sentence(response: HttpResponse) -> str:
+    (box,) = re.findall(r'<div class="errornote[^>]*>(.*?)</div>', response.content.decode(), re.S)
+    return box.strip()
+
+
+def user_of(keystone: Keystone, name: str) -> User:
+    return KeystoneUser.objects.get(keystone_id=next(u.id for u in keystone.users if u.name == name)).user
+
+
+def test_the_page_asks_for_name_password_domain_and_project(client: Client, keystone: Keystone) -> None:
+    page = client.get("/admin/login/").content.decode()
+    assert re.findall(r'<input type="(?:text|password)" name="(\w+)"', page) == [
+        *("username", "password", "domain", "project")
+    ]
+    assert 'value="Default"' in page
+
+
+@pytest.fixture(autouse=True)
+def _cheap_hashes(settings: Any) -> None:
+    settings.PASSWORD_HASHERS = ["django.contrib.auth.hashers.MD5PasswordHasher"]
+
+
+def test_the_page_without_keystone_asks_for_name_and_password(client: Client) -> None:
+    User.objects.create_superuser("root", password="a long enough secret")
+    page = client.get("/admin/login/").content.decode()
+    assert re.findall(r'<input type="(?:text|password)" name="(\w+)"', page) == ["username", "password"]
+    assert "Please enter the correct username and password" in sentence(
+        client.post("/admin/login/", {"username": "root", "password": "wrong"})
+    )
+    response = client.post("/admin/login/?next=/admin/accelerators/host/", {"username": "root", "password": "wrong"})
+    assert 'value="/admin/accelerators/host/"' in response.content.decode()
+    inside = client.post("/admin/login/", {"username": "root", "password": "a long enough secret", "next": "/admin/"})
+    assert inside["Location"] == "/admin/"
+
+
+def test_an_administrator_may_do_everything(client: Client, keystone: Keystone) -> None:
+    assert log_in(client, "admin") == ""
+    user = user_of(keystone, "admin")
+    assert (user.username, user.is_superuser, user.has_usable_password()) == ("admin@Default", True, False)
+    assert [group.name for group in user.groups.all()] == [login.ADMINISTRATORS]
+    assert client.get("/admin/").status_code == 200
+
+
+def test_a_viewer_may_look_and_nothing_else(client: Client, keystone: Keystone) -> None:
+    assert log_in(client, "manager") == ""
+    user = user_of(keystone, "manager")
+    assert user.is_staff and not user.is_superuser
+    assert {permission.split(".")[1].split("_")[0] for permission in user.get_all_permissions()} == {"view"}
+    assert user.has_perm("accelerators.view_device") and not user.has_perm("auth.view_user")
+    assert client.get("/admin/accelerators/host/").status_code == 200
+    assert client.get("/admin/auth/user/").status_code == 403
+
+
+@pytest.mark.parametrize("name", ["member", "reader"])
+def test_other_roles_are_told_what_is_wanted_and_leave_no_trace(client: Client, keystone: Keystone, name: str) -> None:
+    told = "The console needs the role admin or manager in the project; you do not have it."
+    assert log_in(client, name) == told
+    assert not KeystoneUser.objects.exists() and not User.objects.exists()
+
+
+def test_which_roles_may_look_is_configured(client: Client, console: None) -> None:
+    with vouching(CYBORG_CONSOLE_VIEWER_ROLES="manager,reader") as keystone:
+        keystone.users.append(Person("rita", PASSWORD, {"p1": ["reader"]}))
+        assert log_in(client, "rita") == ""
+        assert [group.name for group in user_of(keystone, "rita").groups.all()] == [login.VIEWERS]
+
+
+def test_roles_are_mapped_afresh_at_every_login(client: Client, keystone: Keystone) -> None:
+    person = next(user for user in keystone.users if user.name == "admin")
+    for roles, superuser, groups in ((ROLES["admin"], True, 1), (ROLES["manager"], False, 1), (["member"], False, 0)):
+        person.roles = {"p1": roles}
+        assert (log_in(client, "admin") == "") is bool(groups)
+        user = user_of(keystone, "admin")
+        assert (user.is_superuser, user.is_staff, user.groups.count()) == (superuser, bool(groups), groups)
+    assert client.get("/admin/").status_code == 302  # the session from before has lost its access too
+
+
+WRONG = {
+    "password": {"password": "wrong"},
+    "name": {"name": "nobody"},
+    "project": {"project": "p2"},
+    "domain": {"domain": "other"},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG.keys())
+def test_whatever_is_wrong_the_sentence_is_the_same(client: Client, keystone: Keystone, wrong: dict[str, str]) -> None:
+    assert log_in(client, **({"name": "admin"} | wrong)) == REFUSED
+    assert not User.objects.exists()
+
+
+@pytest.mark.parametrize("field", ["name", "password", "domain", "project"])
+def test_overlong_fields_never_reach_keystone(client: Client, keystone: Keystone, field: str) -> None:
+    client.post("/admin/login/", {"username": "admin", "password": PASSWORD, "domain": "Default", "project": "p1"})
+    before = keystone.calls["log in"]
+    fields = {"name": "admin", "password": PASSWORD, "domain": "Default", "project": "p1"} | {field: "x" * 300}
+    fields["username"] = fields.pop("name")
+    response = client.post("/admin/login/", fields)
+    assert response.status_code == 200 and "at most" in response.content.decode()
+    assert keystone.calls["log in"] == before
+
+
+@pytest.mark.parametrize("status", [500, 403])
+def test_with_keystone_away_the_sentence_says_so(client: Client, keystone: Keystone, status: int) -> None:
+    keystone.fails_with = status
+    assert log_in(client, "admin") == AWAY
+
+
+def test_people_are_told_apart_by_keystones_id_not_by_name(client: Client, keystone: Keystone) -> None:
+    elsewhere = Person("admin", PASSWORD, {"p1": ["manager"]}, domain="other")
+    keystone.users.append(elsewhere)
+    assert log_in(client, "admin") == "" and log_in(Client(), "admin", domain="other") == ""
+    first = user_of(keystone, "admin")
+    assert KeystoneUser.objects.get(keystone_id=elsewhere.id).user.username == "admin@other" and first.is_superuser
+    # Deleted and made anew under the same name: somebody else, without the first one's rights.
+    keystone.users = [Person("admin", PASSWORD, {"p1": ["manager"]}, id="f" * 32)]
+    assert log_in(Client(), "admin") == ""
+    assert KeystoneUser.objects.get(keystone_id="f" * 32).user.username == "admin@Default ffffffff"
+    first.refresh_from_db()
+    assert first.is_superuser and KeystoneUser.objects.count() == 3
+
+
+def test_a_user_switched_off_in_the_console_stays_out(client: Client, keystone: Keystone) -> None:
+    assert log_in(client, "admin") == ""
+    User.objects.update(is_active=False)
+    assert log_in(client, "admin") != "" and client.get("/admin/").status_code == 302
+
+
+def test_a_session_ends_at_a_fixed_time_and_holds_no_secret(client: Client, console: None) -> None:
+    with vouching(CYBORG_CONSOLE_SESSION_H="2") as keystone:
+        keystone.users.append(Person("admin", PASSWORD, {"p1": ["admin"]}))
+        before = datetime.now(UTC)
+        assert log_in(client, "admin") == ""
+        session = Session.objects.get()
+        assert before + timedelta(hours=2) <= session.expire_date <= datetime.now(UTC) + timedelta(hours=2)
+        held = session.get_decoded()
+        assert held[login.SESSION] == {
+            "name": "admin",
+            "id": keystone.users[-1].id,
+            "project": "p1",
+            "roles": ["admin"],
+        }
+        assert PASSWORD not in str(held) and not any(token in str(held) for token in keystone.tokens)
+        Session.objects.update(expire_date=before)
+        assert client.get("/admin/").status_code == 302
+
+
+def test_neither_password_nor_token_is_logged_or_remembered(
+    client: Client, keystone: Keystone, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    assert log_in(client, "admin") == "" and log_in(client, "admin", password=PASSWORD + "!") == REFUSED
+    assert PASSWORD not in caplog.text and not any(token in caplog.text for token in keystone.tokens)
+    assert not tokens()._good and not tokens()._bad
+    assert PASSWORD not in str(list(User.objects.values()))
+
+
+def test_a_local_password_opens_nothing_here(client: Client, keystone: Keystone) -> None:
+    User.objects.create_superuser("root", password="a long enough secret")
+    assert log_in(client, "root", "a long enough secret") == REFUSED
+    assert not client.login(username="root", password="a long enough secret")
+
+
+def test_the_person_may_use_the_apis_with_the_roles_of_the_login(client: Client, keystone: Keystone) -> None:
+    assert client.get("/v2/devices").status_code == 401
+    assert log_in(client, "manager") == ""
+    assert client.get("/v2/devices").status_code == 200
+    assert client.get("/v2/devices", headers={"X-Auth-Token": "nope"}).status_code == 401

@@ -1,0 +1,272 @@
+"""The measured matrix of contract section 3.1, scopes, the operator's file, and what it costs to ask twice."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+from django.contrib.auth.models import User
+from django.test import Client
+
+from accelerators.caller import Caller
+from cyborgweb import policy
+from cyborgweb.management.commands.policy_sample import sample
+from cyborgweb.models import ApiToken
+from cyborgweb.policy import LOOK_EVERY_S, Policy
+from cyborgweb.rules import BLOCKS, OWN, RULES, UPSTREAM
+from tests.support.keystone import Keystone, vouching
+
+PERSONAS = {
+    "admin": ["admin", "manager", "member", "reader"],
+    "bare admin": ["admin"],
+    "manager": ["manager", "member", "reader"],
+    "member": ["member", "reader"],
+    "reader": ["reader"],
+    "service": ["service"],
+    "no role": [],
+}
+PROFILE, ARQ = "cyborg:device_profile:", "cyborg:arq:"
+READS = [f"cyborg:{of}:get_{n}" for of in ("device", "deployable", "attribute") for n in ("all", "one")]
+ACTS = ["cyborg:device:enable", "cyborg:device:disable", "cyborg:deployable:program"]
+MATRIX = [
+    # rules, who may: with the legacy rules, with the new defaults alone
+    ([PROFILE + "get_all", PROFILE + "get_one"], "+++++++", "+++++--"),
+    ([PROFILE + "create", PROFILE + "delete"], "++-----", "++-----"),
+    ([ARQ + "get_all", ARQ + "get_one"], "+++++++", "+++++--"),
+    ([ARQ + "create", ARQ + "delete", ARQ + "update"], "+++++++", "+-++-+-"),
+    (READS, "+++++++", "+++----"),
+    ([*ACTS, "cyborg:attribute:create", "cyborg:attribute:delete"], "++-----", "++-----"),
+]
+"""Contract section 3.1, measured; a column per persona."""
+OURS = [
+    (["host:get_all", "agent:get_one", "attach_handle:get_all", "inventory:get_one"], "+++----", "+++----"),
+    (["accelerator:elevated"], "+++----", "+++----"),
+    (["accelerator:get_all", "event:get_one"], "+++++++", "+++++--"),
+    (["accelerator:update"], "++++---", "++++---"),
+    (["device:update", "device_profile:update"], "++-----", "++-----"),
+]
+ROWS = [
+    pytest.param(rule, new, row, id=f"{rule}-{'new' if new else 'legacy'}")
+    for rules, legacy, defaults in [*MATRIX, *((["cyborg:" + r for r in rules], *rows) for rules, *rows in OURS)]
+    for rule in rules
+    for new, row in ((False, legacy), (True, defaults))
+]
+NOWHERE = Path("/nonexistent/policy.yaml")
+RULE = "cyborg:device:get_all"
+
+
+def somebody(*roles: str, **changes: str) -> Caller:
+    return replace(Caller("alice", "u1", frozenset(roles), "p1"), **changes)
+
+
+@pytest.fixture(scope="module")
+def defaults() -> dict[bool, Policy]:
+    return {new: Policy(NOWHERE, new) for new in (False, True)}
+
+
+@pytest.mark.parametrize(("rule", "new", "row"), ROWS)
+def test_the_matrix(defaults: dict[bool, Policy], rule: str, new: bool, row: str) -> None:
+    may = {who: defaults[new].allows(somebody(*roles), rule) for who, roles in PERSONAS.items()}
+    assert may == {who: told == "+" for who, told in zip(PERSONAS, row, strict=True)}
+
+
+def test_every_rule_of_upstream_is_in_the_matrix_and_no_name_is_taken_twice() -> None:
+    assert {rule.name for rule in UPSTREAM} == {rule for rules, *_ in MATRIX for rule in rules}
+    assert len({rule.name for rule in RULES}) == len(RULES)
+
+
+WITHOUT_A_PROJECT = [{"project_id": ""}, {"system_scope": "all"}, {"domain_id": "d1"}]
+OPEN = "\n".join(f'"{rule.name}": "@"' for rule in (*UPSTREAM, *OWN))
+
+
+@pytest.mark.parametrize("scope", WITHOUT_A_PROJECT, ids=["unscoped", "system", "domain"])
+@pytest.mark.parametrize("new", [False, True], ids=["legacy", "new"])
+def test_a_token_without_a_project_gets_nothing_even_from_a_file_that_lets_everybody_in(
+    tmp_path: Path, defaults: dict[bool, Policy], scope: dict[str, str], new: bool
+) -> None:
+    (tmp_path / "policy.yaml").write_text(OPEN)
+    admin = somebody(*PERSONAS["admin"], "service")
+    opened = Policy(tmp_path / "policy.yaml", new)
+    for rule in (*UPSTREAM, *OWN):
+        assert opened.allows(admin, rule.name)
+        for which in (opened, defaults[new]):
+            assert not which.allows(replace(admin, **scope), rule.name)
+
+
+@pytest.fixture
+def keystone(db: None) -> Iterator[Keystone]:
+    with vouching() as known:
+        yield known
+
+
+URLS = ["/v2/devices", "/v2/deployables", "/v2/attributes", "/v2/device_profiles", "/v2/accelerator_requests"]
+
+
+@pytest.mark.parametrize("url", URLS)
+def test_cve_2026_40213_hardware_is_not_shown_to_tokens_of_the_system_or_a_domain(
+    client: Client, keystone: Keystone, url: str
+) -> None:
+    for token in (keystone.token("admin", "reader", system=True), keystone.token("admin", "reader", domain="d1")):
+        response = client.get(url, headers={"X-Auth-Token": token})
+        assert response.status_code == 403
+        assert "Access was denied to the following resource: cyborg:" in response.content.decode()
+
+
+@pytest.mark.parametrize("url", URLS)
+def test_cve_2026_40214_unscoped_tokens_neither_read_nor_delete_other_projects_requests(
+    client: Client, keystone: Keystone, url: str
+) -> None:
+    for token in (keystone.token(unscoped=True), keystone.token("admin", unscoped=True)):
+        assert client.get(url, headers={"X-Auth-Token": token}).status_code == 403
+    nova = keystone.token("service")
+    both = {"X-Auth-Token": keystone.token(unscoped=True), "X-Service-Token": nova}
+    uuid = "604c1d0e-3f10-4d5c-9c6b-6e0f9a3c1b2d"
+    assert client.delete(f"/v2/accelerator_requests?arqs={uuid}", headers=both).status_code == 403
+
+
+@pytest.mark.django_db
+def test_the_refusal_is_upstreams_sentence(client: Client) -> None:
+    token = ApiToken.make("ci", User.objects.create_user("ci"), ["member"], "p1")
+    path = "/v2/devices/604c1d0e-3f10-4d5c-9c6b-6e0f9a3c1b2d/disable"
+    response = client.post(path, headers={"X-Auth-Token": token})
+    fault = json.loads(json.loads(response.content)["error_message"])["faultstring"]
+    assert (response.status_code, fault) == (403, "Access was denied to the following resource: cyborg:device:disable")
+
+
+@dataclass
+class Clock:
+    """Moved by hand; `edit` writes the file and lets enough time pass for it to be seen."""
+
+    path: Path
+    now: float = 100.0
+    edits: int = field(default=0)
+
+    def edit(self, text: str | None) -> None:
+        self.edits += 1
+        if text is None:
+            self.path.unlink()
+        else:
+            self.path.write_text(text)
+            os.utime(self.path, ns=(self.edits, self.edits))
+        self.now += LOOK_EVERY_S
+
+
+@pytest.fixture
+def clock(tmp_path: Path) -> Clock:
+    return Clock(tmp_path / "policy.yaml")
+
+
+@pytest.fixture
+def edited(clock: Clock) -> Policy:
+    return Policy(clock.path, False, steady=lambda: clock.now)
+
+
+def test_the_file_is_read_anew_when_it_is_edited(clock: Clock, edited: Policy) -> None:
+    assert edited.allows(somebody("member"), RULE)
+    clock.edit(f'"{RULE}": "role:auditor"')
+    assert not edited.allows(somebody("member"), RULE) and edited.allows(somebody("auditor"), RULE)
+    clock.edit(f'"{RULE}": "rule:admin_api or user_id:u1"\n"admin_api": "role:boss"')
+    assert edited.allows(somebody("boss", user_id="u2"), RULE) and edited.allows(somebody(), RULE)
+    assert not edited.allows(somebody("admin", user_id="u2"), RULE)
+    clock.edit("")
+    assert edited.allows(somebody("member"), RULE)
+
+
+def test_the_file_is_looked_at_once_a_second_at_most(clock: Clock, edited: Policy) -> None:
+    assert edited.allows(somebody("member"), RULE)
+    clock.edit(f'"{RULE}": "!"')
+    clock.now -= LOOK_EVERY_S / 2
+    assert edited.allows(somebody("member"), RULE)
+    clock.now += LOOK_EVERY_S / 2
+    assert not edited.allows(somebody("member"), RULE)
+
+
+BROKEN = {
+    "no YAML": '"a": "b',
+    "no mapping": "- a\n- b",
+    "no text": f'"{RULE}": 7',
+    "no check": f'"{RULE}": "anybody"',
+    "no expression": f'"{RULE}": "role:a or and role:b"',
+    "no such rule": f'"{RULE}": "rule:reader_of_tea_leaves"',
+    "a circle": f'"{RULE}": "rule:a"\n"a": "rule:b"\n"b": "rule:a"',
+    "no text at all": "\x00\x01",
+    "too much": "#" * (policy.MAX_FILE_BYTES + 1),
+}
+
+
+@pytest.mark.parametrize("text", BROKEN.values(), ids=BROKEN.keys())
+def test_a_broken_file_leaves_the_last_good_one_in_force_and_says_so_once(
+    clock: Clock, edited: Policy, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock.edit(f'"{RULE}": "role:auditor"')
+    assert edited.allows(somebody("auditor"), RULE)
+    clock.edit(text)
+    for _ in range(3):
+        clock.now += LOOK_EVERY_S
+        assert edited.allows(somebody("auditor"), RULE) and not edited.allows(somebody("member"), RULE)
+    said = [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
+    assert len(said) == 1 and "\n" not in said[0] and str(clock.path) in said[0] and "last good" in said[0]
+    clock.edit(f'"{RULE}": "role:member"')
+    assert edited.allows(somebody("member"), RULE)
+
+
+def test_with_a_file_that_was_never_good_nobody_may_do_anything_until_it_is_mended(
+    clock: Clock, edited: Policy, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock.edit('"a": "b')
+    assert not edited.allows(somebody(*PERSONAS["admin"]), RULE)
+    assert "nobody may do anything" in caplog.text
+    clock.edit(None)
+    assert edited.allows(somebody("admin"), RULE)
+
+
+def test_a_file_that_vanishes_opens_nothing(clock: Clock, edited: Policy) -> None:
+    clock.edit(f'"{RULE}": "!"')
+    assert not edited.allows(somebody("admin"), RULE)
+    clock.edit(None)
+    assert not edited.allows(somebody("admin"), RULE)
+
+
+def test_a_rule_nobody_asks_for_is_named_in_the_log(
+    clock: Clock, edited: Policy, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock.edit('"cyborg:device:getall": "!"\n"my_own_word": "role:x"')
+    assert edited.allows(somebody("admin"), RULE)
+    assert "do not exist here: cyborg:device:getall" in caplog.text and "my_own_word" not in caplog.text
+
+
+def test_decisions_are_remembered_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Policy(NOWHERE, False)
+    monkeypatch.setattr(policy, "MAX_DECISIONS", 10)
+    for n in range(25):
+        assert asked.allows(somebody("member", user_id=f"u{n}"), RULE)
+    assert len(asked._in_force.decisions) <= 10
+    enforcer = asked._in_force.enforcer
+    monkeypatch.setattr(enforcer, "authorize", None)
+    assert asked.allows(somebody("member", user_id="u24"), RULE)
+
+
+def test_a_rule_there_is_not_is_our_own_fault() -> None:
+    with pytest.raises(KeyError):
+        Policy(NOWHERE, False).allows(somebody("admin"), "cyborg:tea:drink")
+
+
+def test_the_sample_names_every_rule_and_is_the_published_one() -> None:
+    text = sample()
+    for rule in (*BLOCKS, *UPSTREAM, *OWN):
+        assert f'#"{rule.name}": "{rule.check}"' in text
+    published = Path(__file__).resolve().parents[2] / "docs" / "policy.yaml.sample"
+    assert published.read_text() == text, "run `manage.py policy_sample > docs/policy.yaml.sample`"
+
+
+def test_the_sample_without_its_marks_is_the_defaults(tmp_path: Path) -> None:
+    lines = [line[1:] for line in sample().splitlines() if line.startswith('#"')]
+    (tmp_path / "policy.yaml").write_text("\n".join(lines))
+    written, new = Policy(tmp_path / "policy.yaml", False), Policy(NOWHERE, True)
+    for rule in (*UPSTREAM, *OWN):
+        for roles in PERSONAS.values():
+            assert written.allows(somebody(*roles), rule.name) is new.allows(somebody(*roles), rule.name)
