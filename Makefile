@@ -26,10 +26,13 @@ up: $(VENV)/server  ## start everything on this machine; Ctrl-C stops it
 	@exec $(BIN)/python -m cyborgweb.serve --leash
 
 test: $(VENV)/dev  ## unit, database, HTTP and socket tests
-	$(BIN)/python -m pytest -m "not system"
+	$(BIN)/python -m pytest -m "not system" -n auto --maxprocesses 4
 
 test-system: $(VENV)/dev  ## start the whole product, kill its parts, see that nothing is lost
 	$(BIN)/python -m pytest -m system
+
+environments: $(VENV)/dev  ## other projects' software for test-system: Keystone, Nova, the clients
+	$(BIN)/python -m tests.system.environments
 
 lint: $(VENV)/dev  ## style, types, import contracts, generated files
 	$(BIN)/ruff check .
@@ -45,10 +48,13 @@ bench-full: $(VENV)/dev  ## the same at published sizes
 
 docs: $(VENV)/dev  ## write what is generated from the code
 	$(BIN)/python manage.py configuration_page > docs/configuration.md
+	$(BIN)/python manage.py openapi_page > docs/openapi.yaml
+	$(BIN)/python manage.py policy_sample > docs/policy.yaml.sample
 
 lock: $(VENV)/dev  ## resolve the locked requirements anew (needs uv)
 	uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --no-annotate pyproject.toml -o requirements/agent.txt
 	uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --no-annotate pyproject.toml requirements/build.in --extra server -o requirements/server.txt
 	uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --no-annotate pyproject.toml requirements/build.in --extra server --extra dev -c requirements/server.txt -o requirements/dev.txt
+	for name in requirements/system/*.in; do uv pip compile -q --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --no-annotate $$name -o $${name%.in}.txt || exit 1; done
 
-.PHONY: help up test test-system lint bench bench-full docs lock
+.PHONY: help up test test-system environments lint bench bench-full docs lock

@@ -1,0 +1,131 @@
+"""The whole product in front of a real Keystone, with its fake card ready.
+
+Every test of this folder talks to one of these (the fixture `cloud`): through clients, or by plain HTTP.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from tests.system.keystone import USERS, Keystone
+from tests.system.product import Product, running
+
+HANDLES = 16
+"""What the fake card offers."""
+GROUPS = [{"resources:FPGA": "1", "trait:CUSTOM_FAKE_DEVICE": "required"}]
+ANSWER_S = 30.0
+
+
+@dataclass
+class Cloud:
+    """One product and its Keystone. `provider` is the resource provider's id of its one deployable."""
+
+    product: Product
+    keystone: Keystone
+    provider: str = ""
+    _tokens: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def url(self) -> str:
+        """The product's own address."""
+        return f"http://127.0.0.1:{self.product.port}"
+
+    @property
+    def endpoint(self) -> str:
+        """What stands in the catalogue."""
+        return f"{self.url}/accelerator/v2"
+
+    def token(self, user: str) -> str:
+        """A token of the user in its own project; one per user for the whole run."""
+        if user not in self._tokens:
+            self._tokens[user] = self.keystone.token(user)
+        return self._tokens[user]
+
+    def http(
+        self,
+        user: str,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        version: str = "",
+        service: bool = False,
+        **more: Any,
+    ) -> requests.Response:
+        """A plain request below /accelerator/v2; `service` adds Nova's service token, '' as user sends no token."""
+        headers = {"X-Auth-Token": self.token(user)} if user else {}
+        headers |= {"OpenStack-API-Version": f"accelerator {version}"} if version else {}
+        headers |= {"X-Service-Token": self.token("service")} if service else {}
+        headers |= more.pop("headers", {})
+        return requests.request(
+            method,
+            f"{self.endpoint}{path}",
+            json=body,
+            headers=headers,
+            timeout=ANSWER_S,
+            allow_redirects=False,
+            **more,
+        )
+
+    def project(self, user: str = "member") -> str:
+        """The id of the user's project."""
+        return self.keystone.id_of("project", USERS[user][0])
+
+    def ready(self) -> Cloud:
+        """Wait for the fake card, take it into use as an operator does; its provider's id is known from then on."""
+        found = "SELECT p.uuid::text, d.uuid::text FROM accelerators_deployable p JOIN accelerators_device d"
+        rows = self.product.until(lambda: self.product.rows(f"{found} ON d.id = p.device_id"), 30, "the fake card")
+        ((deployable, device),) = rows
+        answer = self.http("admin", "POST", f"/devices/{device}/enable")
+        assert answer.status_code == 204, answer.text
+        self.provider = self.http("admin", "GET", f"/deployables/{deployable}").json()["rp_uuid"]
+        return self
+
+    def profile(self, name: str, groups: Any = None) -> dict[str, Any]:
+        """A new device profile, made by the admin."""
+        wanted = [{"name": name, "groups": groups or GROUPS}]
+        answer = self.http("admin", "POST", "/device_profiles", wanted)
+        assert answer.status_code == 201, answer.text
+        return dict(answer.json())
+
+    def request(self, profile: str, user: str = "member") -> list[dict[str, Any]]:
+        """New accelerator requests for a profile."""
+        answer = self.http(user, "POST", "/accelerator_requests", {"device_profile_name": profile})
+        assert answer.status_code == 201, answer.text
+        return list(answer.json()["arqs"])
+
+    def binding(self, instance: str, op: str = "add") -> list[dict[str, str]]:
+        """The operations that bind one request to `instance` on the fake card; with `remove` those that unbind."""
+        values = {"hostname": self.host, "device_rp_uuid": self.provider, "instance_uuid": instance}
+        return [{"op": op, "path": f"/{key}"} | ({"value": v} if op == "add" else {}) for key, v in values.items()]
+
+    @property
+    def host(self) -> str:
+        """The host's name as Placement and Nova know it."""
+        ((name,),) = self.product.rows("SELECT name FROM accelerators_host")
+        return str(name)
+
+
+@contextmanager
+def cloud_with(keystone: Keystone, folder: Path, neighbours: str) -> Iterator[Cloud]:
+    """Started, in the catalogue, its card ready; `neighbours` is where compute and image answer."""
+    settings = {"CYBORG_AUTH": "keystone", "CYBORG_ENABLED_DRIVERS": "fake_driver"}
+    with running(Product(folder / "state", settings | keystone.environment("service"))) as product:
+        cloud = Cloud(product, keystone)
+        keystone.publish("accelerator", cloud.endpoint)
+        keystone.publish("compute", f"{neighbours}/compute/v2.1")
+        keystone.publish("image", f"{neighbours}/image")
+        (folder / "clouds.yaml").write_text(keystone.clouds())
+        yield cloud.ready()
+
+
+def faultstring(answer: requests.Response) -> str:
+    """The sentence inside the error wrapper's inner document (contract section 2.1, form A)."""
+    return str(json.loads(answer.json()["error_message"])["faultstring"])

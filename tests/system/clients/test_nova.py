@@ -1,0 +1,127 @@
+"""Nova's own client class against the product (contract section 7.1): what a server's life asks of us."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from tests.system.clients.cloud import GROUPS, HANDLES, Cloud
+from tests.system.clients.lines import Partner
+
+pytestmark = pytest.mark.system
+
+
+@dataclass
+class Compute:
+    """Nova acting for one user."""
+
+    cloud: Cloud
+    partner: Partner
+    project: str
+
+    def ask(self, method: str, *arguments: Any) -> Any:
+        """The raw answer: {"result"} or {"error", "text"}."""
+        urls = {f"{kind}URL": self.cloud.endpoint for kind in ("public", "internal", "admin")}
+        catalogue = [{"type": "accelerator", "name": "cyborg", "endpoints": [urls | {"region": "RegionOne"}]}]
+        user = {"token": self.cloud.token("member"), "project": self.project, "catalogue": catalogue}
+        return self.partner.ask(method=method, arguments=arguments, **user)
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Its result; AssertionError with Nova's exception."""
+        answer = self.ask(method, *arguments)
+        assert "result" in answer, answer
+        return answer["result"]
+
+    def bound(self, profile: str, instance: str) -> list[dict[str, Any]]:
+        """Requests for a profile, created and bound to an instance as the conductor does."""
+        amount = len(
+            self.cloud.http("member", "GET", f"/device_profiles?name={profile}").json()["device_profiles"][0]["groups"]
+        )
+        providers = {f"device_profile_{index}": [self.cloud.provider] for index in range(amount)}
+        made = self.call("create_arqs_and_match_resource_providers", profile, providers)
+        self.call("bind_arqs", {arq["uuid"]: self.binding(instance) for arq in made})
+        return list(made)
+
+    def binding(self, instance: str) -> dict[str, str]:
+        """Where a request is to be bound."""
+        return {"hostname": self.cloud.host, "device_rp_uuid": self.cloud.provider, "instance_uuid": instance}
+
+
+@pytest.fixture
+def compute(cloud: Cloud, nova: Partner) -> Compute:
+    """Nova acting for `member`."""
+    return Compute(cloud, nova, cloud.project())
+
+
+@pytest.fixture
+def profile(cloud: Cloud, named: Callable[[str], str]) -> Iterator[str]:
+    """The name of a profile of two groups, one unit each."""
+    made = cloud.profile(named("nova"), [*GROUPS, {"resources:FPGA": "1"}])
+    yield made["name"]
+    cloud.http("admin", "DELETE", f"/device_profiles/{made['uuid']}")
+
+
+def test_get_device_profile_groups(compute: Compute, profile: str) -> None:
+    groups = compute.call("get_device_profile_groups", profile)
+    assert groups == [*GROUPS, {"resources:FPGA": "1"}]
+    assert compute.call("get_device_request_groups", groups, None) == [
+        ["device_profile_0", {"FPGA": 1}, ["CUSTOM_FAKE_DEVICE"]],
+        ["device_profile_1", {"FPGA": 1}, []],
+    ]
+    assert compute.ask("get_device_profile_groups", "nope")["error"] == "DeviceProfileError"
+
+
+def test_create_and_bind_arqs(compute: Compute, profile: str) -> None:
+    instance = str(uuid.uuid4())
+    made = compute.bound(profile, instance)
+    assert [arq["device_profile_group_id"] for arq in made] == [0, 1]
+    seen = compute.call("get_arqs_for_instance", instance, True)
+    assert [arq["uuid"] for arq in seen] == [arq["uuid"] for arq in made]
+    for arq in seen:
+        assert (arq["state"], arq["attach_handle_type"]) == ("Bound", "TEST_PCI")
+        assert set(arq["attach_handle_info"]) >= {"domain", "bus", "device", "function"}
+    assert compute.call("get_arq_by_uuid", made[0]["uuid"])["instance_uuid"] == instance
+    compute.call("delete_arqs_for_instance", instance)
+    compute.call("delete_arqs_for_instance", instance)
+    assert compute.ask("get_arqs_for_instance", instance)["error"] == "AcceleratorRequestOpFailed"
+
+
+def test_delete_arqs_by_uuid(compute: Compute, profile: str) -> None:
+    instance = str(uuid.uuid4())
+    made = [arq["uuid"] for arq in compute.bound(profile, instance)]
+    compute.call("delete_arqs_by_uuid", made)
+    assert compute.ask("get_arq_by_uuid", made[0])["error"] == "AcceleratorRequestOpFailed"
+
+
+def test_a_refused_bind_is_a_binding_failure_and_leaves_nothing_held(compute: Compute, profile: str) -> None:
+    made = compute.call("create_arqs", profile)
+    elsewhere = {
+        "hostname": compute.cloud.host,
+        "device_rp_uuid": str(uuid.uuid4()),
+        "instance_uuid": str(uuid.uuid4()),
+    }
+    answer = compute.ask("bind_arqs", {arq["uuid"]: elsewhere for arq in made})
+    assert answer["error"] == "AcceleratorRequestBindingFailed", answer
+    compute.call("delete_arqs_by_uuid", [arq["uuid"] for arq in made])
+
+
+def test_the_card_serves_as_many_as_it_has_handles_and_is_free_again_afterwards(
+    compute: Compute, cloud: Cloud, profile: str
+) -> None:
+    instances = [str(uuid.uuid4()) for _ in range(HANDLES // 2)]
+    places = set()
+    for instance in instances:
+        compute.bound(profile, instance)
+        places |= {tuple(arq["attach_handle_info"].values()) for arq in compute.call("get_arqs_for_instance", instance)}
+    assert len(places) == HANDLES
+    one_more = compute.call("create_arqs", profile)
+    answer = compute.ask("bind_arqs", {arq["uuid"]: compute.binding(str(uuid.uuid4())) for arq in one_more})
+    assert answer["error"] == "AcceleratorRequestBindingFailed"
+    compute.call("delete_arqs_by_uuid", [arq["uuid"] for arq in one_more])
+    for instance in instances:
+        compute.call("delete_arqs_for_instance", instance)
+    assert cloud.http("member", "GET", "/accelerator_requests").json() == {"arqs": []}
