@@ -12,3 +12,4 @@ class AcceleratorsConfig(AppConfig):
 
         ticks.register("sweep", "accelerators.sweep.run", cluster="work")
         ticks.register("deadlines", "accelerators.binding.run_deadlines", cluster="work", timely=True)
+        ticks.register("drains", "accelerators.lifecycle.run_drains", cluster="work", timely=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 from django.conf import settings
-from django.db import IntegrityError, connection
+from django.db import IntegrityError
 
 from accelerators import binding_sql as sql
 from accelerators import conductor, groups, profiles, ticks
@@ -99,23 +99,24 @@ def bind(wanted: Sequence[Bind], caller: Caller) -> None:
 
     Raises Refused; NONE_FREE, UNKNOWN provider and INVALID groups leave all of them BindFailed with the reason.
     """
-    end = time.monotonic() + PATIENCE_S
+    end, pause = time.monotonic() + PATIENCE_S, 0.01
     while True:
         try:
-            with conductor.writing(), connection.wrap_database_errors:
+            with conductor.writing():
                 refused = _bind(wanted, caller)
             break
         except (_Contended, IntegrityError) as error:
             if time.monotonic() > end:
                 raise Refused(Reason.AWAY, "Others are taking the same accelerators: try again.") from error
-            time.sleep(random.uniform(0.001, 0.01))
+            time.sleep(random.uniform(pause, 2 * pause))
+            pause = min(2 * pause, 0.1)
     if refused:
         raise refused
 
 
 def unbind(uuids: Sequence[str], caller: Caller) -> None:
     """Give back what these requests hold; from any state (contract section 4.1). All of them or none."""
-    with conductor.writing(), connection.wrap_database_errors:
+    with conductor.writing():
         found = _load(uuids, caller)
         _move([_unbound(request) for request in found if request.state != _S.UNBOUND], Source.API, caller.name)
         _release(found)
@@ -123,7 +124,7 @@ def unbind(uuids: Sequence[str], caller: Caller) -> None:
 
 def delete(uuids: Sequence[str], caller: Caller) -> None:
     """Remove requests, free what they hold. All of them or none; SERVICE_TOKEN for one that belongs to an instance."""
-    with conductor.writing(), connection.wrap_database_errors:
+    with conductor.writing():
         found = _load(uuids, caller)
         for request in found:
             if request.instance_uuid and not caller.service:
@@ -136,7 +137,7 @@ def delete(uuids: Sequence[str], caller: Caller) -> None:
 
 def delete_of_instance(instance_uuid: str, caller: Caller) -> None:
     """Remove an instance's requests, if it has any."""
-    with conductor.writing(), connection.wrap_database_errors:
+    with conductor.writing():
         rows = _execute(sql.LOAD_OF_INSTANCE, {"instance": instance_uuid, "project": _project(caller)})
         if rows:
             _delete([_Request.of(row) for row in rows], caller)
@@ -144,7 +145,7 @@ def delete_of_instance(instance_uuid: str, caller: Caller) -> None:
 
 def expire() -> bool:
     """Fail one batch of binds whose host was silent past their deadline; True when there may be more."""
-    with conductor.writing(), connection.wrap_database_errors:
+    with conductor.writing():
         rows = _execute(sql.OVERDUE, {"count": BATCH})
         moves = [
             {
@@ -254,18 +255,14 @@ def _unbound(request: _Request) -> dict[str, Any]:
 
 def _move(moves: Sequence[Mapping[str, Any]], source: Source, actor: str) -> None:
     if moves:
-        rows = _json.encode(moves).decode()
+        values = {"rows": _json.encode(moves).decode(), "count": len(moves), "source": source.value}
         write = conductor.cursor()
-        write.execute(
-            sql.MOVE,
-            {"rows": rows, "source": source.value, "actor": actor, "request_id": request_id.get()},
-            prepare=True,
-        )
+        write.execute(sql.MOVE, values | {"actor": actor, "request_id": request_id.get()})
         assert write.rowcount == len(moves), "a request moved although it was locked"
 
 
 def _delete(found: Sequence[_Request], caller: Caller) -> None:
-    conductor.cursor().execute(sql.DELETE, {"ids": [request.id for request in found]} | _who(caller), prepare=True)
+    conductor.cursor().execute(sql.DELETE, {"ids": [request.id for request in found]} | _who(caller))
     _release(found)
 
 
@@ -296,4 +293,4 @@ def _who(caller: Caller) -> dict[str, str]:
 
 
 def _execute(statement: str, values: Mapping[str, Any]) -> list[tuple[Any, ...]]:
-    return conductor.cursor().execute(statement, values, prepare=True).fetchall()
+    return conductor.cursor().execute(statement, values).fetchall()

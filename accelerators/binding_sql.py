@@ -67,7 +67,7 @@ WHERE p.rp_uuid = %(rp)s::uuid ORDER BY p.missing_since NULLS FIRST LIMIT 1
 MOVE = f"""
 WITH x AS (SELECT * FROM jsonb_to_recordset(%(rows)s::jsonb) AS x(id bigint, was text, state text, hostname text,
     rp uuid, instance uuid, project text, deployable bigint, handle bigint, wait int, fault text, had_instance uuid,
-    had_handle bigint)),
+    had_handle bigint) LIMIT %(count)s::bigint),
 moved AS (
   UPDATE accelerators_acceleratorrequest q SET state = x.state, hostname = x.hostname, device_rp_uuid = x.rp,
     instance_uuid = x.instance, project_id = coalesce(x.project, q.project_id), deployable_id = x.deployable,
@@ -89,7 +89,8 @@ moved AS (
     )
 }
 """
-"""Compare and set: writes as many events as rows moved, so the caller sees whether all did."""
+"""Compare and set: writes as many events as rows moved, so the caller sees whether all did. The limit cuts nothing: it
+tells the planner that there are few rows, which it would otherwise look for by reading the whole table."""
 
 DELETE = f"""
 WITH gone AS (

@@ -16,9 +16,10 @@ import msgspec
 import psycopg
 from django.db import connection, transaction
 
+from accelerators import admission
 from accelerators import inventory_sql as sql
 from accelerators.caller import request_id
-from accelerators.diff import Changes, HostReport, StoredHost, compare, fold
+from accelerators.diff import Changes, HostReport, StoredHost, admit, compare, fold
 from accelerators.models import Event, Host
 from accelerators.states import Source
 
@@ -49,30 +50,35 @@ def may_write() -> bool:
 def apply(reports: Mapping[int, Iterable[HostReport]]) -> int:
     """Bring the tables in line with `reports` (host id → its reports, any order); returns how many hosts changed.
 
-    One statement loads what is stored, then at most one per table writes: constant, whatever the batch's size.
+    One statement locks the hosts, one loads what is stored, then at most one per table writes: constant, whatever the
+    batch's size.
     Reports not newer than the last applied are dropped.
     """
     with writing(), connection.wrap_database_errors:
         write = cursor()
         changes, now = Changes(), datetime.now(UTC).isoformat(timespec="seconds")
+        (rules,) = write.execute(sql.LOCK, [list(reports)]).fetchone() or ("[]",)
         for (text,) in write.execute(sql.LOAD, [list(reports)]).fetchall():
             host = _stored.decode(text)
             if folded := fold(reports[host.id], (host.epoch, host.seq)):
                 compare(host, *folded, now, changes)
+        admit(changes, admission.decode(rules))
         _write(write, changes)
         return len(changes.hosts)
 
 
-def cursor() -> psycopg.Cursor[Any]:
-    """A server-side binding cursor on Django's connection: Django's own interpolates parameters on the client.
+def cursor() -> Any:
+    """A cursor of Django's whose parameters travel beside the statement, so that a repeated one is planned once.
 
-    What it raises is psycopg's, unless the caller wraps it with `connection.wrap_database_errors`.
+    Django's own interpolates them on the client. Typed parameters need a cast where PostgreSQL cannot infer the type.
     """
+    connection.close_if_health_check_failed()
     connection.ensure_connection()
-    return psycopg.Cursor(connection.connection)
+    own = psycopg.Cursor(connection.connection)
+    return connection.make_debug_cursor(own) if connection.queries_logged else connection.make_cursor(own)
 
 
-def _write(cursor: psycopg.Cursor[Any], changes: Changes) -> None:
+def _write(cursor: Any, changes: Changes) -> None:
     for statement, rows in (
         (sql.DEVICES, changes.devices),
         (sql.MOVES, changes.moves),
@@ -111,7 +117,7 @@ def mark_hosts(ids: Iterable[int], since: datetime | None) -> int:
     """Make hosts stale `since` then, or live again (None), with one event for each that changes; returns how many."""
     with writing():
         wanted = Host.objects.select_for_update().filter(id__in=list(ids), stale_since__isnull=since is not None)
-        hosts = list(wanted)
+        hosts = list(wanted.order_by("id"))  # as every writer of several hosts
         for host in hosts:
             was, host.stale_since, host.updated_at = host.stale_since, since, datetime.now(UTC)
             action = "host.stale" if since else "host.live"
@@ -162,6 +168,12 @@ def record(
         )
 
 
+def record_all(events: list[dict[str, Any]]) -> None:
+    """Write many events in one statement: rows of `sql.EVENTS`, where source 'agent' and no request id go unsaid."""
+    with writing():
+        cursor().execute(sql.EVENTS, [_encode(events).decode()])
+
+
 def intend(kind: str, key: str, payload: dict[str, Any]) -> None:
     """Raise an intent, or renew the one there is: what is to be done outside because of this transaction."""
     with writing():
@@ -171,3 +183,10 @@ def intend(kind: str, key: str, payload: dict[str, Any]) -> None:
 def provider_changed(host: Host) -> None:
     """Placement is to be told of this host's deployables anew."""
     intend("provider", str(host.uuid), {"host": host.name})
+
+
+def providers_changed(hosts: Iterable[Host]) -> None:
+    """The same of many hosts, in one statement; by id, the order in which a merge takes them."""
+    rows = [{"key": str(host.uuid), "payload": {"host": host.name}} for host in sorted(hosts, key=lambda host: host.id)]
+    with writing():
+        cursor().execute(sql.PROVIDERS, [_encode(rows).decode()])

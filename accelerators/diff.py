@@ -7,12 +7,13 @@ missing; a driver that did not answer keeps everything as it was. An empty answe
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
+from accelerators.admission import Facts, Rule, first
 from accelerators.providers import provider_uuid
 from drivers.inventory import Deployable, Device, DriverReport, Fault
 
@@ -74,6 +75,8 @@ class StoredDevice(msgspec.Struct, frozen=True, array_like=True):
     returns_to: str | None
     facts: tuple[str | int | None, ...]
     deployables: tuple[StoredDeployable, ...]
+    state_since: str = ""
+    """ISO; how long it was in a state is part of the event that ends it."""
 
 
 class StoredHost(msgspec.Struct, frozen=True, array_like=True):
@@ -112,6 +115,8 @@ class Changes:
     events: list[Row] = field(default_factory=list)
     hosts: list[Row] = field(default_factory=list)
     providers: list[Row] = field(default_factory=list)
+    found: list[tuple[StoredHost, Row]] = field(default_factory=list)
+    """The rows in `devices` of what was never seen before, for `admit`."""
 
 
 @dataclass(frozen=True)
@@ -151,11 +156,11 @@ def compare(host: StoredHost, report: HostReport, answers: dict[str, Answer], no
         for device in answer.devices or ():
             if device.key not in reported:
                 reported.add(device.key)
-                _device(host, driver, device, stored.get(device.key), into)
+                _device(host, driver, device, stored.get(device.key), now, into)
     complete = {driver for driver, answer in answers.items() if answer.devices is not None}
     for known in host.devices:
         if known.key not in reported and known.facts[0] in complete and known.state != "missing":
-            _missing(host, known, into)
+            _missing(host, known, now, into)
     after = len(into.deployables) + len(into.missing_deployables) + len(into.attributes) + len(into.gone_attributes)
     if after + len(into.moves) != before:
         into.providers.append({"key": host.uuid, "payload": {"host": host.name}})
@@ -165,7 +170,19 @@ def compare(host: StoredHost, report: HostReport, answers: dict[str, Answer], no
     )
 
 
-def _device(host: StoredHost, driver: str, device: Device, old: StoredDevice | None, into: Changes) -> None:
+def admit(into: Changes, rules: Sequence[Rule]) -> None:
+    """Let `rules` decide about what was found: its first state, by whom, and an event of each decision."""
+    for host, row in into.found:
+        facts = Facts(host.name, row["driver"], row["vendor"], row["model"], row["type"])
+        if rule := first(rules, facts):
+            reason = f"found, and admitted by rule {rule.name}"
+            row |= {"state": rule.action, "who": rule.by, "reason": reason}
+            changes: Row = {"state": ["inactive", rule.action]} if rule.action != "inactive" else {}
+            event = _event(host, f"device.{rule.action}", row["uuid"], row["model"], changes, reason)
+            into.events.append(event | {"source": "rule", "actor": rule.name})
+
+
+def _device(host: StoredHost, driver: str, device: Device, old: StoredDevice | None, now: str, into: Changes) -> None:
     facts = (
         driver,
         device.type,
@@ -187,7 +204,7 @@ def _device(host: StoredHost, driver: str, device: Device, old: StoredDevice | N
         into.devices.append(row)
         if old is not None:
             pairs = zip(DEVICE_FIELDS, old.facts, facts, strict=True)
-            changes = {name: [was, now] for name, was, now in pairs if was != now}
+            changes = {name: [was, is_now] for name, was, is_now in pairs if was != is_now}
     known = {d.name: d for d in old.deployables} if old else {}
     named = {d.name: d for d in device.deployables}
     for name, deployable in named.items():
@@ -203,7 +220,9 @@ def _device(host: StoredHost, driver: str, device: Device, old: StoredDevice | N
         into.moves.append(
             {"uuid": device_uuid, "state": state, "returns_to": None, "reason": "seen again by its driver"}
         )
-        changes["state"] = ["missing", state]
+        changes |= {"state": ["missing", state], "state_since": [old.state_since, now]}
+    if old is None:
+        into.found.append((host, row))
     if old is None or changes:
         into.events.append(_event(host, action, device_uuid, device.model, changes, f"reported by {driver}"))
 
@@ -268,10 +287,10 @@ def _handles(
             changes[f"handle {info}"] = [handle.attach_type, "missing"]
 
 
-def _missing(host: StoredHost, device: StoredDevice, into: Changes) -> None:
+def _missing(host: StoredHost, device: StoredDevice, now: str, into: Changes) -> None:
     reason = f"{device.facts[0]} answered and did not name it"
     into.moves.append({"uuid": device.uuid, "state": "missing", "returns_to": device.state, "reason": reason})
-    changes = {"state": [device.state, "missing"]}
+    changes = {"state": [device.state, "missing"], "state_since": [device.state_since, now]}
     into.events.append(_event(host, "device.missing", device.uuid, str(device.facts[3]), changes, reason))
 
 

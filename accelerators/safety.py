@@ -6,10 +6,11 @@ Witnesses are asked before every destructive act: our own requests, and whoever 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Any
 
-from django.db.models import Q
+from django.db.models import QuerySet
 
 from accelerators.models import AcceleratorRequest, Device
 from accelerators.refusals import Reason, Refused
@@ -26,6 +27,8 @@ class Testimony:
     unknown: str = ""
 
 
+REQUESTS = "requests"
+"""The witness of our own requests."""
 Witness = Callable[[Device], Testimony]
 _witnesses: dict[str, Witness] = {}
 
@@ -37,24 +40,33 @@ def register(name: str, witness: Witness) -> None:
 
 def requests(device: Device) -> Testimony:
     """The requests that hold a handle of the device, or are about to."""
-    inside = Q(attach_handle__deployable__device=device) | Q(deployable__device=device)
-    found = AcceleratorRequest.objects.filter(inside, state__in=["BindStarted", "Bound"])
-    return Testimony(tuple(f"request {uuid} of instance {instance}" for uuid, instance in _ids(found)))
+    found = holding([device.pk], "uuid", "instance_uuid")[:5]
+    return Testimony(tuple(f"request {uuid} of instance {instance}" for _, uuid, instance in found))
 
 
-def _ids(found: object) -> list[tuple[object, object]]:
-    return list(found.values_list("uuid", "instance_uuid")[:5])  # type: ignore[attr-defined]
+def holding(devices: Collection[int], *columns: str) -> QuerySet[Any, Any]:
+    """Rows (device id, then `columns`) of the requests that hold a handle of these devices, or are about to.
+
+    A union, because with OR the database would look at every request there is.
+    """
+    live = AcceleratorRequest.objects.filter(state__in=["BindStarted", "Bound"]).order_by()
+    by_part, by_handle = (
+        live.filter(**{f"{path}__in": devices}).values_list(path, *columns)
+        for path in ("deployable__device", "attach_handle__deployable__device")
+    )
+    return by_part.union(by_handle)
 
 
-register("requests", requests)
+register(REQUESTS, requests)
 
 
-def refuse_unless_free(device: Device, act: str) -> None:
+def refuse_unless_free(device: Device, act: str, heard: Collection[str] = ()) -> None:
     """Raise Refused unless every witness says that nobody holds the device: HELD (who), or AWAY (who does not know).
 
-    Call it inside the transaction that locked the device's row: a bind needs a share of that lock.
+    Call it inside the transaction that locked the device's row: a bind needs a share of that lock. `heard` are the
+    witnesses that have said so already, of many devices at once and under that lock.
     """
-    said = {name: witness(device) for name, witness in _witnesses.items()}
+    said = {name: witness(device) for name, witness in _witnesses.items() if name not in heard}
     if holders := [holder for testimony in said.values() for holder in testimony.holders]:
         raise Refused(Reason.HELD, f"Device {device.uuid} is held by {', '.join(holders)}: it cannot be {act}.")
     for name, testimony in said.items():

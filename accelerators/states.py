@@ -64,6 +64,21 @@ class DeviceState(StrEnum):
     RETIRED = "retired"
 
 
+class Drain(StrEnum):
+    """What becomes of a draining device when its last request is gone."""
+
+    MAINTENANCE = "maintenance"
+    RETIRED = "retired"
+
+
+class Admission(StrEnum):
+    """What a rule makes of a device that is found."""
+
+    READY = "ready"
+    INACTIVE = "inactive"
+    QUARANTINED = "quarantined"
+
+
 class RequestState(StrEnum):
     """The life of an accelerator request (contract section 4.1, without its unreachable states)."""
 

@@ -1,21 +1,25 @@
 """Removes what has been missing for long and is free. The only deletion of inventory there is.
 
-A missing device goes `CYBORG_MISSING_RETENTION_S` later, only while its agent is up and its driver answers; what is
-held by a request, or recorded as a provider, stays.
+A missing device goes `CYBORG_MISSING_RETENTION_S` later, only while its agent is up and its driver answers; what a
+request names, or any witness says is held, or cannot say, stays (`safety`).
 """
 
 from __future__ import annotations
 
+import logging
 from datetime import UTC, datetime, timedelta
 
 from django.conf import settings
 from django.db import connection
 from django.db.models import Exists, OuterRef, Q, QuerySet
 
-from accelerators import conductor, ticks
-from accelerators.models import AcceleratorRequest, AttachHandle, Attribute, Deployable, Device, Host
+from accelerators import conductor, lifecycle, safety, ticks
+from accelerators.models import AcceleratorRequest, AttachHandle, Attribute, Deployable, Device
 from accelerators.models.devices import driver_error
+from accelerators.refusals import Refused
 from accelerators.states import Source
+
+log = logging.getLogger(__name__)
 
 BATCH = 200
 
@@ -31,14 +35,15 @@ def remove_missing(now: datetime | None = None) -> bool:
     """Remove one batch; True when there may be more."""
     before = (now or datetime.now(UTC)) - timedelta(seconds=settings.KEYS.missing_retention_s)
     with conductor.writing():
-        devices = list(_removable(before)[:BATCH])
-        hosts = {host.id: host for host in Host.objects.filter(id__in={d.host_id for d in devices})}
+        # In any order: those that somebody holds must not stand before the others for ever.
+        found = list(_removable(before).order_by("?").values_list("id", flat=True)[:BATCH])
+        devices = [d for d in lifecycle.locked(_removable(before).filter(id__in=found)) if _free(d)]
         for device in devices:
             conductor.record(
                 "device.removed",
                 Source.SYSTEM,
                 "sweep",
-                host=hosts[device.host_id],
+                host=device.host,
                 changes={"device": [str(device.uuid), None], "model": [device.model, None], "key": [device.key, None]},
                 reason=f"missing since {device.state_since:%Y-%m-%d %H:%M}, and free",
             )
@@ -47,15 +52,25 @@ def remove_missing(now: datetime | None = None) -> bool:
         AttachHandle.objects.filter(deployable__in=inside).delete()
         inside.delete()
         Device.objects.filter(id__in=[d.id for d in devices]).delete()
-    return len(devices) == BATCH
+        conductor.providers_changed({device.host_id: device.host for device in devices}.values())
+    return len(found) == BATCH and bool(devices)
+
+
+def _free(device: Device) -> bool:
+    """Whether every witness says so."""
+    try:
+        safety.refuse_unless_free(device, "removed")
+    except Refused as refused:
+        log.info("%s", refused.text)
+        return False
+    return True
 
 
 def _removable(before: datetime) -> QuerySet[Device]:
     held = AcceleratorRequest.objects.filter(
         Q(attach_handle__deployable__device=OuterRef("pk")) | Q(deployable__device=OuterRef("pk"))
     )
-    offered = Deployable.objects.filter(device=OuterRef("pk"), rp_uuid__isnull=False)
     missing = Device.objects.annotate(driver_error=driver_error()).filter(
         state="missing", state_since__lt=before, host__stale_since__isnull=True, driver_error=""
     )
-    return missing.filter(~Exists(held), ~Exists(offered)).select_for_update(of=("self",))
+    return missing.filter(~Exists(held))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
+from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import Any
 
-from django.conf import settings
-from django.contrib import admin
+from django.contrib import admin, messages
 from django.db.models import Model, Q, QuerySet
 from django.http import HttpRequest
 from django.utils.safestring import SafeString
@@ -14,66 +14,41 @@ from unfold.decorators import display
 
 from accelerators.admin import marks
 from accelerators.admin.listing import Listing, ReadOnly
+from accelerators.refusals import Refused
+from agents import trust
 from agents.models import Agent, JoinToken
+from agents.standing import WORDS, seen_at, standing, where, word_of
+
+__all__ = ["TONES", "liveness", "seen_at", "where"]
 
 TONES = {"up": "good", "late": "warn", "down": "bad"}
-
-
-def limits(now: datetime | None = None) -> tuple[datetime, datetime]:
-    """Heard since the first moment: up. Since the second only: late. Earlier, or never: down.
-
-    One beat, and what a gateway waits before it writes a lease, are normal. Down is when the watcher of leases makes
-    the host stale.
-    """
-    beat, flush = settings.KEYS.beat_s, settings.KEYS.lease_flush_s
-    down = 2 * beat + 2
-    at = now or datetime.now(UTC)
-    return at - timedelta(seconds=min(beat + flush, down)), at - timedelta(seconds=down)
-
-
-def where(word: str, lease: str = "") -> Q:
-    """The condition for up, late or down; `lease` is the path to the moment a lease was last renewed."""
-    path = lease or "host__lease__seen_at"
-    up, down = limits()
-    if word == "up":
-        return Q(**{f"{path}__gte": up})
-    if word == "late":
-        return Q(**{f"{path}__lt": up, f"{path}__gte": down})
-    return Q(**{f"{path}__lt": down}) | Q(**{f"{path}__isnull": True})
-
-
-def seen_at(agent: Agent) -> datetime | None:
-    """When it was last heard; None: never."""
-    lease = getattr(agent.host, "lease", None)
-    return lease.seen_at if lease else None
+BARS = {"revoked": "bad", "clone": "bad"}
 
 
 def liveness(agent: Agent) -> SafeString:
-    """Up, late or down, by the age of its lease."""
-    seen = seen_at(agent)
-    if seen is None:
-        return marks.mark("down", TONES["down"], "never heard since it enrolled")
-    up, down = limits()
-    word = "up" if seen >= up else "late" if seen >= down else "down"
-    return marks.mark(word, TONES[word], f"last heard {seen:%Y-%m-%d %H:%M:%S} UTC")
+    """Up, late or down, by the age of its lease; revoked or clone, whatever its lease says."""
+    word, seen = word_of(agent), seen_at(agent)
+    heard = f"last heard {seen:%Y-%m-%d %H:%M:%S} UTC" if seen else "never heard since it enrolled"
+    return marks.mark(word, (TONES | BARS)[word], agent.barred_reason if agent.barred else heard)
 
 
 class Liveness(admin.SimpleListFilter):
-    """Up, late or down."""
+    """Up, late, down, revoked or clone."""
 
     title, parameter_name = "liveness", "is"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
-        return [(word, word) for word in TONES]
+        return [(word, word) for word in WORDS]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Agent]) -> QuerySet[Agent]:
-        return queryset.filter(where(str(self.value()))) if self.value() in TONES else queryset
+        return queryset.filter(standing(str(self.value()))) if self.value() in WORDS else queryset
 
 
 @admin.register(Agent)
 class AgentAdmin(ReadOnly):
-    """Who was heard, and when."""
+    """Who was heard, and when. Revoking, admitting and asking for new keys are decisions about selected agents."""
 
+    actions = ("revoke", "admit", "rotate")
     list_display = ("shown_host", "shown_liveness", "heard", "version", "wire", "shown_boot", "connected")
     list_display_links = ("shown_liveness",)
     list_filter = (Liveness, "version", "wire")
@@ -90,7 +65,12 @@ class AgentAdmin(ReadOnly):
         "version",
         "wire",
         "boot_id",
+        "epoch",
+        "address",
         "public_key",
+        "key_since",
+        "rotate_asked_at",
+        "barred_reason",
     )
     readonly_fields = fields
     empty = (
@@ -120,6 +100,35 @@ class AgentAdmin(ReadOnly):
     @display(description="Connected", ordering="-connected_at")
     def connected(self, agent: Agent) -> SafeString:
         return marks.ago(agent.connected_at)
+
+    def has_decide_permission(self, request: HttpRequest) -> bool:
+        """Whoever may change agents, decides about them; their rows stay read only."""
+        return request.user.has_perm("agents.change_agent")
+
+    @admin.action(description="Revoke: close their connections, let them in no more", permissions=["decide"])
+    def revoke(self, request: HttpRequest, agents: QuerySet[Agent]) -> None:
+        self._decide(request, agents, "revoked", lambda agent, by: trust.revoke(agent, by, "revoked in the console"))
+
+    @admin.action(description="Admit again what was taken for a clone", permissions=["decide"])
+    def admit(self, request: HttpRequest, agents: QuerySet[Agent]) -> None:
+        self._decide(request, agents, "admitted", trust.admit)
+
+    @admin.action(description="Ask for new keys", permissions=["decide"])
+    def rotate(self, request: HttpRequest, agents: QuerySet[Agent]) -> None:
+        self._decide(request, agents, "asked for a new key", trust.ask_rotation)
+
+    def _decide(
+        self, request: HttpRequest, agents: QuerySet[Agent], done: str, decide: Callable[[Agent, str], object]
+    ) -> None:
+        """One by one; each that cannot be says why."""
+        hosts = []
+        for agent in agents.select_related("host"):
+            try:
+                if decide(agent, request.user.get_username()) is not False:
+                    hosts.append(agent.host.name)
+            except Refused as refused:
+                self.message_user(request, refused.text, messages.ERROR)
+        self.message_user(request, f"{len(hosts)} {done}{': ' if hosts else ''}{', '.join(hosts)}"[:500])
 
 
 class Use(admin.SimpleListFilter):

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import secrets
 import time
@@ -13,21 +12,22 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
-from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from django.db import connection, transaction
 
 from accelerators import conductor
 from accelerators.states import Source
-from agents import wire
+from agents import trust, wire
 from agents.models import Agent, JoinToken
 
 CHALLENGE_S = 30.0
 MAX_CHALLENGES = 100_000
+MACHINE = "prepare"
+"""Who made the tokens that every start of the one-command mode makes. They enrol; they undo no person's decision."""
 
 KNOWN = """
 SELECT a.public_key, h.id, h.name, h.node, coalesce(l.epoch, 0),
-       CASE WHEN EXISTS (SELECT 1 FROM spool s WHERE s.host_id = h.id) THEN '' ELSE h.applied_hash END
+       CASE WHEN EXISTS (SELECT 1 FROM spool s WHERE s.host_id = h.id) THEN '' ELSE h.applied_hash END,
+       nextval('agents_connection'), a.barred, a.barred_reason, a.rotate_asked_at IS NOT NULL
 FROM agents_agent a JOIN accelerators_host h ON h.id = a.host_id LEFT JOIN agents_lease l ON l.host_id = h.id
 WHERE a.public_key = ANY(%s)
 """
@@ -43,7 +43,10 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """An agent that may connect. `applied_hash` is '' also while a report of its host waits to be merged."""
+    """An enrolled agent. `applied_hash` is '' also while a report of its host waits to be merged.
+
+    `number` is this connection's: later ones have higher numbers, at whatever gateway.
+    """
 
     public_key: str
     host_id: int
@@ -51,6 +54,10 @@ class Identity:
     node: str
     epoch: int
     applied_hash: str
+    number: int
+    barred: str = ""
+    barred_reason: str = ""
+    rotate: bool = False
 
 
 class Challenges:
@@ -76,16 +83,19 @@ class Challenges:
         return self._open.pop(nonce, 0.0) > time.monotonic()
 
 
-def verify(credential: wire.Credential, challenges: Challenges, fingerprint: str) -> None:
-    """Raise Refused unless the credential answers one of our challenges with its own key."""
+def verify(credential: wire.Credential, challenges: Challenges, fingerprints: Iterable[str]) -> str:
+    """Raise Refused unless the credential answers one of our challenges with its own key.
+
+    What is signed names the certificate that the agent pins ('' for none): returned; one of `fingerprints`, or it meant
+    another server than us.
+    """
     if not challenges.take(credential.nonce):
         raise Refused(401, "challenge", "the challenge is unknown, used or expired: ask for a new one")
-    signed = wire.signed_bytes(credential.host, credential.node, credential.epoch, credential.nonce, fingerprint)
-    try:
-        key = Ed25519PublicKey.from_public_bytes(base64.urlsafe_b64decode(credential.public_key))
-        key.verify(base64.urlsafe_b64decode(credential.signature), signed)
-    except (ValueError, InvalidSignature):
-        raise Refused(401, "signature", "the signature is not this key's over our challenge") from None
+    about = credential.host, credential.node, credential.epoch, credential.nonce
+    for fingerprint in fingerprints:
+        if wire.is_signed(credential.public_key, credential.signature, wire.signed_bytes(*about, fingerprint)):
+            return fingerprint
+    raise Refused(401, "signature", "the signature is not this key's over our challenge and our certificate")
 
 
 def make_token(host: str, *, address: str, hours: int, created_by: str, fingerprint: str = "") -> str:
@@ -116,11 +126,13 @@ def admit(credential: wire.Credential, identity: Identity | None) -> Identity:
 
     A used token ends the older ones of its host: a replaced key cannot come back with the token it once had.
     """
-    if identity is not None and identity.host == credential.host:
+    if identity is not None and identity.host == credential.host and not identity.barred:
         if identity.node != credential.node:
             conductor.ensure_host(credential.host, credential.node, credential.host)
         return identity
     if not credential.token:
+        if identity is not None and identity.barred:
+            raise Refused(403, identity.barred, trust.why(identity.barred, identity.barred_reason, identity.host))
         reason = f"this key belongs to host {identity.host!r}" if identity else "this key is not enrolled"
         raise Refused(403, "not-enrolled", f"{reason}: make a token with `manage.py join_token {credential.host}`")
     return _enrol(credential)
@@ -133,7 +145,8 @@ def _enrol(credential: wire.Credential) -> Identity:
         assert token
         with conductor.writing():
             host = conductor.ensure_host(credential.host, credential.node, token.created_by or "join token")
-            agent = Agent.objects.filter(host=host).first()
+            agent = Agent.objects.select_for_update().filter(host=host).first()
+            _lift(agent, token, credential)
             if agent is None or agent.public_key != credential.public_key:
                 Agent.objects.filter(host=host).delete()
                 Agent.objects.filter(public_key=credential.public_key).delete()
@@ -145,6 +158,15 @@ def _enrol(credential: wire.Credential) -> Identity:
         JoinToken.objects.filter(host_name=host.name, pk__lt=token.pk).update(expires_at=datetime.now(UTC))
         JoinToken.objects.filter(pk=token.pk).update(public_key=credential.public_key, used_at=datetime.now(UTC))
     return known([credential.public_key])[credential.public_key]
+
+
+def _lift(agent: Agent | None, token: JoinToken, credential: wire.Credential) -> None:
+    """A barred host comes back with a person's new token, and never with a key that was barred."""
+    if agent is not None and agent.barred and token.created_by == MACHINE:
+        raise Refused(403, agent.barred, trust.why(agent.barred, agent.barred_reason, credential.host))
+    if Agent.objects.filter(public_key=credential.public_key).exclude(barred="").exists():
+        sentence = "the token is good, but this key is barred: join with a new key (move identity.key away)"
+        raise Refused(403, wire.KEY_BARRED, sentence)
 
 
 def _check(token: JoinToken | None, credential: wire.Credential) -> None:

@@ -8,20 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import msgspec
 
-from agents import enrolment, wire
+from accelerators import refusals
+from agents import enrolment, trust, wire
 from agents.enrolment import Identity, Refused
+from agents.holders import Expelled, Holders, Session
 from agents.leases import Leases
 from agents.refusals import Refusals
-from agents.spool import AdmitJob, SpoolJob, Writer
+from agents.spool import AdmitJob, SpoolJob, TrustJob, Writer
 
 log = logging.getLogger(__name__)
 
 ADMIT_S = 8.0
 """How long a connection may wait for the database; then it is sent away, so that an outage piles up nothing."""
+FAREWELL_S = 1.0
+"""How long a peer may take to take in why it is sent away."""
 MAX_PENDING_BYTES = 256 * 1024 * 1024
 """Reports in memory that wait for their commit; beyond it agents are told to come back."""
 
@@ -41,35 +46,23 @@ class Limits(Protocol):
     def lease_flush_s(self) -> float: ...
 
 
-class Session:
-    """One connected agent. `last` is the newest (epoch, seq) this process has made durable or found applied."""
-
-    __slots__ = ("applied", "epoch", "identity", "last", "offers_newer", "send", "version")
-
-    def __init__(self, identity: Identity, epoch: int, version: str, offered: list[str], send: Any) -> None:
-        self.epoch = epoch
-        self.identity, self.version, self.send = identity, version, send
-        self.offers_newer = any(name not in wire.VERSIONS for name in offered)
-        self.applied = identity.applied_hash
-        self.last = (0, 0)
-
-
 class Gateway:
     """The ASGI application at `/ws/agent`, and the challenge before it."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
-        self.sessions: dict[int, Session] = {}
         self.counters = {"unknown_types": 0, "unknown_fields": 0}
         self.leases = Leases(limits.lease_flush_s)
         self.refusals = Refusals()
         self._challenges = enrolment.Challenges()
         self._pending_bytes = 0
+        self.holders = Holders(self._bar)
         self._writer = Writer(
             interval_s=limits.flush_interval_ms / 1000,
             max_rows=limits.flush_max_rows,
             leases=self.leases,
             refusals=self.refusals,
+            hear=self.holders.hear,
         )
 
     def stop(self) -> None:
@@ -85,29 +78,39 @@ class Gateway:
         await send({"type": "http.response.body", "body": body})
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """A connection without TLS of ours: what the agent signs names no certificate."""
+        await self.connect(scope, receive, send, ("",))
+
+    async def connect(self, scope: Any, receive: Any, send: Any, fingerprints: Iterable[str]) -> None:
+        """One connection from the upgrade request to its end; `fingerprints` are those its agent may have pinned."""
         await receive()  # websocket.connect
         host = ""
         try:
             version = _version(scope)
             credential = _credential(scope)
             host = credential.host
-            enrolment.verify(credential, self._challenges, "")
+            fingerprint = enrolment.verify(credential, self._challenges, fingerprints)
             identity = await self._admit(credential)
         except Refused as refused:
             self.refusals.add(host, refused.code, refused.reason)
             await _deny(scope, send, refused)
             return
-        session = Session(identity, credential.epoch, version, scope["subprotocols"], send)
-        if older := self.sessions.get(identity.host_id):
-            await self._refuse(older, "superseded", "this host has connected again")
-        self.sessions[identity.host_id] = session
+        session = Session(identity, credential, fingerprint, version, scope, send)
         try:
             await send({"type": "websocket.accept", "subprotocol": version})
+            self.holders.enter(session)
             await self._welcome(session)
             await self._receive(session, receive)
+        except Expelled as expelled:
+            session.expelled = expelled
+        except asyncio.CancelledError:
+            if session.expelled is None or session.task is None:
+                raise
+            session.task.uncancel()
         finally:
-            if self.sessions.get(identity.host_id) is session:
-                del self.sessions[identity.host_id]
+            self.holders.leave(session)
+        if session.expelled:
+            await self._refuse(session, session.expelled)
 
     async def _admit(self, credential: wire.Credential) -> Identity:
         future: asyncio.Future[Identity] = asyncio.get_running_loop().create_future()
@@ -123,9 +126,11 @@ class Gateway:
         self.leases.seen(identity.host_id, session.epoch)
         welcome = wire.Welcome(self.limits.beat_s, identity.epoch, identity.applied_hash, self.limits.max_message_bytes)
         await session.send({"type": "websocket.send", "text": wire.encode(welcome)})
+        if identity.rotate:
+            self.holders.ask_rotation(session)
 
     async def _receive(self, session: Session, receive: Any) -> None:
-        newer = session.offers_newer
+        newer, settled = session.offers_newer, False
         while (event := await receive())["type"] == "websocket.receive":
             data = event.get("text") or event.get("bytes") or b""
             try:
@@ -135,8 +140,11 @@ class Gateway:
                 if newer:
                     self.counters["unknown_fields"] += wire.unknown_fields(data, message)
             except wire.Malformed as error:
-                await self._refuse(session, "malformed", str(error))
-                return
+                raise Expelled("malformed", str(error)) from None
+            if not settled:
+                session.boot_id = message.boot_id if type(message) is wire.Hello else ""
+                await self.holders.settle(session)
+                settled = True
             if type(message) is wire.Beat:
                 self.leases.seen(session.identity.host_id, session.epoch)
                 await session.send(
@@ -145,31 +153,61 @@ class Gateway:
             elif type(message) is wire.Report:
                 order, content = (message.epoch, message.seq), message.hash
                 del message  # decoded it is five times its text: nobody holds that while the commit is awaited
-                if not await self._report(session, order, content, data):
-                    return
-            elif type(message) is wire.Hello:
-                host_id = session.identity.host_id
-                self.leases.hello(host_id, message.agent_version, session.version, message.boot_id)
-            elif type(message) is wire.Unknown:
-                self.counters["unknown_types"] += 1
+                await self._report(session, order, content, data)
+            else:
+                await self._rarely(session, message)
             del event, data  # an idle connection holds no report
 
-    async def _report(self, session: Session, order: tuple[int, int], content: str, data: str | bytes) -> bool:
-        """Acknowledge it when it is durable, applied already, or old; False when the connection is to end."""
+    async def _rarely(self, session: Session, message: wire.FromAgent | wire.Unknown) -> None:
+        """What comes once a connection, or when it was asked for."""
+        if type(message) is wire.Hello:
+            session.boot_id = message.boot_id
+            self.leases.hello(session, message.agent_version)
+        elif type(message) is wire.Alive:
+            self.holders.alive(session, message.nonce)
+        elif type(message) is wire.NewKey:
+            await self._rotate(session, message)
+        elif type(message) is wire.Unknown:
+            self.counters["unknown_types"] += 1
+
+    async def _rotate(self, session: Session, told: wire.NewKey) -> None:
+        """The agent's next key, from the commit on; the Ack comes after it."""
+        old, new, host = session.key, told.public_key, session.identity
+        data = wire.rotation_bytes(host.host, old, new, session.fingerprint)
+        if not session.rotating:
+            raise Expelled("rotation", "no new key was asked for")
+        if not (wire.is_signed(old, told.signature, data) and wire.is_signed(new, told.proof, data)):
+            raise Expelled("rotation", "the new key is not signed by the present one and by itself")
+        session.next_key = new
+        try:
+            await self._ask(lambda: trust.rotate(host.host_id, old, new))
+        except refusals.Refused as refused:
+            raise Expelled("rotation", refused.text) from None
+        session.key, session.next_key, session.rotating = new, "", False
+        await session.send({"type": "websocket.send", "text": wire.encode(wire.Ack(0, "NewKey"))})
+
+    def _bar(self, host_id: int, key: str, first: trust.Connection, second: trust.Connection) -> None:
+        self._ask(lambda: trust.bar_clone(host_id, key, first, second))
+
+    def _ask(self, work: Callable[[], None]) -> asyncio.Future[None]:
+        """Have the writer thread do it; the future is done after the commit."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._writer.put(TrustJob(future, work))
+        return future
+
+    async def _report(self, session: Session, order: tuple[int, int], content: str, data: str | bytes) -> None:
+        """Acknowledge it when it is durable, applied already, or old."""
         host_id = session.identity.host_id
         self.leases.seen(host_id, order[0])
         if order > session.last and session.applied != content:
             payload = data if isinstance(data, str) else data.decode()
             if "\\u0000" in payload:
-                await self._refuse(session, "malformed", "a text with a NUL character cannot be stored")
-                return False
+                raise Expelled("malformed", "a text with a NUL character cannot be stored")
             if self._pending_bytes > MAX_PENDING_BYTES:
-                await self._refuse(session, "busy", "too many reports wait to be stored: come back")
-                return False
+                raise Expelled("busy", "too many reports wait to be stored: come back")
             session.applied = "" if await self._durable(host_id, order, content, payload) else content
         session.last = max(session.last, order)
         await session.send({"type": "websocket.send", "text": f'{{"type":"Ack","seq":{order[1]},"of":"Report"}}'})
-        return True
 
     async def _durable(self, host_id: int, order: tuple[int, int], content: str, payload: str) -> bool:
         future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
@@ -180,14 +218,15 @@ class Gateway:
         finally:
             self._pending_bytes -= len(payload)
 
-    async def _refuse(self, session: Session, code: str, reason: str) -> None:
-        """Say why, then close. A peer that is gone already needs no answer."""
-        self.refusals.add(session.identity.host, code, reason)
-        text = wire.encode(wire.Refuse(code, reason[:4096]))
+    async def _refuse(self, session: Session, expelled: Expelled) -> None:
+        """Say why, then close. A peer that is gone already, or takes nothing any more, is not waited for."""
+        self.refusals.add(session.identity.host, expelled.code, expelled.reason)
+        text = wire.encode(wire.Refuse(expelled.code, expelled.reason[:4096]))
         try:
-            await session.send({"type": "websocket.send", "text": text})
-            await session.send({"type": "websocket.close", "code": 1008, "reason": code})
-        except (RuntimeError, OSError) as error:
+            async with asyncio.timeout(FAREWELL_S):
+                await session.send({"type": "websocket.send", "text": text})
+                await session.send({"type": "websocket.close", "code": 1008, "reason": expelled.code})
+        except (TimeoutError, RuntimeError, OSError) as error:
             log.debug("%s was gone before it was refused: %s", session.identity.host, error)
 
 

@@ -11,6 +11,7 @@ from django.db import connection
 
 from accelerators import conductor, ticks
 from accelerators.models import Host
+from agents.holders import Session
 
 FLUSH = """
 INSERT INTO agents_lease AS l (host_id, seen_at, epoch)
@@ -19,9 +20,13 @@ ON CONFLICT (host_id) DO UPDATE SET seen_at = greatest(l.seen_at, excluded.seen_
   epoch = greatest(l.epoch, excluded.epoch)
 """
 FACTS = """
-UPDATE agents_agent a SET version = x.version, wire = x.wire, boot_id = x.boot_id, connected_at = now()
-FROM jsonb_to_recordset(%s::jsonb) AS x(host bigint, version text, wire text, boot_id text) WHERE a.host_id = x.host
+UPDATE agents_agent a SET version = x.version, wire = x.wire, boot_id = x.boot_id, epoch = x.epoch,
+  address = x.address, connection = x.number, connected_at = now(), changed_at = now()
+FROM jsonb_to_recordset(%s::jsonb) AS x(host bigint, version text, wire text, boot_id text, epoch bigint, address text,
+  number bigint)
+WHERE a.host_id = x.host AND a.connection <= x.number
 """
+"""The row is always the newest connection's, at whatever gateway."""
 
 
 class Leases:
@@ -37,9 +42,18 @@ class Leases:
         """The agent of this host was heard just now."""
         self._seen[host_id] = (time.time(), epoch)
 
-    def hello(self, host_id: int, version: str, wire: str, boot_id: str) -> None:
+    def hello(self, session: Session, version: str) -> None:
         """What it said of itself."""
-        self._facts[host_id] = {"host": host_id, "version": version, "wire": wire, "boot_id": boot_id}
+        identity = session.identity
+        self._facts[identity.host_id] = {
+            "host": identity.host_id,
+            "version": version,
+            "wire": session.version,
+            "boot_id": session.boot_id,
+            "epoch": session.epoch,
+            "address": session.address,
+            "number": identity.number,
+        }
 
     def flush(self) -> bool:
         """Write what is due; True when the interval was over, so that somebody looks who is silent."""

@@ -9,18 +9,43 @@ from django.db.models.functions import Now
 from accelerators.models import Host
 
 
+class Bar(models.TextChoices):
+    """Why an agent may not connect."""
+
+    NONE = ""
+    REVOKED = "revoked"
+    CLONE = "clone"
+
+
 class Agent(models.Model):
-    """The agent of one host, known by its Ed25519 public key (base64url)."""
+    """The agent of one host, known by its Ed25519 public key (base64url). What it said last, and whether it may speak.
+
+    Gateways look every few seconds for rows whose `changed_at` is new, and end the connections that must not go on.
+    """
 
     host = models.OneToOneField(Host, models.CASCADE, related_name="agent")
     public_key = models.CharField(max_length=64, db_collation="C", unique=True)
     enrolled_at = models.DateTimeField(db_default=Now())
+    key_since = models.DateTimeField(db_default=Now(), help_text="Since when it has this key.")
+    barred = models.CharField(max_length=16, choices=Bar, db_default="", default="", blank=True)
+    barred_reason = models.CharField(max_length=500, db_default="", default="", blank=True)
+    rotate_asked_at = models.DateTimeField(
+        null=True, blank=True, help_text="When somebody asked for a new key that it has not told yet."
+    )
+    changed_at = models.DateTimeField(
+        db_default=Now(), db_index=True, help_text="When its key, its bar or its connection last changed."
+    )
     version = models.CharField(max_length=64, default="", blank=True)
     wire = models.CharField(
         max_length=32, default="", blank=True, help_text="Wire version agreed at its last connection."
     )
     boot_id = models.CharField(max_length=64, default="", blank=True)
     connected_at = models.DateTimeField(null=True, blank=True)
+    connection = models.BigIntegerField(
+        db_default=0, default=0, help_text="Number of its last connection; later ones have higher numbers."
+    )
+    epoch = models.BigIntegerField(db_default=0, default=0, help_text="Of its last connection.")
+    address = models.CharField(max_length=64, db_default="", default="", blank=True)
 
     class Meta:
         ordering = ["host__name"]

@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -19,8 +20,8 @@ from typing import Any
 import psycopg
 from django.db import DatabaseError, InterfaceError, OperationalError, close_old_connections, connection
 
-from accelerators import ticks
-from agents import enrolment, wire
+from accelerators import hub, refusals, ticks
+from agents import enrolment, trust, wire
 from agents.enrolment import Refused
 from agents.leases import Leases
 from agents.refusals import Refusals
@@ -35,6 +36,10 @@ COPY = "COPY spool (host_id, epoch, seq, received_at, payload) FROM STDIN (FORMA
 COPY_TYPES = ("int8", "int8", "int8", "timestamptz", "text")
 """Binary costs a third of text on our side (measured): nothing has to be escaped."""
 FORGOTTEN_S = 10.0
+LOOK_S = 2.5
+"""A decision whose ring was lost is seen so soon."""
+OVERLAP_S = 15.0
+"""A row changed so long before the last look may have been committed, or its agent let in, only after it."""
 
 
 @dataclass(slots=True)
@@ -56,24 +61,53 @@ class AdmitJob:
     credential: wire.Credential
 
 
+@dataclass(slots=True)
+class TrustJob:
+    """A change of who is trusted. The future is done after its commit, or raises what `work` raises."""
+
+    future: asyncio.Future[Any]
+    work: Callable[[], None]
+
+
+Job = SpoolJob | AdmitJob | TrustJob
+
+
 class Writer(threading.Thread):
     """`put` jobs from the event loop; their futures resolve there after the commit."""
 
-    def __init__(self, *, interval_s: float, max_rows: int, leases: Leases, refusals: Refusals) -> None:
+    def __init__(
+        self,
+        *,
+        interval_s: float,
+        max_rows: int,
+        leases: Leases,
+        refusals: Refusals,
+        hear: Callable[[list[trust.News]], None],
+    ) -> None:
         super().__init__(daemon=True, name="spool-writer")
         self._interval_s, self._max_rows = interval_s, max_rows
         self._leases, self._refusals = leases, refusals
-        self._jobs: queue.SimpleQueue[SpoolJob | AdmitJob] = queue.SimpleQueue()
+        self._hear = hear
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._looked = time.monotonic()
+        self._looked = self._heard = time.monotonic()
+        self._rung = False
         self._stopping = False
 
-    def put(self, job: SpoolJob | AdmitJob) -> None:
+    def put(self, job: Job) -> None:
         """Called on the event loop; starts the thread at the first job."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             self.start()
+            hub.subscribe(trust.TOPIC, self._ring)
+            hub.listen()
         self._jobs.put(job)
+
+    def _ring(self, _detail: str | None) -> None:
+        """The hub's listener says that somebody decided something."""
+        if not self._stopping:
+            self._rung = True
+            self._jobs.put(None)
 
     def stop(self) -> None:
         """End the thread after what it has in its hands, and close its connection."""
@@ -83,13 +117,12 @@ class Writer(threading.Thread):
 
     def run(self) -> None:
         while not self._stopping:
-            batch = self._collect()
-            if batch:
+            if batch := [job for job in self._collect() if job is not None]:
                 self._until_done(lambda jobs=batch: self._serve(jobs))  # type: ignore[misc]
             self._until_done(self._housekeeping)
         connection.close()
 
-    def _collect(self) -> list[SpoolJob | AdmitJob]:
+    def _collect(self) -> list[Job | None]:
         """The first job, and what has arrived when the interval after it is over.
 
         It sleeps the interval out: to be woken by every job costs more than to serve it (measured).
@@ -118,11 +151,14 @@ class Writer(threading.Thread):
                 time.sleep(pause)
                 pause = min(pause * 2, 2.0)
 
-    def _serve(self, batch: list[SpoolJob | AdmitJob]) -> None:
+    def _serve(self, batch: list[Job]) -> None:
         """Who connects is answered first: it need not wait for the others' reports to reach the disk."""
         assert self._loop
         if admits := [job for job in batch if isinstance(job, AdmitJob) and not job.future.done()]:
             self._loop.call_soon_threadsafe(_resolve, self._admit(admits))
+        for decision in batch:
+            if isinstance(decision, TrustJob):
+                self._loop.call_soon_threadsafe(_resolve, [(decision.future, _outcome(decision))])
         if reports := [job for job in batch if isinstance(job, SpoolJob)]:
             self._loop.call_soon_threadsafe(_resolve, self._spool(reports))
 
@@ -164,6 +200,8 @@ class Writer(threading.Thread):
         if self._leases.flush():
             ticks.kick_timely()
         self._refusals.flush()
+        if self._rung or time.monotonic() - self._heard >= LOOK_S:
+            self._look()
         if time.monotonic() - self._looked < FORGOTTEN_S:
             return
         self._looked = time.monotonic()
@@ -173,6 +211,29 @@ class Writer(threading.Thread):
             waiting = cursor.fetchone() is not None
         if waiting:
             ticks.kick("merge")
+
+    def _look(self) -> None:
+        """Who may not go on, who is to have a new key. Looks further back than the last time: a commit takes time."""
+        began, self._rung = time.monotonic(), False
+        news = trust.news(began - self._heard + OVERLAP_S)
+        self._heard = began
+        if news and self._loop:
+            with suppress(RuntimeError):  # the loop has ended, and every connection with it
+                self._loop.call_soon_threadsafe(self._hear, news)
+
+
+def _outcome(decision: TrustJob) -> Exception | None:
+    """What its future gets; only a database that is away is tried again."""
+    try:
+        decision.work()
+    except (OperationalError, InterfaceError, psycopg.OperationalError):
+        raise
+    except refusals.Refused as refused:
+        return refused
+    except DatabaseError as error:
+        log.exception("a change of trust failed")
+        return error
+    return None
 
 
 def _resolve(results: list[tuple[asyncio.Future[Any], Any]]) -> None:

@@ -15,6 +15,8 @@ import hashlib
 from typing import Annotated, Any
 
 import msgspec
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from msgspec import Meta, Struct
 
 from drivers.inventory import DriverReport, Name, Text, Word
@@ -27,7 +29,11 @@ PATH = "/ws/agent"
 CHALLENGE_PATH = "/ws/agent/challenge"
 SCHEME = "Cyborg-Agent"
 
+KEY_BARRED = "key-barred"
+"""Code of the one 403 that a new key answers: the token is good, and this key is never to come back."""
+
 Number = Annotated[int, Meta(ge=0, le=2**53)]
+Nonce = Annotated[str, Meta(max_length=64)]
 
 
 class Challenge(Struct, frozen=True):
@@ -77,6 +83,24 @@ class Beat(Message, frozen=True):
     seq: Number
 
 
+class Alive(Message, frozen=True):
+    """Answer to a Probe: this very connection is still held by a living agent."""
+
+    nonce: Nonce
+
+
+class NewKey(Message, frozen=True):
+    """Answer to Rotate: the key that is to speak for this host from now on, in base64url.
+
+    `signature` is the present key's, `proof` the new one's, both over `rotation_bytes`. Answered by Ack with `of`
+    NewKey after its commit; until then the agent keeps both keys.
+    """
+
+    public_key: Annotated[str, Meta(max_length=64)]
+    signature: Annotated[str, Meta(max_length=128)]
+    proof: Annotated[str, Meta(max_length=128)]
+
+
 class Welcome(Message, frozen=True):
     """First message of a gateway. `applied_hash` is the content last applied for this host ('' when none).
 
@@ -91,7 +115,7 @@ class Welcome(Message, frozen=True):
 
 
 class Ack(Message, frozen=True):
-    """`of` is Report or Beat. A Report's Ack is sent after its commit: it will not be lost."""
+    """`of` is Report, Beat or NewKey. A Report's or NewKey's Ack is sent after its commit: it will not be lost."""
 
     seq: Number
     of: str = "Report"
@@ -104,14 +128,27 @@ class Refuse(Message, frozen=True):
     reason: Text
 
 
-FromAgent = Hello | Report | Beat
-FromGateway = Welcome | Ack | Refuse
+class Probe(Message, frozen=True):
+    """Another connection with this agent's key has come: who still holds this one answers Alive."""
+
+    nonce: Nonce
+
+
+class Rotate(Message, frozen=True):
+    """An operator wants this agent to have a new key: make one, store it, tell it with NewKey."""
+
+
+FromAgent = Hello | Report | Beat | Alive | NewKey
+FromGateway = Welcome | Ack | Refuse | Probe | Rotate
 
 _encode = msgspec.json.Encoder().encode
 _from_agent = msgspec.json.Decoder(FromAgent)
 _from_gateway = msgspec.json.Decoder(FromGateway)
 _type_only = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_known = {"from_agent": {"Hello", "Report", "Beat"}, "from_gateway": {"Welcome", "Ack", "Refuse"}}
+_known = {
+    "from_agent": {"Hello", "Report", "Beat", "Alive", "NewKey"},
+    "from_gateway": {"Welcome", "Ack", "Refuse", "Probe", "Rotate"},
+}
 
 
 class Unknown(Struct, frozen=True):
@@ -129,19 +166,19 @@ def encode(message: Message) -> str:
     return _encode(message).decode()
 
 
-def decode_from_agent(data: bytes | str) -> Hello | Report | Beat | Unknown:
+def decode_from_agent(data: bytes | str) -> FromAgent | Unknown:
     """Typed and bounded, or Unknown, or raises Malformed."""
     try:
-        message: Hello | Report | Beat = _from_agent.decode(data)
+        message: FromAgent = _from_agent.decode(data)
     except (msgspec.DecodeError, RecursionError) as error:
         return _unknown(data, error, "from_agent")
     return message
 
 
-def decode_from_gateway(data: bytes | str) -> Welcome | Ack | Refuse | Unknown:
+def decode_from_gateway(data: bytes | str) -> FromGateway | Unknown:
     """Typed and bounded, or Unknown, or raises Malformed."""
     try:
-        message: Welcome | Ack | Refuse = _from_gateway.decode(data)
+        message: FromGateway = _from_gateway.decode(data)
     except (msgspec.DecodeError, RecursionError) as error:
         return _unknown(data, error, "from_gateway")
     return message
@@ -174,6 +211,31 @@ def content_hash(drivers: tuple[DriverReport, ...]) -> str:
 def signed_bytes(host: str, node: str, epoch: int, nonce: str, fingerprint: str) -> bytes:
     """What an agent signs to connect: bound to the host, its epoch, the server's nonce and the pinned server."""
     return _encode(["cyborg-agent-connect-1", host, node, epoch, nonce, fingerprint])
+
+
+def rotation_bytes(host: str, old: str, new: str, fingerprint: str) -> bytes:
+    """What both keys sign when one follows the other: bound to the host, both keys and the pinned server."""
+    return _encode(["cyborg-agent-rotate-1", host, old, new, fingerprint])
+
+
+def public_text(key: Ed25519PublicKey) -> str:
+    """A public key as it stands in messages: its 32 raw bytes in base64url, with padding."""
+    return base64.urlsafe_b64encode(key.public_bytes_raw()).decode()
+
+
+def sign(key: Ed25519PrivateKey, data: bytes) -> str:
+    """A signature as it stands in messages."""
+    return base64.urlsafe_b64encode(key.sign(data)).decode()
+
+
+def is_signed(public_key: str, signature: str, data: bytes) -> bool:
+    """Whether `signature` is this key's over `data`; False also for what is no key or no signature."""
+    try:
+        key = Ed25519PublicKey.from_public_bytes(base64.urlsafe_b64decode(public_key))
+        key.verify(base64.urlsafe_b64decode(signature), data)
+    except (ValueError, InvalidSignature):
+        return False
+    return public_text(key) == public_key  # one key, one name: a bar is known by it
 
 
 def authorization(credential: Credential) -> str:

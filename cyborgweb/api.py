@@ -81,13 +81,15 @@ def docs(request: HttpRequest) -> HttpResponse:
 
 
 def _routes() -> Iterator[URLPattern]:
-    """A list and its members, with and without a slash at the end, as on v2."""
+    """A list, its members and what can be done to them, with and without a slash at the end, as on v2."""
     for name, view in COLLECTIONS.items():
         key = view.lookup_url_kwarg or view.lookup_field
         member = rf"{name}/(?P<{key}>{view.lookup_value_regex})"
         for pattern, verbs, detail in ((name, ON_LIST, False), (member, ON_MEMBER, True)):
             actions = {method: action for method, action in verbs.items() if hasattr(view, action)}
             yield re_path(rf"\A{pattern}/?\Z", view.as_view(actions, detail=detail, basename=name))
+        for verb in view.verbs:
+            yield re_path(rf"\A{member}/{verb}/?\Z", view.as_view({"post": verb}, detail=True, basename=name))
 
 
 urlpatterns = [

@@ -18,11 +18,12 @@ from channels.routing import ProtocolTypeRouter, URLRouter  # noqa: E402
 from django.urls import re_path  # noqa: E402
 
 from agents.gateway import Gateway  # noqa: E402
-from agents.wire import CHALLENGE_PATH  # noqa: E402
+from agents.wire import CHALLENGE_PATH, PATH  # noqa: E402
 from cyborgweb.settings.keys import keys  # noqa: E402
 from cyborgweb.wsgi import application as wsgi  # noqa: E402
 
 BUSY = b'{"error_message": "The service is busy: try again in a second."}'
+ELSEWHERE = b'{"error": "This is for agents: console and APIs are served at another address."}'
 
 
 class BoundedThreads:
@@ -57,6 +58,27 @@ class Http:
             await self._gateway.challenge(scope, receive, send)
         else:
             await self._django(scope, receive, send)
+
+
+class AgentsOnly:
+    """The TLS listener's application: the challenge and agents' sockets, nothing else. Agents pin `fingerprint`, or
+    have the certificate's authorities vouch for it and pin nothing."""
+
+    def __init__(self, gateway: Gateway, fingerprint: str) -> None:
+        self._gateway, self._fingerprints = gateway, (fingerprint, "")
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http" and scope["path"] == CHALLENGE_PATH:
+            await self._gateway.challenge(scope, receive, send)
+        elif scope["type"] == "http":
+            await send(
+                {"type": "http.response.start", "status": 404, "headers": [(b"content-type", b"application/json")]}
+            )
+            await send({"type": "http.response.body", "body": ELSEWHERE})
+        elif scope["path"] == PATH:
+            await self._gateway.connect(scope, receive, send, self._fingerprints)
+        else:
+            await send({"type": "websocket.close"})
 
 
 gateway = Gateway(keys())

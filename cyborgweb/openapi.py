@@ -74,11 +74,24 @@ class Schema(AutoSchema):
     def get_summary(self) -> str:
         """What it does, to what."""
         names = self.view.basename.replace("_", " ")
-        return f"{VERBS[self.view.action]} {names if self.view.action == 'list' else names.removesuffix('s')}"
+        word = VERBS.get(self.view.action) or self.view.action.capitalize()
+        return f"{word} {names if self.view.action == 'list' else names.removesuffix('s')}"
 
     def get_description(self) -> str:
-        """What the resource says of itself."""
-        return getdoc(type(self.view)) or ""
+        """What the resource says of itself, or what the verb does."""
+        said = getattr(self.view, self.view.action) if self.view.action in self.view.verbs else type(self.view)
+        return getdoc(said) or ""
+
+    def get_operation_id(self) -> str:
+        """A verb needs no second one."""
+        made: str = super().get_operation_id()
+        return made.removesuffix("_create") if self.view.action in self.view.verbs else made
+
+    def get_request_serializer(self) -> Any:
+        """What a verb may send is its own."""
+        if self.view.action in self.view.verbs:
+            return self.view.verbs[self.view.action]
+        return super().get_request_serializer()
 
     def get_override_parameters(self) -> list[Any]:
         """The fields there are to choose from, and the orders a list knows."""
@@ -154,7 +167,12 @@ def _sent(operation: dict[str, Any]) -> str:
 def _possible(method: str, address: str) -> list[str]:
     """Which errors can come; a list has 404 for cursors that are none."""
     has_body, changes = method in ("post", "patch"), method != "get"
-    never = {"404": method == "post", "409": not changes, "413": not has_body, "415": not has_body}
+    never = {
+        "404": method == "post" and "{" not in address,
+        "409": not changes,
+        "413": not has_body,
+        "415": not has_body,
+    }
     return [status for status in ERRORS if not never.get(status)]
 
 

@@ -103,6 +103,7 @@ OWN = (
     Rule("cyborg:host:get_one", STRICT_MANAGER, "Show a host.", ("GET /api/hosts/{uuid}/",)),
     Rule("cyborg:agent:get_all", STRICT_MANAGER, "List agents.", ("GET /api/agents/",)),
     Rule("cyborg:agent:get_one", STRICT_MANAGER, "Show an agent.", ("GET /api/agents/{uuid}/",)),
+    Rule("cyborg:agent:update", ADMIN, "Revoke an agent.", ("POST /api/agents/{uuid}/revoke/",)),
     Rule(
         "cyborg:inventory:get_all",
         STRICT_MANAGER,
@@ -128,7 +129,17 @@ OWN = (
         "See and label the accelerators of every project, not only one's own.",
         ("GET /api/accelerators/", "PATCH /api/accelerators/{uuid}/"),
     ),
-    Rule("cyborg:device:update", ADMIN, "Move a device to another state.", ("PATCH /api/devices/{uuid}/",)),
+    Rule(
+        "cyborg:device:update",
+        ADMIN,
+        "Move a device to another state.",
+        ("POST /api/devices/{uuid}/{enable,disable,drain,quarantine,release,retire,reinstate}/",),
+    ),
+    Rule("cyborg:rule:get_all", STRICT_MANAGER, "List admission rules.", ("GET /api/rules/",)),
+    Rule("cyborg:rule:get_one", STRICT_MANAGER, "Show an admission rule.", ("GET /api/rules/{uuid}/",)),
+    Rule("cyborg:rule:create", ADMIN, "Make an admission rule.", ("POST /api/rules/",)),
+    Rule("cyborg:rule:update", ADMIN, "Change an admission rule.", ("PATCH /api/rules/{uuid}/",)),
+    Rule("cyborg:rule:delete", ADMIN, "Delete an admission rule.", ("DELETE /api/rules/{uuid}/",)),
     Rule("cyborg:device_profile:update", ADMIN, "Edit a profile until it is used.", ("PATCH /api/profiles/{uuid}/",)),
 )
 

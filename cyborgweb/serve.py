@@ -68,14 +68,15 @@ class Supervisor:
         """Everything, until SIGINT or SIGTERM; raises CannotStart before anything runs."""
         self._catch_signals()
         lock = self._own_state_directory()
-        listener = self._listener()
+        listener = _listener(self.settings.listen, "CYBORG_LISTEN")
+        agents = self._agents_listener()
         try:
             self._start_database()
-            self._start_web(listener)
+            self._start_web(listener, agents)
             facts = self._prepare(listener)
             if not self.stopping:
                 self._start_others(facts)
-                self._greet(listener, facts)
+                self._greet(listener, agents, facts)
             while not self.stopping:
                 self._turn()
         except PostgresError:
@@ -84,6 +85,8 @@ class Supervisor:
         finally:
             self._stop()
             listener.close()
+            if agents:
+                agents.close()
             lock.close()
 
     def _catch_signals(self) -> None:
@@ -115,19 +118,15 @@ class Supervisor:
             ) from None
         return lock
 
-    def _listener(self) -> socket.socket:
-        host, port = listen_address(self.settings.listen)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind((host, port))
-        except OSError as error:
-            raise CannotStart(
-                f"cannot listen on {host}:{port} ({error.strerror}): set CYBORG_LISTEN, port 0 takes a free one"
-            ) from None
-        listener.listen(4096)
-        return listener
+    def _agents_listener(self) -> socket.socket | None:
+        """The agents' own, with a certificate that can be used; None: they come to the one for all."""
+        if not self.settings.agent_listen:
+            return None
+        from cyborgweb import tls
+
+        tls.context(self.settings)
+        tls.fingerprint(self.settings)
+        return _listener(self.settings.agent_listen, "CYBORG_AGENT_LISTEN")
 
     def _start_database(self) -> None:
         if self.settings.database_url:
@@ -141,8 +140,10 @@ class Supervisor:
     def _prepare(self, listener: socket.socket) -> dict[str, Any]:
         """Migrate, make the first login and the local agent's join token: `manage.py prepare`, in its own process."""
         address = _address(listener)
+        # With the sample drivers comes the rule that lets their devices in; see `_agent_defaults`.
+        samples = [] if "CYBORG_ENABLED_DRIVERS" in os.environ else ["--sample-rules"]
         done = subprocess.run(
-            [sys.executable, ROOT / "manage.py", "prepare", "--address", address],
+            [sys.executable, ROOT / "manage.py", "prepare", "--address", address, *samples],
             stdout=subprocess.PIPE,
             text=True,
             check=False,
@@ -159,12 +160,16 @@ class Supervisor:
         state = {"CYBORG_STATE_DIR": str(self.settings.state), "DJANGO_SETTINGS_MODULE": "cyborgweb.settings.base"}
         return os.environ | {"PYTHONUNBUFFERED": "1", "CYBORG_PARENT": str(os.getpid())} | state | more
 
-    def _start_web(self, listener: socket.socket) -> None:
+    def _start_web(self, listener: socket.socket, agents: socket.socket | None) -> None:
         """Web loads its code while the database is prepared, and serves once `self.gate` is closed."""
         after, self.gate = os.pipe()
         self.after = after
         command = [sys.executable, "-m", "cyborgweb.web", "--fd", str(listener.fileno()), "--after", str(after)]
-        self._start("web", command, self._environment(), (listener.fileno(), after))
+        fds = [listener.fileno(), after]
+        if agents:
+            command += ["--agent-fd", str(agents.fileno())]
+            fds.append(agents.fileno())
+        self._start("web", command, self._environment(), tuple(fds))
 
     def _start_others(self, facts: dict[str, Any]) -> None:
         os.close(self.gate)
@@ -198,7 +203,12 @@ class Supervisor:
             path.write_text(SAMPLE_DRIVERS.format(control=control))
         return path
 
-    def _greet(self, listener: socket.socket, facts: dict[str, Any]) -> None:
+    def _greet(self, listener: socket.socket, agents: socket.socket | None, facts: dict[str, Any]) -> None:
+        if agents:
+            from cyborgweb import tls
+
+            secure = _address(agents).replace("http:", "https:")
+            say("serve", f"agents: {secure} (certificate sha256:{tls.fingerprint(self.settings)})")
         say("serve", f"console: {_address(listener)}/admin/")
         kept = f" (kept in {facts['login_file']})" if facts["login_file"] else ""
         say("serve", f"first login: {facts['login']}{kept}")
@@ -241,6 +251,21 @@ class Supervisor:
         if self.postgres:
             self.postgres.stop(timeout=max(1.0, end - time.monotonic()))
         say("serve", "stopped")
+
+
+def _listener(listen: str, key: str) -> socket.socket:
+    host, port = listen_address(listen, key)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        raise CannotStart(
+            f"cannot listen on {host}:{port} ({error.strerror}): set {key}, port 0 takes a free one"
+        ) from None
+    listener.listen(4096)
+    return listener
 
 
 def _address(listener: socket.socket) -> str:

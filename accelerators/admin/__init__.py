@@ -1,8 +1,8 @@
-"""The room's own lists and pages in the console: everything is shown here, nothing is written.
+"""The room's own lists and pages in the console. Inventory is shown; what is decided goes through the conductor.
 
 Loaded by Django's admin. Pages that show more than one room live in `cyborgweb.pages`.
 """
 
-from accelerators.admin import devices, hosts, records, requests
+from accelerators.admin import devices, hosts, records, requests, rules
 
-__all__ = ["devices", "hosts", "records", "requests"]
+__all__ = ["devices", "hosts", "records", "requests", "rules"]

@@ -9,11 +9,13 @@ from django.core.exceptions import PermissionDenied
 from django.db.models import Model, Prefetch, Q, QuerySet
 from django.http import HttpRequest, HttpResponse
 from django.template.response import TemplateResponse
+from django.urls import path
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
-from accelerators.admin import marks, timeline
+from accelerators import lifecycle
+from accelerators.admin import decisions, marks, timeline
 from accelerators.admin.listing import ReadOnly
 from accelerators.models import AttachHandle, Deployable, Device, Event
 from accelerators.models.devices import driver_error
@@ -35,6 +37,18 @@ class Freshness(admin.SimpleListFilter):
         return matching.filter(stale) if self.value() == "yes" else matching.exclude(stale)
 
 
+class Draining(admin.SimpleListFilter):
+    """Devices that wait for their last request."""
+
+    title, parameter_name = "drain", "draining"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
+        return [("yes", "draining"), ("no", "not draining")]
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Device]) -> QuerySet[Device]:
+        return queryset.filter(drain_to__isnull=self.value() == "no") if self.value() else queryset
+
+
 @admin.register(Device)
 class DeviceAdmin(ReadOnly):
     """The list of devices, and a page for each."""
@@ -50,7 +64,8 @@ class DeviceAdmin(ReadOnly):
         "since",
     )
     list_display_links = ("shown_model",)
-    list_filter = ("state", "status", "type", Freshness, "driver")
+    list_filter = ("state", "status", "type", Freshness, Draining, "driver")
+    actions = tuple(decisions.of_list())
     list_select_related = ("host",)
     ordering = ("host_id", "key")
     search_fields = (
@@ -69,7 +84,9 @@ class DeviceAdmin(ReadOnly):
     @display(description="State", ordering="state")
     def shown_state(self, device: Device) -> SafeString:
         return marks.marks(
-            marks.state(device.state, device.state_reason), marks.stale(device.host.why_stale(device.driver))
+            marks.state(device.state, device.state_reason),
+            marks.draining(device.drain_to),
+            marks.stale(device.host.why_stale(device.driver)),
         )
 
     @display(description="Health", ordering="status")
@@ -92,6 +109,21 @@ class DeviceAdmin(ReadOnly):
     def since(self, device: Device) -> SafeString:
         return marks.ago(device.state_since)
 
+    def has_decide_permission(self, request: HttpRequest) -> bool:
+        """Asked by Django about every action of the list."""
+        return decisions.may(request)
+
+    def get_urls(self) -> list[Any]:
+        decide = self.admin_site.admin_view(self.decide_view)
+        return [path("<path:object_id>/decide/", decide, name="accelerators_device_decide"), *super().get_urls()]
+
+    def decide_view(self, request: HttpRequest, object_id: str) -> HttpResponse:
+        """The buttons of a device's page."""
+        device = self.get_object(request, object_id)
+        if device is None:
+            return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
+        return decisions.one(self, request, device)
+
     def change_view(
         self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:
@@ -102,6 +134,8 @@ class DeviceAdmin(ReadOnly):
         if request.method not in ("GET", "HEAD") or not self.has_view_permission(request, device):
             raise PermissionDenied
         events = Event.objects.filter(subject=device.uuid)[: timeline.ROWS]
+        deployables = _inside(device)
+        held = sum(part["held"] for part in deployables)
         context = self.admin_site.each_context(request) | {
             "title": device.model,
             "opts": self.opts,
@@ -113,7 +147,11 @@ class DeviceAdmin(ReadOnly):
             "state_since": marks.ago(device.state_since),
             "status_since": marks.ago(device.status_since),
             "reported": marks.ago(device.host.reported_at),
-            "deployables": _inside(device),
+            "deployables": deployables,
+            "held": held,
+            "draining": marks.draining(device.drain_to, held),
+            "choices": decisions.possible(request, device, held),
+            "longest": lifecycle.MAX_REASON,
             "events": timeline.rows(events),
         }
         return TemplateResponse(request, "accelerators/device.html", context)

@@ -31,6 +31,11 @@ HEALTH = {"ok": "good", "degraded": "warn", "failed": "bad", "unknown": "calm"}
 REQUEST_STATES = {"Initial": "calm", "BindStarted": "busy", "Bound": "good", "BindFailed": "bad", "Unbound": "calm"}
 ACTIONS = {
     "found": "good",
+    "ready": "good",
+    "drained": "good",
+    "draining": "busy",
+    "maintenance": "busy",
+    "quarantined": "warn",
     "back": "good",
     "live": "good",
     "recovered": "good",
@@ -43,6 +48,7 @@ ACTIONS = {
 }
 """Tone of an event by the verb of its action (`device.found`); a verb that is not here is calm."""
 
+SINCE = "state_since"
 _UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"))
 
 
@@ -74,6 +80,14 @@ def stale(why: str) -> SafeString | str:
     return mark("stale", "warn", why) if why else ""
 
 
+def draining(to: str | None, left: int | None = None) -> SafeString | str:
+    """That a device waits for its last request, for how many if that is known, and what for; nothing for any other."""
+    if not to:
+        return ""
+    count = "" if left is None else f": {left} request{'' if left == 1 else 's'} left"
+    return mark(f"draining{count}", "busy", f"{to} when its last request is gone")
+
+
 def action(word: str) -> SafeString:
     """What an event is about."""
     return mark(word, ACTIONS.get(word.rpartition(".")[2], "calm"))
@@ -95,11 +109,14 @@ def ago(moment: datetime | str | None, now: datetime | None = None) -> SafeStrin
 
 
 def _relative(seconds: float) -> str:
-    size = abs(seconds)
-    amount = next((f"{int(size // unit)} {name}" for unit, name in _UNITS if size >= unit), f"{int(size)} s")
-    if size < 1:
+    amount = _amount(abs(seconds))
+    if abs(seconds) < 1:
         return "now"
     return f"{amount} ago" if seconds > 0 else f"in {amount}"
+
+
+def _amount(seconds: float) -> str:
+    return next((f"{int(seconds // unit)} {name}" for unit, name in _UNITS if seconds >= unit), f"{int(seconds)} s")
 
 
 def mono(text: Any) -> SafeString:
@@ -134,22 +151,39 @@ def handle(attach_info: str) -> str:
 
 
 def changes(fields: dict[str, Any], most: int = 0) -> SafeString:
-    """An event's changes as `field before → after`; at most `most` of them, the rest is counted (0: all)."""
-    shown = list(fields.items())[: most or None]
-    lines = format_html_join("", "{}", ((_change(name, values),) for name, values in shown))
-    more = len(fields) - len(shown)
-    return format_html('<span class="changes">{}{}</span>', lines, f"and {more} more" if more else "")
+    """An event's changes as `field before → after`; at most `most` of them, the rest is counted (0: all).
+
+    Since when a state was, is told as how long it was.
+    """
+    told = [(name, values) for name, values in fields.items() if name != SINCE]
+    shown = told[: most or None]
+    lasted = _lasted(fields)
+    lines = format_html_join(
+        "", "{}", ((_change(name, values, lasted if name == "state" else ""),) for name, values in shown)
+    )
+    more = f"and {len(told) - len(shown)} more" if len(told) > len(shown) else ""
+    return format_html('<span class="changes">{}{}</span>', lines, more)
 
 
-def _change(name: str, values: Any) -> SafeString:
+def _lasted(fields: dict[str, Any]) -> SafeString | str:
+    before, after = fields.get(SINCE) or (None, None)
+    if not before or not after:
+        return ""
+    seconds = (datetime.fromisoformat(after) - datetime.fromisoformat(before)).total_seconds()
+    exact = f"since {datetime.fromisoformat(before).astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC"
+    return format_html(' <span class="faint" title="{}">after {}</span>', exact, _amount(max(0.0, seconds)))
+
+
+def _change(name: str, values: Any, lasted: SafeString | str = "") -> SafeString:
     before, after = values if isinstance(values, list) and len(values) == 2 else (None, values)
     return format_html(
         '<span class="change" title="{}"><span class="faint">{}</span> <del>{}</del> <span aria-label="became">→</span>'
-        " <ins>{}</ins></span>",
+        " <ins>{}</ins>{}</span>",
         f"{name}: {before} → {after}",
         _field(name),
         _value(before),
         _value(after),
+        lasted,
     )
 
 

@@ -38,6 +38,7 @@ NAVIGATION: tuple[tuple[str, str, tuple[tuple[str, str, str], ...]], ...] = (
             ("Accelerators", "bolt", "accelerators"),
             ("Requests", "assignment", "requests"),
             ("Profiles", "tune", "profiles"),
+            ("Rules", "rule", "rules"),
             ("Events", "history", "events"),
             ("Documentation", "menu_book", "docs"),
         ),

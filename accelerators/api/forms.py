@@ -56,9 +56,10 @@ class Form:
 
 def of_serializer(view: Any, request: Request, data: Any) -> Iterator[Form]:
     """What this caller may do here on our own API, with the values there are."""
-    for word, address, rule in view.acts if view.detail else ():
-        if view.allowed(rule):
-            yield Form(word, "POST", address.format(**view.kwargs))
+    if view.detail and view.verbs and view.allowed(view.policy_rules["POST"]):
+        for verb in view.offered(data):
+            danger = verb in view.dangerous
+            yield Form(verb.capitalize(), "POST", f"{request.path.rstrip('/')}/{verb}/", danger=danger)
     for method in ("POST", "PATCH", "DELETE"):
         if method not in view.allowed_methods or not _may(view, request, method):
             continue

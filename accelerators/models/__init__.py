@@ -4,9 +4,11 @@ from accelerators.models.devices import AttachHandle, Attribute, Deployable, Dev
 from accelerators.models.hosts import Host
 from accelerators.models.records import Event, Generation, Intent, Tick
 from accelerators.models.requests import AcceleratorRequest, DeviceProfile
+from accelerators.models.rules import AdmissionRule
 
 __all__ = [
     "AcceleratorRequest",
+    "AdmissionRule",
     "AttachHandle",
     "Attribute",
     "Deployable",

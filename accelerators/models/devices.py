@@ -8,7 +8,10 @@ from django.db.models.functions import Now
 
 from accelerators.models import fields
 from accelerators.models.hosts import Host
-from accelerators.states import DeviceState, DeviceType, HandleType, Health, Origin
+from accelerators.states import DeviceState, DeviceType, Drain, HandleType, Health, Origin
+
+OFFERED = (DeviceState.READY.value, DeviceState.INSTALLING.value)
+"""In these a device does not drain."""
 
 
 class Device(fields.Row):
@@ -43,6 +46,13 @@ class Device(fields.Row):
         blank=True,
         help_text="The state to take up again when a missing device is back.",
     )
+    drain_to = models.CharField(
+        max_length=16,
+        choices=fields.choices(Drain),
+        null=True,
+        blank=True,
+        help_text="Draining: the state it takes up when its last request is gone.",
+    )
 
     class Meta:
         ordering = ["id"]
@@ -54,10 +64,17 @@ class Device(fields.Row):
             models.CheckConstraint(
                 condition=Q(state="missing") | Q(returns_to__isnull=True), name="device_returns_only_from_missing"
             ),
+            fields.one_of("drain_to", Drain, "device_drain_known"),
+            models.CheckConstraint(
+                condition=Q(drain_to__isnull=True)
+                | ~Q(state__in=OFFERED) & (Q(returns_to__isnull=True) | ~Q(returns_to__in=OFFERED)),
+                name="device_that_drains_is_not_offered",
+            ),
         ]
         indexes = [
             models.Index(fields=["state", "type"], name="device_state_type"),
             models.Index(fields=["type", "vendor"], name="device_type_vendor"),
+            models.Index(fields=["id"], condition=Q(drain_to__isnull=False), name="device_draining"),
         ]
 
     def __str__(self) -> str:

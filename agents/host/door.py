@@ -41,9 +41,9 @@ class Gateway:
 class Refused(Exception):
     """The gateway answered with a status: `sentence` is its reason, `retry_after` the seconds it asks for."""
 
-    def __init__(self, status: int, sentence: str, retry_after: float = 0.0) -> None:
+    def __init__(self, status: int, sentence: str, retry_after: float = 0.0, code: str = "") -> None:
         super().__init__(f"the gateway refused ({status}): {sentence}")
-        self.status = status
+        self.status, self.code = status, code
         self.retry_after = retry_after
 
 
@@ -99,12 +99,14 @@ async def challenge(gateway: Gateway, context: ssl.SSLContext | None, timeout: f
 
 
 def refusal(status: int, headers: Any, body: bytes) -> Refused:
-    """What an HTTP answer says to a person: the JSON document's `error`, else the status' own words."""
+    """What an HTTP answer says: the JSON document's `error` and `code`, else the status' own words."""
+    code = ""
     try:
-        sentence = str(msgspec.json.decode(body, type=dict[str, Any])["error"])[:500]
+        said = msgspec.json.decode(body, type=dict[str, Any])
+        sentence, code = str(said["error"])[:500], str(said.get("code", ""))[:64]
     except (msgspec.DecodeError, KeyError, RecursionError):
         sentence = http.client.responses.get(status, "no reason given")
-    return Refused(status, " ".join(sentence.split()), _seconds(headers.get("Retry-After")))
+    return Refused(status, " ".join(sentence.split()), _seconds(headers.get("Retry-After")), code)
 
 
 def _seconds(value: str | None) -> float:

@@ -1,11 +1,13 @@
-"""Who this agent is: an Ed25519 key made once, stored before the first connection. Used by `main` and `link`.
+"""Who this agent is: an Ed25519 key, stored before anybody hears of it. Used by `main` and `link`.
 
-The private key never leaves the state directory. A join token only binds the public key to a host.
+The private key never leaves the state directory. A join token only binds the public key to a host. While a key is being
+changed there are two, and either may be the one that the gateway knows: whatever happens, one of them opens.
 """
 
 from __future__ import annotations
 
 import base64
+import logging
 import os
 import stat
 from dataclasses import dataclass
@@ -16,7 +18,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from agents import wire
 from drivers.configuration import ConfigurationError
 
+log = logging.getLogger("cyborg.identity")
+
 FILE = "identity.key"
+NEXT = "identity.next"
+"""The key to come, until the gateway has acknowledged it."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +35,8 @@ class Identity:
 
     @property
     def public_key(self) -> str:
-        """The public key's 32 raw bytes in base64url, with padding."""
-        return base64.urlsafe_b64encode(self.key.public_key().public_bytes_raw()).decode()
+        """The public key, as messages name it."""
+        return wire.public_text(self.key.public_key())
 
     def credential(self, challenge: wire.Challenge, epoch: int, fingerprint: str, token: str) -> wire.Credential:
         """Proof for one connection: the server's nonce, signed with host, epoch and pinned server."""
@@ -41,21 +47,76 @@ class Identity:
             epoch=epoch,
             nonce=challenge.nonce,
             public_key=self.public_key,
-            signature=base64.urlsafe_b64encode(self.key.sign(signed)).decode(),
+            signature=wire.sign(self.key, signed),
             token=token,
         )
 
+    def successor(self, following: Identity, fingerprint: str) -> wire.NewKey:
+        """The message that names the next key, signed by both."""
+        data = wire.rotation_bytes(self.host, self.public_key, following.public_key, fingerprint)
+        return wire.NewKey(following.public_key, wire.sign(self.key, data), wire.sign(following.key, data))
 
-def load_or_make(directory: Path, host: str, node: str) -> Identity:
-    """The stored key, else a new one that is on disk when this returns.
 
-    Raises ConfigurationError when the file is readable by others, is not a key, or cannot be read or written.
+class Keyring:
+    """The key in use, and while it is being changed the one to come."""
+
+    def __init__(self, directory: Path, current: Identity, following: Identity | None) -> None:
+        self._directory = directory
+        self.current, self.following = current, following
+        self._unsettled = False
+
+    def prepare(self) -> Identity:
+        """The key to come: the one there is, else a new one that is on disk when this returns.
+
+        Raises ConfigurationError when it cannot be written.
+        """
+        if self.following is None:
+            if self._unsettled:  # the file of the key to come holds the one in use
+                self._settle()
+            key = _make(self._directory / NEXT)
+            self.following = Identity(self.current.host, self.current.node, key)
+        return self.following
+
+    def adopt(self) -> None:
+        """The gateway knows the key to come: it is the one in use, and the former is gone.
+
+        Where the disk refuses, both stay there, and the next start finds out which one opens.
+        """
+        if self.following is None:
+            return
+        self.current, self.following, self._unsettled = self.following, None, True
+        try:
+            self._settle()
+        except ConfigurationError as error:
+            log.error("%s: the former one is kept beside it", error)
+
+    def _settle(self) -> None:
+        coming = self._directory / NEXT
+        try:
+            if coming.exists():
+                coming.rename(self._directory / FILE)
+            sync_directory(self._directory)
+        except OSError as error:
+            raise ConfigurationError(f"the agent's new key {coming} cannot take its place: {error.strerror}") from None
+        self._unsettled = False
+
+
+def load_or_make(directory: Path, host: str, node: str) -> Keyring:
+    """The stored keys, else a new one that is on disk when this returns.
+
+    Raises ConfigurationError when a file is readable by others, is not a key, or cannot be read or written.
     """
-    path = directory / FILE
+    current = _load(directory / FILE) or _make(directory / FILE)
+    following = _load(directory / NEXT)
+    coming = Identity(host, node, following) if following else None
+    return Keyring(directory, Identity(host, node, current), coming)
+
+
+def _load(path: Path) -> Ed25519PrivateKey | None:
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
-        return Identity(host, node, _make(path))
+        return None
     except OSError as error:
         raise ConfigurationError(f"the agent's key {path} cannot be read: {error.strerror}") from None
     if stat.S_IMODE(mode) & 0o077:
@@ -64,8 +125,7 @@ def load_or_make(directory: Path, host: str, node: str) -> Identity:
             f"run chmod 600 {path}, or move it away and join again with a new token"
         )
     try:
-        raw = base64.urlsafe_b64decode(path.read_bytes().strip())
-        return Identity(host, node, Ed25519PrivateKey.from_private_bytes(raw))
+        return Ed25519PrivateKey.from_private_bytes(base64.urlsafe_b64decode(path.read_bytes().strip()))
     except OSError as error:
         raise ConfigurationError(f"the agent's key {path} cannot be read: {error.strerror}") from None
     except ValueError:

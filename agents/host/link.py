@@ -18,9 +18,10 @@ from websockets.typing import Subprotocol
 
 from agents import wire
 from agents.host import door
-from agents.host.identity import Identity
+from agents.host.identity import Keyring
 from agents.host.journal import Journal
 from agents.host.pace import Backoff, Owed, Pace, worth_saying
+from drivers.configuration import ConfigurationError
 
 log = logging.getLogger("cyborg.link")
 
@@ -41,7 +42,7 @@ class Link:
     """Keeps a host connected. All state that must outlive the process is in `journal`."""
 
     journal: Journal
-    identity: Identity
+    keys: Keyring
     gateway: door.Gateway
     hello: wire.Hello
     on_limit: Callable[[int], None]
@@ -55,6 +56,8 @@ class Link:
         self.looked = False
         """Whether the journal's report is what this process has seen, not what an earlier one had."""
         self._said: tuple[str, int] = ("", 0)
+        self._with_following = False
+        """Whether the next attempt tries the key to come instead of the one in use."""
         self._with_token = bool(self.gateway.secret) and not self.journal.has_joined_with(self.gateway.secret)
         self._tls = door.tls(self.gateway)
         self.unknown = 0
@@ -93,6 +96,14 @@ class Link:
     def _refused(self, error: door.Refused) -> float:
         if error.status not in (200, 401, 403):
             return self._retry(str(error), error.retry_after)
+        if error.code == wire.KEY_BARRED and not self._with_following and self._prepared():
+            self._with_following = True
+            return self._retry(str(error))
+        # While a key is being changed, either may be the one that the gateway knows.
+        if self.keys.following is not None and error.status in (401, 403):
+            self._with_following = not self._with_following
+            if self._with_following:
+                return self._retry(str(error))
         # A token that has expired may belong to a key that is bound, and a gateway that forgot the key may
         # still take the token: the next attempt tries the other way.
         if self.gateway.secret and error.status in (401, 403):
@@ -100,6 +111,14 @@ class Link:
         delay = max(error.retry_after, self.pace.slow * (0.75 + 0.5 * self.pace.draw()))
         self._say(str(error), delay)
         return delay
+
+    def _prepared(self) -> bool:
+        try:
+            self.keys.prepare()
+        except ConfigurationError as error:
+            log.error("%s", error)
+            return False
+        return True
 
     def _retry(self, reason: str, at_least: float = 0.0) -> float:
         delay = at_least + self._backoff.next()
@@ -116,7 +135,9 @@ class Link:
     async def _connect(self) -> None:
         challenge = await door.challenge(self.gateway, self._tls, self.pace.open)
         secret = self.gateway.secret if self._with_token else ""
-        credential = self.identity.credential(challenge, self.journal.epoch, self.gateway.fingerprint, secret)
+        following = self.keys.following if self._with_following else None
+        identity = following or self.keys.current
+        credential = identity.credential(challenge, self.journal.epoch, self.gateway.fingerprint, secret)
         try:
             async with connect(
                 self.gateway.socket_address,
@@ -133,14 +154,16 @@ class Link:
             ) as socket:
                 if socket.subprotocol not in wire.VERSIONS:
                     raise Lost(f"the gateway chose the wire version {socket.subprotocol!r}")
-                await self._talk(socket, secret)
+                await self._talk(socket, secret, identity is following)
         except InvalidStatus as error:
             response = error.response
             raise door.refusal(response.status_code, response.headers, bytes(response.body or b"")) from None
 
-    async def _talk(self, socket: ClientConnection, secret: str) -> None:
+    async def _talk(self, socket: ClientConnection, secret: str, with_following: bool) -> None:
         async with asyncio.timeout(self.pace.open):
             welcome = await self._welcome(socket)
+        if with_following:
+            self.adopt()
         if welcome.epoch > self.journal.epoch:
             try:
                 self.journal.raise_epoch(welcome.epoch)
@@ -150,7 +173,7 @@ class Link:
         self._remember(secret)
         self.on_limit(welcome.max_bytes)
         self._said = ("", 0)
-        log.info("connected to %s as %s", self.gateway.address, self.identity.host)
+        log.info("connected to %s as %s", self.gateway.address, self.keys.current.host)
         await socket.send(wire.encode(self.hello))
         session = _Session(self, socket, welcome)
         await _until_one_fails(session.receive(), session.send())
@@ -168,6 +191,12 @@ class Link:
         """Count a message this release has no use for (promise C2)."""
         self.unknown += 1
         log.debug("dropped a message from the gateway: %r", message)
+
+    def adopt(self) -> None:
+        """The gateway has taken the key to come."""
+        self.keys.adopt()
+        self._with_following = False
+        log.info("%s has a new key: %s", self.keys.current.host, self.keys.current.public_key)
 
     def _remember(self, secret: str) -> None:
         self._with_token = False
@@ -200,10 +229,26 @@ class _Session:
                 self._owed.acknowledged(message.of, message.seq, self._clock())
                 if message.of == "Report":
                     self._acknowledge(message.seq)
+                elif message.of == "NewKey" and self._link.keys.following is not None:
+                    self._link.adopt()
+            elif isinstance(message, wire.Probe):
+                await self._socket.send(wire.encode(wire.Alive(message.nonce)))
+            elif isinstance(message, wire.Rotate):
+                await self._rotate()
             elif isinstance(message, wire.Refuse):
                 raise Dismissed(f"{message.reason} [{message.code}]")
             else:
                 self._link.dropped(message)
+
+    async def _rotate(self) -> None:
+        """Both keys are on disk before the gateway hears of the new one, until it has acknowledged it."""
+        keys = self._link.keys
+        try:
+            following = keys.prepare()
+        except ConfigurationError as error:
+            log.error("a new key was asked for, and the present one stays: %s", error)
+            return
+        await self._socket.send(wire.encode(keys.current.successor(following, self._link.gateway.fingerprint)))
 
     def _acknowledge(self, seq: int) -> None:
         try:
@@ -272,7 +317,7 @@ class _Session:
         await self._socket.send(text)
 
 
-async def _next(socket: ClientConnection) -> wire.Welcome | wire.Ack | wire.Refuse | wire.Unknown:
+async def _next(socket: ClientConnection) -> wire.FromGateway | wire.Unknown:
     try:
         return wire.decode_from_gateway(await socket.recv())
     except ConnectionClosed as error:

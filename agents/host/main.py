@@ -25,7 +25,7 @@ from typing import Any
 from agents import wire
 from agents.host import listing
 from agents.host.door import Gateway
-from agents.host.identity import Identity, load_or_make
+from agents.host.identity import Keyring, load_or_make
 from agents.host.journal import Journal, WrongHost, known_host, open_journal
 from agents.host.link import Link
 from agents.host.report import Reporter, canonical
@@ -120,12 +120,12 @@ async def _daemon(settings: AgentSettings) -> int:
                 "`manage.py join_token HOST` prints on the conductor"
             )
         name, node = host_of(settings, join, known)
-        identity = load_or_make(directory, name, node)
+        keys = load_or_make(directory, name, node)
         journal = await _journal(directory, name, stop)
         if journal is None:
             return 0
         try:
-            agent = _Agent(settings, tables, identity, journal, _gateway(join, journal))
+            agent = _Agent(settings, tables, keys, journal, _gateway(join, journal))
             await _work(agent, stop)
         finally:
             journal.close()
@@ -141,19 +141,20 @@ class _Agent:
 
     settings: AgentSettings
     tables: Mapping[str, Any]
-    identity: Identity
+    keys: Keyring
     journal: Journal
     gateway: Gateway
 
 
 async def _work(agent: _Agent, stop: asyncio.Event) -> None:
-    settings, identity, journal = agent.settings, agent.identity, agent.journal
+    settings, journal = agent.settings, agent.journal
+    identity = agent.keys.current
     names = settings.enabled_drivers
     drivers = _drivers(settings, identity.node, agent.tables)
     watch = Watch(drivers, debounce_s=settings.uevent_debounce_ms / 1000, rescan_s=settings.rescan_s)
     log.info("host %s (node %s), drivers %s", identity.host, identity.node, ", ".join(names))
     reporter = Reporter(drivers, journal)
-    link = Link(journal, identity, agent.gateway, hello(names), reporter.limit)
+    link = Link(journal, agent.keys, agent.gateway, hello(names), reporter.limit)
     watch.start()
     try:
         works = [link.run(), reporter.run(link.offer), _feed(watch, reporter)]

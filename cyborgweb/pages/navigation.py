@@ -15,6 +15,7 @@ GROUPS: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
             ("Devices", "memory", "accelerators.device"),
             ("Deployables", "widgets", "accelerators.deployable"),
             ("Attach handles", "cable", "accelerators.attachhandle"),
+            ("Admission rules", "rule", "accelerators.admissionrule"),
         ),
     ),
     (

@@ -29,6 +29,19 @@ class Keys:
     listen: str = key(
         "CYBORG_LISTEN", "127.0.0.1:8000", "Web, API and sockets in one-command mode; port 0 takes a free one."
     )
+    agent_listen: str = key(
+        "CYBORG_AGENT_LISTEN",
+        "",
+        "ADDRESS:PORT of a TLS listener of its own for agents; the one above takes them all the same.",
+        "*(absent: `CYBORG_LISTEN` alone)*",
+    )
+    agent_cert: str = key(
+        "CYBORG_AGENT_CERT",
+        "",
+        "Its certificate in PEM, the issuers' after it. Join tokens pin it: after a change, agents need new ones.",
+        "*(self-made, in the state directory)*",
+    )
+    agent_key: str = key("CYBORG_AGENT_KEY", "", "The certificate's key in PEM.", "*(in `CYBORG_AGENT_CERT`)*")
     request_threads: int = key("CYBORG_REQUEST_THREADS", 8, "HTTP requests worked on at once by one web process.")
     request_queue: int = key(
         "CYBORG_REQUEST_QUEUE",
@@ -128,11 +141,9 @@ def keys() -> Keys:
     return read
 
 
-def listen_address(listen: str) -> tuple[str, int]:
+def listen_address(listen: str, name: str = "CYBORG_LISTEN") -> tuple[str, int]:
     """Host and port of a `CYBORG_LISTEN` value; IPv6 addresses stand in brackets."""
     host, _, port = listen.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
-        raise ConfigurationError(
-            f"CYBORG_LISTEN={listen!r} is not usable: write ADDRESS:PORT, for example 127.0.0.1:8000"
-        )
+        raise ConfigurationError(f"{name}={listen!r} is not usable: write ADDRESS:PORT, for example 127.0.0.1:8000")
     return host.strip("[]"), int(port)

@@ -142,7 +142,7 @@ def test_statements_per_batch_are_constant(hosts: int, monkeypatch: pytest.Monke
     conductor.apply(batch)
     monkeypatch.undo()
     assert Device.objects.count() == 20 * hosts
-    assert len([query for query in sent if "SAVEPOINT" not in query]) == 8  # load, five tables, intents, hosts
+    assert len([query for query in sent if "SAVEPOINT" not in query]) == 9  # lock, load, five tables, intents, hosts
 
 
 def test_events_cannot_be_changed() -> None:

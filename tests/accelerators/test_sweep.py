@@ -6,8 +6,9 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from accelerators import conductor
-from accelerators.models import AcceleratorRequest, AttachHandle, Deployable, Device, DeviceProfile, Event, Host
+from accelerators import conductor, safety
+from accelerators.models import AcceleratorRequest, AttachHandle, Device, DeviceProfile, Event, Host, Intent
+from accelerators.safety import Testimony
 from accelerators.sweep import remove_missing
 from tests.support.reports import a_host, answer, apply, card
 
@@ -58,8 +59,14 @@ def test_missing_stays_while_its_driver_fails(host: Host) -> None:
     assert missing() == 1
 
 
-def test_missing_stays_while_a_provider_is_recorded(host: Host) -> None:
-    with conductor.writing():
-        Deployable.objects.filter(device__state="missing").update(rp_uuid="11111111-1111-1111-1111-111111111111")
+@pytest.mark.parametrize("said", [Testimony(holders=("allocation a",)), Testimony(unknown="it does not answer")])
+def test_S1_missing_stays_while_a_witness_does_not_call_it_free(host: Host, said: Testimony) -> None:
+    safety.register("stranger", lambda device: said)
+    try:
+        assert remove_missing(LATER) is False
+        assert missing() == 1
+    finally:
+        safety.register("stranger", lambda device: Testimony())
     remove_missing(LATER)
-    assert missing() == 1
+    assert missing() == 0
+    assert Intent.objects.filter(kind="provider", key=str(host.uuid)).exists()

@@ -21,7 +21,7 @@ def main() -> int:
     """0 measured, 2 could not."""
     parser = argparse.ArgumentParser(prog="tests.bench", description=__doc__)
     parser.add_argument("--full", action="store_true", help="published sizes instead of smoke sizes")
-    parser.add_argument("--only", default="", help="groups to measure, comma separated: wire, merge, whole, agent")
+    parser.add_argument("--only", default="", help="groups to measure, comma separated: wire, merge, api, whole, agent")
     arguments = parser.parse_args()
     die_with_parent()
     state = Path(os.environ.get("CYBORG_STATE_DIR", "./var"))
@@ -40,9 +40,9 @@ def main() -> int:
 
 
 def _measure(lab: Lab, *, full: bool, only: str) -> list[Row]:
-    wanted = set(filter(None, only.split(","))) or {"wire", "merge", "whole", "agent"}
+    wanted = set(filter(None, only.split(","))) or {"wire", "merge", "api", "whole", "agent"}
     lab.start_database()
-    from tests.bench import rows_merge, rows_wire
+    from tests.bench import rows_api, rows_merge, rows_wire
 
     generator = Generator(lab)
     rows: list[Row] = []
@@ -51,13 +51,19 @@ def _measure(lab: Lab, *, full: bool, only: str) -> list[Row]:
         rows += rows_wire.rows(lab, generator, size, progress)
     if "merge" in wanted:
         rows += rows_merge.rows(rows_merge.Size(2000, 5) if full else rows_merge.Size(300, 5), progress)
-    if wanted & {"whole", "agent"}:
+    if "api" in wanted:
+        smoke, published = (
+            rows_api.Size((1000,), 10_000, 8, 0.5, beats=4, cycles_s=4.0),
+            rows_api.Size((1000, 10_000), 100_000, 10, 1.0, beats=8, cycles_s=12.0),
+        )
+        rows += rows_api.rows(lab, generator, published if full else smoke, progress)
+    if wanted & {"api", "whole", "agent"}:
         rows += _measure_whole(lab, generator, full=full, wanted=wanted)
     return rows
 
 
 def _measure_whole(lab: Lab, generator: Generator, *, full: bool, wanted: set[str]) -> list[Row]:
-    from tests.bench import fixtures, rows_agent, rows_whole
+    from tests.bench import fixtures, rows_agent, rows_requests, rows_whole
     from tests.bench.whole import running
 
     fixtures.empty_inventory()
@@ -69,6 +75,8 @@ def _measure_whole(lab: Lab, generator: Generator, *, full: bool, wanted: set[st
         if "agent" in wanted:
             time.sleep(5)  # its first look and report are over
             at_rest = rows_agent.rows(whole, 65.0 if full else 10.0, progress)
+        if "api" in wanted:
+            rows += rows_requests.whole(whole, generator, 12.0 if full else 4.0, progress)
         if "whole" in wanted:
             rows += rows_whole.visible(whole, generator, size, progress)
             rows += rows_whole.storm(lab, whole, generator, size, progress)

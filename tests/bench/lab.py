@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import shutil
 import socket
@@ -71,6 +72,7 @@ class Lab:
         from django.core.management import call_command
 
         django.setup()
+        logging.getLogger("accelerators.hub").setLevel(logging.WARNING)  # we stop the database while it listens
         call_command("migrate", verbosity=0, interactive=False, skip_checks=True)
 
     def stop_database(self) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import uvloop
 
 from drivers.process import die_with_parent
-from tests.bench import messages, visible
+from tests.bench import callers, messages, visible
 from tests.bench.peer import Key, Peer, Refused, connect, key_of
 
 AT_ONCE = 256
@@ -63,20 +63,31 @@ class Load:
         await asyncio.gather(*(one(number) for number in range(count)))
         return peers, refused
 
-    async def run(self, group: str, message: str, devices: int, seconds: float) -> dict[str, Any]:
-        """Every agent sends, waits for its Ack, sends again; `message` is beat, report or the hash of the unchanged."""
+    async def run(self, group: str, message: str, devices: int, seconds: float, pause: float = 0.0) -> dict[str, Any]:
+        """Every agent sends, waits for its Ack, sends again; `message` is beat, report or the hash of the unchanged.
+
+        With a `pause` each waits so many seconds before it sends again, and they begin one after the other in it.
+        """
         peers, times = self.groups[group], list[float]()
+        later = asyncio.get_running_loop().call_later
         say = self._say(message, devices)
         now = time.perf_counter
         end = now() + seconds
         idle = asyncio.Event()
         open_sockets = len(peers)
 
+        def send(peer: Peer) -> None:
+            peer.sent_at = now()
+            peer.send(say(peer))
+
         def answered(peer: Peer, _payload: bytes) -> None:
             nonlocal open_sockets
             at = now()
             times.append(at - peer.sent_at)
-            if at < end:
+            if pause and at + pause < end:
+                later(pause, send, peer)
+                return
+            if not pause and at < end:
                 peer.sent_at = at
                 peer.send(say(peer))
                 return
@@ -85,9 +96,12 @@ class Load:
                 idle.set()
 
         began = now()
-        for peer in peers:
-            peer.on_message, peer.sent_at = answered, now()
-            peer.send(say(peer))
+        for number, peer in enumerate(peers):
+            peer.on_message = answered
+            if pause:
+                later(pause * number / len(peers), send, peer)
+            else:
+                send(peer)
         async with asyncio.timeout(seconds + 30):
             await idle.wait()
         took = now() - began
@@ -137,6 +151,14 @@ class Load:
         """See `tests.bench.visible`."""
         self._prepare_keys(1)
         return await visible.probe(self.keys[0], **arguments)
+
+    async def fetch(self, **arguments: Any) -> dict[str, Any]:
+        """See `tests.bench.callers`."""
+        return await callers.fetch(**arguments)
+
+    async def cycle(self, **arguments: Any) -> dict[str, Any]:
+        """See `tests.bench.callers`."""
+        return await callers.cycle(**arguments)
 
     async def close(self, group: str) -> dict[str, Any]:
         """Drop the connections of a group."""

@@ -1,11 +1,13 @@
 """The server under test in its own process: the product's server program, with the product in it or with a ceiling.
 
 `python -m tests.bench.server APPLICATION --fd N`. The ceilings stand under the product's name, so everything that
-`cyborgweb.web` decides (event loop, protocol, limits) is the same for all of them.
+`cyborgweb.web` decides (event loop, protocol, limits) is the same for all of them. As APPLICATION `granian` it is
+granian, with granian's own arguments.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import types
 from typing import Any
@@ -62,6 +64,8 @@ def main() -> None:
     """Serve until killed."""
     name = sys.argv.pop(1)
     die_with_parent()
+    if name == "granian":
+        os.execv(sys.executable, [sys.executable, "-m", "granian", *sys.argv[1:]])  # the death signal stays
     keys()
     if name in CEILINGS:
         stand_in: Any = types.ModuleType("cyborgweb.asgi")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import base64
 import http.client
 import json
+import ssl
 from dataclasses import dataclass, field
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
@@ -26,16 +25,21 @@ class WireAgent:
     epoch: int = 1
     key: Ed25519PrivateKey = field(default_factory=Ed25519PrivateKey.generate)
     versions: tuple[str, ...] = wire.VERSIONS
+    boot_id: str = "boot-1"
+    fingerprint: str = ""
+    tls: ssl.SSLContext | None = None
     welcome: wire.Welcome | None = None
 
     @property
     def public_key(self) -> str:
         """base64url."""
-        return base64.urlsafe_b64encode(self.key.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)).decode()
+        return wire.public_text(self.key.public_key())
 
     def challenge(self) -> str:
         """A nonce of the gateway."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
+        if self.tls:
+            connection = http.client.HTTPSConnection("127.0.0.1", self.port, timeout=10, context=self.tls)
         connection.request("GET", wire.CHALLENGE_PATH)
         nonce: str = json.loads(connection.getresponse().read())["nonce"]
         connection.close()
@@ -43,8 +47,8 @@ class WireAgent:
 
     def credential(self, nonce: str, **changes: object) -> str:
         """The Authorization header; `changes` forge single fields after signing."""
-        signed = wire.signed_bytes(self.host, self.node, self.epoch, nonce, "")
-        signature = base64.urlsafe_b64encode(self.key.sign(signed)).decode()
+        signed = wire.signed_bytes(self.host, self.node, self.epoch, nonce, self.fingerprint)
+        signature = wire.sign(self.key, signed)
         fields = {"host": self.host, "node": self.node, "epoch": self.epoch, "nonce": nonce, "token": self.token}
         values = fields | {"public_key": self.public_key, "signature": signature} | changes
         return wire.authorization(wire.Credential(**values))  # type: ignore[arg-type]
@@ -53,7 +57,8 @@ class WireAgent:
         """Connected and welcomed."""
         header = authorization if authorization is not None else self.credential(self.challenge())
         socket = connect(
-            f"ws://127.0.0.1:{self.port}{wire.PATH}",
+            f"{'wss' if self.tls else 'ws'}://127.0.0.1:{self.port}{wire.PATH}",
+            ssl=self.tls,
             additional_headers={"Authorization": header},
             subprotocols=list(self.versions),  # type: ignore[arg-type]
             compression=None,
@@ -63,6 +68,12 @@ class WireAgent:
         welcome = wire.decode_from_gateway(socket.recv(timeout=10))
         assert isinstance(welcome, wire.Welcome)
         self.welcome = welcome
+        return socket
+
+    def speaking(self) -> ClientConnection:
+        """Connected, welcomed, and its Hello sent."""
+        socket = self.connect()
+        socket.send(wire.encode(wire.Hello("9.9", self.boot_id)))
         return socket
 
     def refused(self, authorization: str | None = None) -> tuple[int, str]:

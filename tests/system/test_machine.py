@@ -32,7 +32,7 @@ SETTINGS = {
 def product() -> Iterator[Product]:
     """One product for this file, which has seen the fake FPGA."""
     with fresh() as folder, running(Product(folder / "state", SETTINGS)) as started:
-        until_fake(started, "inactive")
+        until_fake(started, "ready")
         yield started
 
 
@@ -107,7 +107,7 @@ def test_an_unplugged_device_is_missing_and_a_plugged_one_is_back(product: Produ
     assert FAKE[0] not in {device["vendor"] for device in v2_devices(product, token)}
     assert others == {key: state for key, state in states(product).items() if key != FAKE}
     fake(product, "plug", "0")
-    until_fake(product, "inactive")
+    until_fake(product, "ready")
     assert FAKE[0] in {device["vendor"] for device in v2_devices(product, token)}
     told = product.rows("SELECT action FROM accelerators_event WHERE action LIKE 'device.%%' ORDER BY id DESC LIMIT 2")
     assert told == [("device.back",), ("device.missing",)]
@@ -138,7 +138,7 @@ def test_what_changed_while_the_gateway_was_away_is_told_when_it_is_back(product
     until_fake(product, "missing")
     product.until(lambda: len([v for v, _ in states(product) if v == FAKE[0]]) == 3, 30, "three fake FPGAs")
     fake(product, "reset")
-    until_fake(product, "inactive")
+    until_fake(product, "ready")
     assert product.child("agent") == agent
 
 

@@ -11,6 +11,9 @@ import pytest
 from django.core.management import CommandError, call_command
 from django.test import override_settings
 
+from accelerators import rules
+from accelerators.caller import Caller
+from accelerators.models import AdmissionRule
 from agents import wire
 from agents.models import JoinToken
 from cyborgweb.management.commands import prepare
@@ -58,8 +61,19 @@ def test_prepare_makes_the_first_login_once(tmp_path: Path, monkeypatch: pytest.
     assert stat.S_IMODE(login.stat().st_mode) == 0o600
     assert facts["login"] == login.read_text().strip()
     again = json.loads(said("prepare", "--address", "http://127.0.0.1:1")[-1])
-    assert again["login"] == facts["login"]
-    assert set(facts["jobs"]) == {"merge", "leases", "sweep", "deadlines"}
+    assert again["login"] == facts["login"] and not AdmissionRule.objects.exists()
+    assert set(facts["jobs"]) == {"merge", "leases", "sweep", "deadlines", "drains"}
+
+
+def test_prepare_lets_fake_devices_in_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "keys", lambda: Keys(state_dir=str(tmp_path)))
+    words = ("prepare", "--address", "http://127.0.0.1:1")
+    said(*words, "--sample-rules")
+    rule = AdmissionRule.objects.get()
+    assert (rule.driver, rule.action) == ("fake_driver", "ready")
+    rules.delete(rule.uuid, Caller("olga", "", frozenset(), ""))
+    prepare._sample_rules()
+    assert not AdmissionRule.objects.exists()
 
 
 def test_configuration_comes_from_environment_then_file(tmp_path: Path) -> None:

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+from uuid import UUID
 
 import django_filters as filters
 from django.contrib.postgres.expressions import ArraySubquery
 from django.db.models import Count, IntegerField, OuterRef, Q, QuerySet, Subquery, Value
 from django.db.models.functions import Coalesce, JSONObject
 from rest_framework import serializers
+from rest_framework.request import Request
+from rest_framework.response import Response
 
+from accelerators import actions, lifecycle
+from accelerators.actions import Action
 from accelerators.api.own.representation import (
     Chosen,
     DeployableReference,
     DeviceReference,
     HostReference,
     Url,
+    Why,
     attach_info,
 )
 from accelerators.api.own.views import Collection
 from accelerators.models import AcceleratorRequest, AttachHandle, Attribute, Deployable, Device, Host
 from accelerators.models.devices import driver_error
-from accelerators.states import DEVICE_MOVES, DeviceState, DeviceType, HandleType, Health
-
-ASKED_FOR = frozenset(
-    {DeviceState.READY, DeviceState.MAINTENANCE, DeviceState.INACTIVE, DeviceState.QUARANTINED, DeviceState.RETIRED}
-)
-"""States that a person can ask for; the others come about."""
+from accelerators.states import DeviceState, DeviceType, Drain, HandleType, Health
 
 
 def number_of(rows: QuerySet[Any], column: str) -> Coalesce:
@@ -91,6 +93,9 @@ class DeviceFilter(filters.FilterSet):
     type = filters.MultipleChoiceFilter(choices=[(word, word) for word in DeviceType], distinct=False)
     vendor = filters.CharFilter()
     driver = filters.CharFilter()
+    draining = filters.BooleanFilter(
+        field_name="drain_to", lookup_expr="isnull", exclude=True, help_text="Whether it waits for its last request."
+    )
     stale = filters.BooleanFilter(method="by_freshness", help_text="Whether what is shown may be out of date.")
 
     def by_freshness(self, devices: QuerySet[Device], name: str, wanted: bool) -> QuerySet[Device]:
@@ -106,6 +111,8 @@ class DeviceSerializer(Chosen):
     url = Url("devices", source="uuid")
     host = HostReference(read_only=True)
     next_actions = serializers.SerializerMethodField()
+    draining = serializers.SerializerMethodField()
+    held = serializers.IntegerField(read_only=True, help_text="How many requests hold one of its attach handles.")
     stale = serializers.SerializerMethodField()
 
     class Meta:
@@ -125,6 +132,9 @@ class DeviceSerializer(Chosen):
             "state_reason",
             "state_since",
             "state_by",
+            "returns_to",
+            "draining",
+            "held",
             "next_actions",
             "status_reason",
             "status_since",
@@ -139,12 +149,35 @@ class DeviceSerializer(Chosen):
         read_only_fields = fields
 
     def get_next_actions(self, device: Device) -> list[str]:
-        """The states that can be asked for now."""
-        return sorted(DEVICE_MOVES[DeviceState(device.state)] & ASKED_FOR)
+        """What can be asked of it now: each is a POST to its address and the word."""
+        return [action.value for action in actions.possible(lifecycle.standing(device, device.held))]
+
+    def get_draining(self, device: Device) -> dict[str, Any] | None:
+        """What it becomes (`to`) when its last request is gone, and how many are left; null: it does not drain."""
+        return {"to": device.drain_to, "left": device.held} if device.drain_to else None
 
     def get_stale(self, device: Device) -> str:
         """Why what is shown may be out of date; empty when it is not."""
         return device.host.why_stale(device.driver)
+
+
+class WhyAndThen(Why):
+    """What may be said of a drain."""
+
+    then = serializers.ChoiceField(
+        [word.value for word in Drain], default=Drain.MAINTENANCE.value, help_text="What it becomes when it is free."
+    )
+
+
+def _asks(action: Action) -> Callable[..., Response]:
+    def answer(view: Collection, request: Request, **kwargs: str) -> Response:
+        said = view.said(request)
+        then = Drain(said.get("then", Drain.MAINTENANCE))
+        lifecycle.ask(action, UUID(kwargs["uuid"]), view.caller, said.get("reason", ""), then)
+        return Response(view.get_serializer(view.get_object()).data)
+
+    answer.__doc__ = actions.MEANING[action]
+    return answer
 
 
 class DeviceView(Collection):
@@ -152,14 +185,26 @@ class DeviceView(Collection):
 
     policy = "inventory"
     orders = {"created": "id", "state": "state", "type": "type"}
-    acts = (
-        ("Enable", "/v2/devices/{uuid}/enable", "cyborg:device:enable"),
-        ("Disable", "/v2/devices/{uuid}/disable", "cyborg:device:disable"),
-    )
-    shows = ("devices", "hosts")
+    verbs = dict.fromkeys([action.value for action in Action], Why) | {"drain": WhyAndThen}
+    dangerous = (Action.RETIRE.value,)
+    enable, disable, drain = _asks(Action.ENABLE), _asks(Action.DISABLE), _asks(Action.DRAIN)
+    quarantine, release = _asks(Action.QUARANTINE), _asks(Action.RELEASE)
+    retire, reinstate = _asks(Action.RETIRE), _asks(Action.REINSTATE)
+    shows = ("devices", "hosts", "requests")
     serializer_class = DeviceSerializer
     filterset_class = DeviceFilter
-    queryset = Device.objects.select_related("host")
+    queryset = Device.objects.select_related("host").annotate(
+        held=number_of(AcceleratorRequest.objects.all(), "attach_handle__deployable__device")
+    )
+
+    @property
+    def policy_rules(self) -> dict[str, str]:
+        """Looking is one thing, deciding another."""
+        return super().policy_rules | {"POST": "cyborg:device:update"}
+
+    def offered(self, data: Mapping[str, Any]) -> Iterable[str]:
+        """What is possible now."""
+        return data.get("next_actions", ())
 
 
 class DeployableFilter(filters.FilterSet):

@@ -12,6 +12,8 @@ import orjson
 from rest_framework import serializers
 from rest_framework.exceptions import ParseError
 
+from accelerators.lifecycle import MAX_REASON
+
 
 class Url(serializers.URLField):
     """The address of a row of `collection`; `source` is the path to its key."""
@@ -91,13 +93,24 @@ class Text(serializers.CharField):
         return super().to_internal_value(data)
 
 
-class Chosen(serializers.ModelSerializer):
-    """A row with `?fields=a,b` applied (`context["fields"]`). What is written may name only what can be written."""
+class Flag(serializers.BooleanField):
+    """True or false; no word for it."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        for name in set(self.fields) - set(self.context.get("fields") or self.fields):
-            self.fields.pop(name)
+    def to_internal_value(self, data: Any) -> bool:
+        """As it came."""
+        return data if isinstance(data, bool) else self.fail("invalid", input=data)
+
+
+class Number(serializers.IntegerField):
+    """A whole number; no text of it."""
+
+    def to_internal_value(self, data: Any) -> int:
+        """As it came."""
+        return data if isinstance(data, int) and not isinstance(data, bool) else self.fail("invalid")
+
+
+class Closed(serializers.Serializer):
+    """What is written may name only what can be written."""
 
     def to_internal_value(self, data: Any) -> Any:
         """The values; 400 for a field that there is not."""
@@ -106,6 +119,23 @@ class Chosen(serializers.ModelSerializer):
             sentence = f"{', '.join(unknown)[:200]}: cannot be written; {', '.join(writable)} can."
             raise serializers.ValidationError({"non_field_errors": [sentence]})
         return super().to_internal_value(data)
+
+
+class Chosen(Closed, serializers.ModelSerializer):
+    """A row with `?fields=a,b` applied (`context["fields"]`)."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        for name in set(self.fields) - set(self.context.get("fields") or self.fields):
+            self.fields.pop(name)
+
+
+class Why(Closed):
+    """What may be said with an action."""
+
+    reason = Text(
+        max_length=MAX_REASON, allow_blank=True, required=False, help_text="Shown with it, and with its event."
+    )
 
 
 def chosen(text: str, fields: Mapping[str, Any]) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from accelerators.api.own.demand import AcceleratorView, RequestView
 from accelerators.api.own.inventory import AttachHandleView, DeployableView, DeviceView, HostView
 from accelerators.api.own.profiles import ProfileView
 from accelerators.api.own.records import EventView
+from accelerators.api.own.rules import RuleView
 from accelerators.api.own.views import Collection
 
 RESOURCES: Mapping[str, type[Collection]] = {
@@ -18,5 +19,6 @@ RESOURCES: Mapping[str, type[Collection]] = {
     "accelerators": AcceleratorView,
     "requests": RequestView,
     "profiles": ProfileView,
+    "rules": RuleView,
     "events": EventView,
 }

@@ -8,7 +8,7 @@ show, read before the rows: a page may be newer than its tag, never older.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -23,6 +23,7 @@ from rest_framework.parsers import BaseParser
 from rest_framework.renderers import BaseRenderer
 from rest_framework.request import Request
 from rest_framework.response import Response
+from rest_framework.serializers import Serializer
 from rest_framework.viewsets import GenericViewSet
 
 from accelerators import generations
@@ -96,8 +97,11 @@ class Collection(GenericViewSet):
     orders: ClassVar[Mapping[str, str]] = {"created": "id"}
     """What a list can be ordered by, and the indexed field behind the word; the first is the default."""
     default_order: ClassVar[str] = "created"
-    acts: ClassVar[tuple[tuple[str, str, str], ...]] = ()
-    """What v2 can do to a member: its word, its address, its rule. Offered on the member's page."""
+    verbs: ClassVar[Mapping[str, type[Serializer]]] = {}
+    """What can be done to a member beside changing it, and what may be sent with it: POST to its address and the word,
+    answered by the method of that name. Its rule is that of changing a member."""
+    dangerous: ClassVar[tuple[str, ...]] = ()
+    """Verbs about which a page asks twice."""
     shows: ClassVar[tuple[generations.Collection, ...]] = ()
     """The collections whose generations a page depends on; none: the page itself is its tag."""
 
@@ -106,6 +110,8 @@ class Collection(GenericViewSet):
         """Method → rule, as permission classes ask for it."""
         read = "get_one" if self.detail else "get_all"
         verbs = {"GET": read, "HEAD": read, "POST": "create", "PATCH": "update", "DELETE": "delete"}
+        if self.detail:
+            verbs["POST"] = "update"
         return {method: f"cyborg:{self.policy}:{verb}" for method, verb in verbs.items()}
 
     @property
@@ -168,6 +174,16 @@ class Collection(GenericViewSet):
     def _page(self, queryset: QuerySet[Any]) -> Any:
         rows = self.paginate_queryset(queryset)
         return self.get_paginated_response(self.get_serializer(self.prepare(rows), many=True).data).data
+
+    def said(self, request: Request) -> dict[str, Any]:
+        """What the body of a verb says; there need be none."""
+        body = self.verbs[self.action](data=request.data, context=self.get_serializer_context())
+        body.is_valid(raise_exception=True)
+        return dict(body.validated_data)
+
+    def offered(self, data: Mapping[str, Any]) -> Iterable[str]:
+        """The verbs to offer on the page of a member that is shown as `data`."""
+        return self.verbs.keys()
 
     def prepare(self, rows: list[Any]) -> list[Any]:
         """A page's rows before they are shown, for what is not in the database."""

@@ -9,7 +9,7 @@ from uuid import UUID
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from accelerators import lifecycle
+from accelerators import attributes
 from accelerators.api.v2 import arguments, bodies
 from accelerators.api.v2.faults import Fault, bad_input, missing_argument
 from accelerators.api.v2.resource import Resource, links, moment, plain
@@ -53,10 +53,10 @@ class Attributes(View):
         if isinstance(body, dict) and isinstance(body.get("attribute"), dict):
             body = body["attribute"]
         bodies.shape(isinstance(body, dict), "An attribute must be an object with deployable_id, key and value.")
-        made = lifecycle.set_attribute(
+        made = attributes.put(
             _integer(body.get("deployable_id")),
             bodies.text(body.get("key"), "key"),
-            bodies.text(body.get("value"), "value", lifecycle.MAX_VALUE, 0),
+            bodies.text(body.get("value"), "value", attributes.MAX_VALUE, 0),
             request.user,
         )
         return Response(ATTRIBUTES.find(str(made), self.version, self.base), 201)
@@ -69,7 +69,7 @@ class Attributes(View):
             raise missing_argument("uuid")
         if not arguments.stored(named):
             raise Fault(404, f"Attribute not found with uuid={named}")
-        lifecycle.remove_attribute(UUID(named), request.user)
+        attributes.remove(UUID(named), request.user)
         return Response(None, 204)
 
 

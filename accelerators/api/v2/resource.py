@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from django.db import connection
-
+from accelerators import conductor
 from accelerators.api.v2.arguments import ListQuery, unknown_marker
 from accelerators.api.v2.versions import MINIMUM, Version
 
@@ -105,7 +104,5 @@ class Resource:
 
 
 def _text(sql: str, params: Mapping[str, object]) -> bytes | None:
-    with connection.cursor() as cursor:
-        cursor.execute(sql, params)
-        row = cursor.fetchone()
+    row = conductor.cursor().execute(sql, params).fetchone()
     return row[0].encode() if row else None

@@ -5,9 +5,12 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from django.conf import settings
 from django.core.management.base import BaseCommand, CommandError
+from django.utils.module_loading import import_string
 
 from agents import enrolment
+from drivers.configuration import ConfigurationError
 
 
 class Command(BaseCommand):
@@ -15,16 +18,36 @@ class Command(BaseCommand):
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("host", help="the host's name: its compute provider's name in Placement, usually its FQDN")
-        parser.add_argument("--address", default="http://127.0.0.1:8000", help="where the agent reaches the conductor")
+        parser.add_argument(
+            "--address",
+            help="where the agent reaches the conductor (default: the agents' TLS listener, else http://127.0.0.1:8000)",
+        )
+        parser.add_argument(
+            "--unpinned",
+            action="store_true",
+            help="the address is https at a proxy, or with a certificate that the host's authorities vouch for",
+        )
         parser.add_argument("--hours", type=int, default=24, help="how long the token is valid (default: 24)")
 
     def handle(self, *args: Any, **options: Any) -> None:
         if not 0 < len(options["host"]) <= 255:
             raise CommandError("HOST is 1 to 255 characters")
-        if not options["address"].startswith(("http://", "https://")):
+        asked = options["address"] or ""
+        if asked and not asked.startswith(("http://", "https://")):
             raise CommandError("--address begins with http:// or https://")
+        try:
+            address, fingerprint = import_string(settings.AGENTS_DOOR)(asked, options["unpinned"])
+        except ConfigurationError as error:
+            raise CommandError(f"{error}; --address says it") from None
         token = enrolment.make_token(
-            options["host"], address=options["address"], hours=options["hours"], created_by="command line"
+            options["host"],
+            address=address,
+            hours=options["hours"],
+            created_by="command line",
+            fingerprint=fingerprint,
         )
-        self.stdout.write(f"Join token for {options['host']}, valid for {options['hours']} hours:")
+        pinned = f", pins certificate sha256:{fingerprint}" if fingerprint else ""
+        self.stdout.write(
+            f"Join token for {options['host']}, valid for {options['hours']} hours, at {address}{pinned}:"
+        )
         self.stdout.write(token)

@@ -15,7 +15,10 @@ from django.core.management import call_command
 from django.core.management.base import BaseCommand
 from django.db import connection
 
-from accelerators import ticks
+from accelerators import rules, ticks
+from accelerators.caller import Caller
+from accelerators.models import AdmissionRule, Event, Host
+from accelerators.states import Source
 from agents import enrolment
 from agents.host.settings import AgentSettings, host_of
 from cyborgweb.settings.keys import keys
@@ -32,11 +35,16 @@ class Command(BaseCommand):
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--address", required=True, help="where agents reach this conductor: http://host:port")
+        parser.add_argument(
+            "--sample-rules", action="store_true", help="let fake devices in by a rule, if the installation is new"
+        )
 
     def handle(self, *args: Any, **options: Any) -> None:
         with connection.cursor() as cursor:
             cursor.execute("SELECT pg_advisory_lock(%s)", [MIGRATION_LOCK])
         call_command("migrate", verbosity=0, interactive=False, stdout=sys.stderr, skip_checks=True)
+        if options["sample_rules"]:
+            _sample_rules()
         path = keys().state / "first-login"
         with_keystone = keys().auth == "keystone"
         facts = {
@@ -63,9 +71,17 @@ def _first_login(path: Path) -> str:
     return f"admin / {password}"
 
 
+def _sample_rules() -> None:
+    """`fake_driver → ready`, unless there ever was a rule or a host: who deletes it does not get it back."""
+    if AdmissionRule.objects.exists() or Host.objects.exists() or Event.objects.filter(action="rule.deleted").exists():
+        return
+    values = {"name": "fake-devices", "driver": "fake_driver", "action": "ready"}
+    rules.create(values, Caller("prepare", "", frozenset(), ""), Source.SYSTEM)
+
+
 def _join(address: str) -> str:
     host, _ = host_of(load(AgentSettings, os.environ), None, "")
-    return enrolment.make_token(host, address=address, hours=keys().join_token_hours, created_by="prepare")
+    return enrolment.make_token(host, address=address, hours=keys().join_token_hours, created_by=enrolment.MACHINE)
 
 
 def _dsn() -> str:

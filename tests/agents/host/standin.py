@@ -58,6 +58,9 @@ class StandIn:
     after_welcome: list[str] = field(default_factory=list)
     credentials: list[wire.Credential] = field(default_factory=list)
     hellos: list[wire.Hello] = field(default_factory=list)
+    alive: list[wire.Alive] = field(default_factory=list)
+    new_keys: list[wire.NewKey] = field(default_factory=list)
+    acknowledge_keys: bool = True
     reports: list[wire.Report] = field(default_factory=list)
     beats: list[wire.Beat] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
@@ -111,6 +114,12 @@ class StandIn:
         key.verify(base64.urlsafe_b64decode(one.signature), signed)
         self.credentials.append(one)
 
+    def _check(self, told: wire.NewKey) -> None:
+        by = self.credentials[-1]
+        data = wire.rotation_bytes(by.host, by.public_key, told.public_key, self.fingerprint)
+        assert wire.is_signed(by.public_key, told.signature, data)
+        assert wire.is_signed(told.public_key, told.proof, data)
+
     async def _session(self, socket: ServerConnection) -> None:
         self.sockets.append(socket)
         welcome = wire.Welcome(
@@ -138,5 +147,12 @@ class StandIn:
             self.beats.append(message)
             if self.acknowledge_beats:
                 await socket.send(wire.encode(wire.Ack(seq=message.seq, of="Beat")))
+        elif isinstance(message, wire.NewKey):
+            self._check(message)
+            self.new_keys.append(message)
+            if self.acknowledge_keys:
+                await socket.send(wire.encode(wire.Ack(seq=0, of="NewKey")))
+        elif isinstance(message, wire.Alive):
+            self.alive.append(message)
         elif isinstance(message, wire.Hello):
             self.hellos.append(message)

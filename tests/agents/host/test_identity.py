@@ -10,14 +10,14 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from agents import wire
-from agents.host.identity import FILE, load_or_make
+from agents.host.identity import FILE, NEXT, load_or_make
 from drivers.configuration import ConfigurationError
 
 
 def test_the_key_is_made_once_and_private(tmp_path: Path) -> None:
     first = load_or_make(tmp_path, "cmp1.example", "cmp1")
     assert stat.S_IMODE((tmp_path / FILE).stat().st_mode) == 0o600
-    assert load_or_make(tmp_path, "cmp1.example", "cmp1").public_key == first.public_key
+    assert load_or_make(tmp_path, "cmp1.example", "cmp1").current.public_key == first.current.public_key
     assert [path.name for path in tmp_path.iterdir()] == [FILE]
 
 
@@ -43,10 +43,50 @@ def test_what_is_not_a_key_is_said_so(tmp_path: Path, content: bytes) -> None:
 
 
 def test_the_credential_proves_the_key_for_this_host_epoch_nonce_and_server(tmp_path: Path) -> None:
-    identity = load_or_make(tmp_path, "cmp1.example", "cmp1")
+    identity = load_or_make(tmp_path, "cmp1.example", "cmp1").current
     challenge = wire.Challenge(nonce="n" * 24, seconds=30, versions=wire.VERSIONS)
     credential = wire.parse_authorization(wire.authorization(identity.credential(challenge, 7, "ab12", "secret")))
     signed = wire.signed_bytes("cmp1.example", "cmp1", 7, challenge.nonce, "ab12")
     key = Ed25519PublicKey.from_public_bytes(base64.urlsafe_b64decode(credential.public_key))
     key.verify(base64.urlsafe_b64decode(credential.signature), signed)
     assert (credential.token, credential.epoch) == ("secret", 7)
+
+
+def test_the_key_to_come_is_on_disk_beside_the_present_one_until_it_is_adopted(tmp_path: Path) -> None:
+    keys = load_or_make(tmp_path, "h", "h")
+    coming = keys.prepare()
+    assert keys.prepare() is coming
+    assert stat.S_IMODE((tmp_path / NEXT).stat().st_mode) == 0o600
+    again = load_or_make(tmp_path, "h", "h")
+    assert again.following and again.following.public_key == coming.public_key != again.current.public_key
+    again.adopt()
+    assert (again.current.public_key, again.following) == (coming.public_key, None)
+    last = load_or_make(tmp_path, "h", "h")
+    assert (last.current.public_key, last.following) == (coming.public_key, None)
+    assert [path.name for path in tmp_path.iterdir()] == [FILE]
+
+
+def test_while_the_disk_refuses_no_key_in_use_is_overwritten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    keys = load_or_make(tmp_path, "h", "h")
+    first = keys.current
+    second = keys.prepare()
+    with monkeypatch.context() as disk:
+        disk.setattr(Path, "rename", full)
+        keys.adopt()
+        assert keys.current is second
+        with pytest.raises(ConfigurationError, match="No space left"):
+            keys.prepare()
+    stored = load_or_make(tmp_path, "h", "h")
+    assert stored.following and (stored.current.public_key, stored.following.public_key) == (
+        first.public_key,
+        second.public_key,
+    )
+    third = keys.prepare()
+    stored = load_or_make(tmp_path, "h", "h")
+    assert stored.following and (stored.current.public_key, stored.following.public_key) == (
+        second.public_key,
+        third.public_key,
+    )

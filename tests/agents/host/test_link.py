@@ -49,9 +49,9 @@ async def agent(
     directory: Path, gateway: Gateway, *, pace: Pace = QUICK, limit: Callable[[int], None] = lambda _: None
 ) -> AsyncIterator[Agent]:
     journal = open_journal(directory, "cmp1.example")
-    identity = load_or_make(directory, "cmp1.example", "cmp1")
+    keys = load_or_make(directory, "cmp1.example", "cmp1")
     hello = wire.Hello(agent_version="1", boot_id="b", drivers=("fake_driver",))
-    link = Link(journal, identity, gateway, hello, limit, pace)
+    link = Link(journal, keys, gateway, hello, limit, pace)
     task = asyncio.ensure_future(link.run())
     try:
         yield Agent(journal, link)

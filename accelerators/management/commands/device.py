@@ -1,0 +1,190 @@
+"""`manage.py device`: the life cycle of devices at a shell, for people (tables) and scripts (`--json`, exit status)."""
+
+from __future__ import annotations
+
+import argparse
+import getpass
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+from uuid import UUID
+
+from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.db.models import QuerySet
+from django.forms.models import model_to_dict
+
+from accelerators import actions, lifecycle, rules
+from accelerators.actions import Action
+from accelerators.caller import Caller
+from accelerators.models import AcceleratorRequest, Device, Event
+from accelerators.refusals import Refused
+from accelerators.states import DeviceState, DeviceType, Drain
+
+COLUMNS = ("uuid", "state", "status", "type", "model", "address", "host", "driver")
+EVENTS = 10
+LOTS = 1000
+"""With more devices than these, progress is told on the way."""
+TEACHING = """\
+A device is found inactive. Enable it, and it is offered (ready); disable it, and it is in maintenance; what instances
+hold stays theirs. Drain takes it out of offer and says when its last request is gone; --then retired retires it then.
+Quarantine is for what is not to be trusted; release ends it. Retire is for good and refused while somebody holds the
+device; reinstate takes it back as inactive. Admit applies the admission rules to devices that are inactive now.
+
+  manage.py device list --host cmp1.example --state inactive
+  manage.py device enable 3f1c… 77ab… --reason "burnt in"
+  manage.py device list --host cmp1.example --quiet | manage.py device drain - --then retired --reason "end of lease"
+
+Exit status 1: something was refused; the table says what, and why.
+"""
+
+
+class Command(BaseCommand):
+    help = (
+        "List devices, show one, and decide about them: enable, drain, disable, quarantine, release, retire, reinstate."
+    )
+
+    def create_parser(self, prog_name: str, subcommand: str, **kwargs: Any) -> CommandParser:
+        """With the teaching below the options, its lines kept."""
+        kwargs |= {"formatter_class": argparse.RawDescriptionHelpFormatter, "epilog": TEACHING}
+        return super().create_parser(prog_name, subcommand, **kwargs)
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=argparse.ArgumentParser)
+        listing = verbs.add_parser("list", help="the devices there are, by host")
+        listing.add_argument("--host", help="of this host alone")
+        listing.add_argument("--state", choices=[*DeviceState], help="in this state alone")
+        listing.add_argument("--type", choices=[*DeviceType], help="of this type alone")
+        listing.add_argument("--driver", help="of this driver alone")
+        listing.add_argument("--quiet", action="store_true", help="only their uuids, one a line, for another command")
+        show = verbs.add_parser("show", help="one device, why it is so, and what happened to it last")
+        show.add_argument("uuid", metavar="UUID", type=_uuid)
+        for action in Action:
+            verb = verbs.add_parser(action.value, help=actions.MEANING[action])
+            verb.add_argument("uuids", metavar="UUID", nargs="+", type=_uuid_or_dash, help="- reads them from stdin")
+            verb.add_argument("--reason", default="", help="shown with the device and its events")
+            if action is Action.DRAIN:
+                verb.add_argument("--then", choices=[*Drain], default=Drain.MAINTENANCE, help="what it becomes then")
+        admit = verbs.add_parser("admit", help="apply the admission rules to devices that are inactive now")
+        admit.add_argument("--dry-run", action="store_true", help="only say how many devices each rule would move")
+        for verb in verbs.choices.values():
+            verb.add_argument("--json", action="store_true", help="for scripts: JSON on standard output")
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        verb = options["verb"]
+        handler = getattr(self, f"_{verb}", None) or self._act
+        handler(options)
+
+    def _list(self, options: dict[str, Any]) -> None:
+        named = {"host": "host__name", "state": "state", "type": "type", "driver": "driver"}
+        asked = {column: options[name] for name, column in named.items() if options[name]}
+        devices = Device.objects.filter(**asked).select_related("host").order_by("host__name", "id")
+        if options["quiet"]:
+            for uuid in devices.values_list("uuid", flat=True).iterator():
+                self.stdout.write(str(uuid))
+            return
+        self._print(_rows(devices), COLUMNS, options["json"])
+
+    def _show(self, options: dict[str, Any]) -> None:
+        device = Device.objects.select_related("host").filter(uuid=options["uuid"]).first()
+        if device is None:
+            raise CommandError(f"there is no device {options['uuid']}; `manage.py device list` shows what there is")
+        facts = {"uuid": str(device.uuid), "host": device.host.name}
+        facts |= {name: value for name, value in model_to_dict(device).items() if name not in ("id", "host")}
+        held = AcceleratorRequest.objects.filter(attach_handle__deployable__device=device).count()
+        facts |= {"state_since": device.state_since.isoformat(timespec="seconds"), "requests": held}
+        facts["possible"] = ", ".join(actions.possible(lifecycle.standing(device, held)))
+        events = [
+            {
+                "at": event.at.isoformat(timespec="seconds"),
+                "action": event.action,
+                "by": event.actor,
+                "why": event.reason,
+            }
+            for event in Event.objects.filter(subject=device.uuid)[:EVENTS]
+        ]
+        if options["json"]:
+            self.stdout.write(json.dumps(facts | {"events": events}, default=str))
+            return
+        for name, value in facts.items():
+            if value not in ("", None):
+                self.stdout.write(f"{name:18} {value}")
+        self.stdout.write("")
+        self._print(events, ("at", "action", "by", "why"), False)
+
+    def _act(self, options: dict[str, Any]) -> None:
+        uuids = list(dict.fromkeys(_spelled_out(options["uuids"])))
+        action, then = Action(options["verb"]), Drain(options.get("then", Drain.MAINTENANCE))
+        results: list[lifecycle.Result] = []
+        try:
+            for part in lifecycle.many(action, uuids, _caller(), options["reason"], then):
+                results += part
+                if len(uuids) > LOTS:
+                    self.stderr.write(f"{len(results)} of {len(uuids)}")
+        except Refused as refused:
+            raise CommandError(refused.text) from None
+        rows = [asdict(result) | {"uuid": str(result.uuid)} for result in results]
+        self._print(rows, ("uuid", "outcome", "state", "name", "host", "text"), options["json"])
+        counts = Counter(result.outcome for result in results)
+        if not options["json"]:
+            self.stderr.write(", ".join(f"{number} {word}" for word, number in counts.items()))
+        if counts["refused"]:
+            sys.exit(1)
+
+    def _admit(self, options: dict[str, Any]) -> None:
+        counts = rules.preview()
+        if not options["dry_run"]:
+            moved = 0
+            for number in rules.apply(_caller()):
+                moved += number
+                if counts.total() > LOTS:
+                    self.stderr.write(f"{moved} of {counts.total()}")
+        self._print(
+            [{"rule": name, "devices": number} for name, number in counts.items()], ("rule", "devices"), options["json"]
+        )
+
+    def _print(self, rows: Iterable[dict[str, Any]], columns: Sequence[str], as_json: bool) -> None:
+        if as_json:
+            self.stdout.write(json.dumps(list(rows), default=str))
+            return
+        lines = [columns, *([str(row[name] if row[name] is not None else "") for name in columns] for row in rows)]
+        widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+        for line in lines:
+            self.stdout.write("  ".join(map(str.ljust, line, widths)).rstrip())
+
+
+def _rows(devices: QuerySet[Device]) -> Iterator[dict[str, Any]]:
+    for device in devices.iterator():
+        row = {name: getattr(device, name) for name in COLUMNS}
+        drain = f" (drains to {device.drain_to})" if device.drain_to else ""
+        yield row | {"uuid": str(device.uuid), "host": device.host.name, "state": device.state + drain}
+
+
+def _caller() -> Caller:
+    """The person at the shell."""
+    return Caller(getpass.getuser(), "", frozenset(), "")
+
+
+def _uuid(text: str) -> UUID:
+    try:
+        return UUID(text.strip())
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no uuid; `manage.py device list` shows them") from None
+
+
+def _uuid_or_dash(text: str) -> UUID | None:
+    return None if text == "-" else _uuid(text)
+
+
+def _spelled_out(named: Iterable[UUID | None]) -> Iterator[UUID]:
+    for uuid in named:
+        if uuid is not None:
+            yield uuid
+            continue
+        for line in filter(str.strip, sys.stdin):
+            try:
+                yield UUID(line.strip())
+            except ValueError:
+                raise CommandError(f"{line.strip()[:64]!r} on standard input is no uuid") from None

@@ -1,0 +1,99 @@
+"""`manage.py agents`: who has joined, who is heard, and what can be decided about them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any
+
+from django.core.management.base import BaseCommand, CommandError
+
+from accelerators.refusals import Refused
+from agents import trust
+from agents.models import Agent
+from agents.standing import WORDS, seen_at, since, standing, word_of
+
+COLUMNS = ("host", "state", "version", "wire", "since", "note")
+
+
+class Command(BaseCommand):
+    help = (
+        "List agents: up, late or down by when they were last heard; revoked; clone, when two machines used one key. "
+        "With --admit or --rotate decide about one. `revoke_agent` ends one, `join_token` begins one."
+    )
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--json", action="store_true", help="as JSON, for programs")
+        parser.add_argument("--state", choices=WORDS, help="only these")
+        decision = parser.add_mutually_exclusive_group()
+        decision.add_argument("--admit", metavar="HOST", help="let in again what was taken for a clone")
+        decision.add_argument("--rotate", metavar="HOST", help="have it make a new key once it is connected")
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        if host := options["admit"]:
+            done = self._decide(host, trust.admit)
+            self.stdout.write(f"The agent of {host} {'may connect again' if done else 'is not barred'}.")
+        elif host := options["rotate"]:
+            self._decide(host, trust.ask_rotation)
+            self.stdout.write(f"The agent of {host} is asked for a new key; the event agent.rotated says when it came.")
+        else:
+            self._list(options["state"], options["json"])
+
+    def _decide(self, host: str, decide: Callable[[Agent, str], Any]) -> Any:
+        try:
+            return decide(trust.find(host), "command line")
+        except Refused as refused:
+            raise CommandError(refused.text) from None
+
+    def _list(self, word: str | None, as_json: bool) -> None:
+        found = Agent.objects.select_related("host__lease").order_by("host__name")
+        agents = list(found.filter(standing(word)) if word else found)
+        if as_json:
+            self.stdout.write(json.dumps([_facts(agent) for agent in agents], indent=2))
+        elif not agents:
+            self.stdout.write("No agents. `manage.py join_token HOST` prints what makes one.")
+        else:
+            rows = [COLUMNS, *(_row(agent) for agent in agents)]
+            widths = [max(len(row[n]) for row in rows) for n in range(len(COLUMNS))]
+            for row in rows:
+                cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+                self.stdout.write("  ".join(cells).rstrip())
+
+
+def _row(agent: Agent) -> tuple[str, ...]:
+    moment = since(agent)
+    asked = "a new key is asked for" if agent.rotate_asked_at else ""
+    return (
+        agent.host.name,
+        word_of(agent),
+        agent.version or "-",
+        agent.wire or "-",
+        f"{moment:%Y-%m-%d %H:%M:%S}" if moment else "never",
+        agent.barred_reason or asked,
+    )
+
+
+def _facts(agent: Agent) -> dict[str, object]:
+    return {
+        "host": agent.host.name,
+        "uuid": str(agent.host.uuid),
+        "state": word_of(agent),
+        "reason": agent.barred_reason,
+        "version": agent.version,
+        "wire": agent.wire,
+        "since": _iso(since(agent)),
+        "seen_at": _iso(seen_at(agent)),
+        "connected_at": _iso(agent.connected_at),
+        "boot_id": agent.boot_id,
+        "epoch": agent.epoch,
+        "address": agent.address,
+        "public_key": agent.public_key,
+        "key_since": _iso(agent.key_since),
+        "rotate_asked_at": _iso(agent.rotate_asked_at),
+    }
+
+
+def _iso(moment: datetime | None) -> str | None:
+    return moment.isoformat() if moment else None

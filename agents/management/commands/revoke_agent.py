@@ -1,0 +1,32 @@
+"""`manage.py revoke_agent HOST`: an agent that is not to be trusted any more."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from django.core.management.base import BaseCommand, CommandError
+
+from accelerators.refusals import Refused
+from agents import trust
+
+
+class Command(BaseCommand):
+    help = (
+        "Revoke a host's agent: its connections are closed within seconds, its key and its open join tokens are good "
+        "for nothing any more. What it was acknowledged before is kept. To have the host back, make a new join token."
+    )
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("host", help="the host's name, as `manage.py agents` lists it")
+        parser.add_argument("--reason", default="", help="shown with the refusal, in the console, and with the event")
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        host, reason = options["host"], options["reason"]
+        if len(reason) > trust.MAX_REASON:
+            raise CommandError(f"--reason has at most {trust.MAX_REASON} characters")
+        try:
+            done = trust.revoke(trust.find(host), "command line", reason)
+        except Refused as refused:
+            raise CommandError(refused.text) from None
+        self.stdout.write(f"The agent of {host} {'is revoked' if done else 'was revoked already'}.")

@@ -1,0 +1,119 @@
+"""Admission rules: which one fits, what a merge makes of it, what is applied to devices that wait."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accelerators import conductor, lifecycle, rules
+from accelerators.admission import Facts, Rule, first
+from accelerators.caller import Caller
+from accelerators.models import AdmissionRule, Deployable, Device, Event, Intent
+from accelerators.refusals import Reason, Refused
+from tests.support.reports import a_host, answer, apply, card
+
+OLGA = Caller("olga", "u", frozenset({"admin"}), "p1")
+CARD = Facts("cmp1.example", "pci_driver", "10de", "A100 80GB", "GPU")
+
+
+@pytest.mark.parametrize(
+    ("patterns", "fits"),
+    [
+        ({}, True),
+        ({"host": "cmp1.example"}, True),
+        ({"host": "cmp?.*"}, True),
+        ({"host": "cmp1"}, False),
+        ({"vendor": "10DE", "model": "a100*"}, True),
+        ({"vendor": "8086"}, False),
+        ({"driver": "pci_driver", "type": "GPU"}, True),
+        ({"driver": "pci_driver", "type": "FPGA"}, False),
+        ({"model": "A100"}, False),
+        ({"model": "*[!]"}, False),
+    ],
+)
+def test_a_rule_fits_when_all_it_says_does(patterns: dict[str, str], fits: bool) -> None:
+    assert Rule("r", "ready", **patterns).fits(CARD) is fits
+
+
+texts = st.text(max_size=12)
+
+
+@given(st.builds(Facts, texts, texts, texts, texts, texts), st.lists(st.builds(Rule, texts, texts, host=texts)))
+def test_the_first_that_fits_decides(device: Facts, tried: list[Rule]) -> None:
+    decided = first(tried, device)
+    before = tried[: tried.index(decided)] if decided else tried
+    assert decided is None or decided.fits(device)
+    assert not any(rule.fits(device) for rule in before)
+
+
+@given(st.text(max_size=255), st.text(alphabet="a*?[]!-", max_size=255))
+def test_no_pattern_takes_long_or_raises(text: str, pattern: str) -> None:
+    Rule("r", "ready", model=pattern).fits(CARD._replace(model=text))
+
+
+def rule(name: str, **values: object) -> AdmissionRule:
+    return rules.create({"name": name, "action": "ready"} | values, OLGA)
+
+
+@pytest.mark.django_db
+def test_what_is_found_is_admitted_by_the_first_rule_that_fits() -> None:
+    rule("late", order=20, action="quarantined")
+    rule("no-two", order=5, model="10?4", host="cmp2", action="inactive")
+    rule("off", order=1, enabled=False, action="quarantined")
+    rule("one", order=10, host="cmp1", action="ready")
+    for n in (1, 2, 3):
+        apply(a_host(f"cmp{n}"), answer(card(n)))
+    found = Device.objects.order_by("id").values_list("state", "state_by")
+    assert [*found] == [("ready", "rule one"), ("inactive", "rule no-two"), ("quarantined", "rule late")]
+    assert {*Deployable.objects.filter(rp_uuid=None).values_list("device__state", flat=True)} == {"inactive"}
+    decided = Event.objects.filter(source="rule").order_by("id").values_list("action", "actor", "changes", "host")
+    assert [*decided] == [
+        ("device.ready", "one", {"state": ["inactive", "ready"]}, "cmp1"),
+        ("device.inactive", "no-two", {}, "cmp2"),
+        ("device.quarantined", "late", {"state": ["inactive", "quarantined"]}, "cmp3"),
+    ]
+    assert "admitted by rule one" in Device.objects.get(state="ready").state_reason
+    assert Intent.objects.filter(kind="provider").count() == 3
+
+
+@pytest.mark.django_db
+def test_a_rule_decides_about_what_is_found_and_not_about_what_is_back_or_changed() -> None:
+    host = a_host()
+    apply(host, answer(card(1)))
+    rule("all")
+    apply(host, answer(card(1, status="degraded"), card(2)), seq=2)
+    assert [*Device.objects.order_by("id").values_list("state", flat=True)] == ["inactive", "ready"]
+    lifecycle.disable(Device.objects.get(address="0000:02:00.0").uuid, OLGA)
+    apply(host, answer(), seq=3)
+    apply(host, answer(card(1), card(2)), seq=4)
+    assert [*Device.objects.order_by("id").values_list("state", flat=True)] == ["inactive", "maintenance"]
+
+
+@pytest.mark.django_db
+def test_rules_are_applied_to_what_waits_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "SLICE", 2)
+    host = a_host()
+    apply(host, answer(*(card(n) for n in range(6)), *(card(n, vendor="10de") for n in range(6, 8))))
+    lifecycle.disable(Device.objects.first().uuid, OLGA)
+    with conductor.writing():
+        Device.objects.filter(address="0000:05:00.0").update(state="maintenance")
+    rule("nvidia", vendor="10de", order=1, action="inactive")
+    rule("rest")
+    assert rules.preview() == {"rest": 5}
+    assert sum(rules.apply(OLGA)) == 5
+    assert rules.preview() == {}
+    assert Device.objects.filter(state="ready", state_by="rule rest").count() == 5
+    event = Event.objects.filter(action="device.ready").first()
+    assert (event.source, event.actor) == ("rule", "rest")
+    assert event.reason == "admitted by rule rest, applied by olga"
+    assert Deployable.objects.filter(rp_uuid__isnull=False).count() == 5
+
+
+@pytest.mark.django_db
+def test_there_are_not_more_rules_than_a_merge_can_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "MOST", 1)
+    rule("one")
+    with pytest.raises(Refused, match="There are 1 rules already") as refused:
+        rule("two")
+    assert refused.value.reason == Reason.CONFLICT

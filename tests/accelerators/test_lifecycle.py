@@ -1,0 +1,275 @@
+"""Life cycle of devices by hand: every action from every state, drains, many at once, who holds what is retired."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from uuid import uuid4
+
+import psycopg
+import pytest
+from django.db import connection
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accelerators import binding, conductor, lifecycle, safety
+from accelerators.actions import Action, Standing, decide, drained, possible
+from accelerators.binding import Bind
+from accelerators.caller import Caller
+from accelerators.models import AcceleratorRequest, Deployable, Device, DeviceProfile, Event, Intent
+from accelerators.refusals import Reason, Refused
+from accelerators.states import DEVICE_MOVES, DeviceState, Drain, IllegalMove, Source
+from tests.support.reports import a_host, answer, apply, card
+from tests.support.webserver import until
+
+OLGA = Caller("olga", "u", frozenset({"admin"}), "p1")
+NOVA = Caller("nova", "n", frozenset({"member"}), "p1", service=True)
+OFFERED = {DeviceState.READY, DeviceState.INSTALLING}
+OUT = (Action.DISABLE, Action.QUARANTINE, Action.DRAIN)
+
+standings = st.builds(
+    Standing,
+    st.sampled_from(DeviceState),
+    st.none() | st.sampled_from([s for s in DeviceState if s != DeviceState.MISSING]),
+    st.none(),
+    st.integers(0, 2),
+).map(lambda s: s if s.state == DeviceState.MISSING else Standing(s.state, None, None, s.held))
+
+
+@pytest.mark.parametrize(("state", "action"), [*product(DeviceState, Action)])
+def test_every_action_from_every_state_is_a_legal_step_or_a_refusal(state: DeviceState, action: Action) -> None:
+    for then, held in product(Drain, (0, 2)):
+        now = Standing(state, held=held)
+        try:
+            after = decide(action, now, then)
+        except IllegalMove as refused:
+            assert action not in OUT, "taking out of offer was refused"
+            assert str(state) in str(refused)
+            assert action not in possible(now)
+            continue
+        assert after.state == state or after.state in DEVICE_MOVES[state]
+        if then is Drain.MAINTENANCE and not (action is Action.RETIRE and held):
+            assert (action in possible(now)) == (after != now)
+
+
+@given(standings, st.lists(st.tuples(st.sampled_from(Action), st.sampled_from(Drain)), max_size=8))
+def test_no_order_of_actions_offers_what_drains_or_moves_what_is_missing(
+    start: Standing, asked: list[tuple[Action, Drain]]
+) -> None:
+    now = start
+    for action, then in asked:
+        try:
+            after = decide(action, now, then)
+        except IllegalMove:
+            continue
+        assert (after.state == DeviceState.MISSING) == (now.state == DeviceState.MISSING)
+        assert after.drain_to is None or after.here not in OFFERED
+        assert after.here == now.here or after.here in DEVICE_MOVES[now.here]
+        if after.drain_to:
+            done = drained(after)
+            assert done.drain_to is None and (done.here == after.drain_to or after.drain_to is Drain.MAINTENANCE)
+        now = after
+
+
+@pytest.fixture
+def device(db: None) -> Device:
+    """A ready card with two handles, whose provider is known."""
+    apply(a_host(), answer(card(1, handles=2)))
+    found = Device.objects.get()
+    lifecycle.enable(found.uuid, OLGA, "new")
+    return Device.objects.get()
+
+
+def bound(device: Device) -> str:
+    """A request that holds one of its handles."""
+    with conductor.writing():
+        DeviceProfile.objects.get_or_create(name="one", defaults={"groups": [{"resources:FPGA": "1"}]})
+    (uuid,) = binding.create("one", NOVA)
+    provider = Deployable.objects.get(device=device).rp_uuid
+    binding.bind([Bind(uuid, device.host.name, str(provider), str(uuid4()))], NOVA)
+    return uuid
+
+
+def now(device: Device) -> tuple[str, str | None]:
+    device.refresh_from_db()
+    return device.state, device.drain_to
+
+
+def test_a_step_says_who_when_why_and_how_long_it_was_before(device: Device) -> None:
+    before = device.state_since
+    result = lifecycle.ask(Action.QUARANTINE, device.uuid, OLGA, "smells of smoke", source=Source.PERSON)
+    assert (result.outcome, result.state) == ("moved", "quarantined")
+    device.refresh_from_db()
+    assert (device.state_reason, device.state_by) == ("smells of smoke", "olga")
+    assert device.state_since > before
+    event = Event.objects.get(action="device.quarantined")
+    assert (event.source, event.actor, event.reason) == ("person", "olga", "smells of smoke")
+    assert event.changes["state"] == ["ready", "quarantined"]
+    was, is_now = event.changes["state_since"]
+    assert (was[:19], is_now[:19]) == (before.isoformat()[:19], device.state_since.isoformat()[:19])
+    assert Intent.objects.filter(kind="provider", key=str(device.host.uuid)).exists()
+
+
+def test_what_a_device_goes_through_until_it_is_reinstated(device: Device) -> None:
+    path = [
+        (Action.DISABLE, "maintenance"),
+        (Action.QUARANTINE, "quarantined"),
+        (Action.RELEASE, "maintenance"),
+        (Action.RETIRE, "retired"),
+        (Action.REINSTATE, "inactive"),
+        (Action.ENABLE, "ready"),
+    ]
+    for action, state in path:
+        assert lifecycle.ask(action, device.uuid, OLGA).outcome == "moved"
+        assert now(device) == (state, None)
+        assert lifecycle.ask(action, device.uuid, OLGA).outcome == "unchanged"
+
+
+def test_S1_what_is_held_is_not_retired_and_it_is_said_by_whom(device: Device) -> None:
+    request = bound(device)
+    lifecycle.disable(device.uuid, OLGA)
+    with pytest.raises(Refused, match=f"request {request} of instance") as refused:
+        lifecycle.ask(Action.RETIRE, device.uuid, OLGA)
+    assert refused.value.reason == Reason.HELD
+    assert now(device) == ("maintenance", None)
+    assert AcceleratorRequest.objects.get().state == "Bound"
+
+
+def test_nothing_is_retired_while_a_witness_cannot_be_asked(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(safety._witnesses, "placement", lambda device: safety.Testimony(unknown="it does not answer"))
+    lifecycle.disable(device.uuid, OLGA)
+    with pytest.raises(Refused, match="placement: it does not answer") as refused:
+        lifecycle.ask(Action.RETIRE, device.uuid, OLGA)
+    assert refused.value.reason == Reason.AWAY
+    assert lifecycle.ask(Action.DRAIN, device.uuid, OLGA, then=Drain.RETIRED).text == "draining: 0 requests left"
+    lifecycle.run_drains()
+    assert now(device) == ("maintenance", "retired")
+    monkeypatch.delitem(safety._witnesses, "placement")
+    lifecycle.run_drains()
+    assert now(device) == ("retired", None)
+
+
+@pytest.mark.parametrize(("then", "end"), [(Drain.MAINTENANCE, "maintenance"), (Drain.RETIRED, "retired")])
+def test_a_drain_evicts_nobody_and_ends_with_the_last_request(device: Device, then: Drain, end: str) -> None:
+    first, second = bound(device), bound(device)
+    said = lifecycle.ask(Action.DRAIN, device.uuid, OLGA, "worn out", then)
+    assert (said.state, said.text) == ("maintenance", "draining: 2 requests left")
+    assert lifecycle.ask(Action.DRAIN, device.uuid, OLGA, "worn out", then).outcome == "unchanged"
+    binding.unbind([first], NOVA)
+    lifecycle.run_drains()
+    assert now(device) == ("maintenance", then)
+    binding.delete([second], NOVA)
+    lifecycle.run_drains()
+    assert now(device) == (end, None)
+    assert (device.state_by, "worn out" in device.state_reason) == ("olga", True)
+    last = Event.objects.filter(subject=device.uuid).order_by("-id").first()
+    assert (last.source, last.actor) == ("system", "drains")
+    assert last.action == ("device.retired" if then is Drain.RETIRED else "device.drained")
+    assert last.reason == "its last request is gone; olga: worn out"
+    assert last.changes["drain_to"] == [then, None]
+
+
+def test_a_free_device_is_drained_at_once(device: Device) -> None:
+    assert lifecycle.ask(Action.DRAIN, device.uuid, OLGA, then=Drain.RETIRED).state == "retired"
+    assert now(device) == ("retired", None)
+    actions = Event.objects.filter(subject=device.uuid).order_by("id").values_list("action", flat=True)
+    assert list(actions) == ["device.found", "device.ready", "device.draining", "device.retired"]
+
+
+def test_enabling_ends_a_drain(device: Device) -> None:
+    request = bound(device)
+    lifecycle.ask(Action.DRAIN, device.uuid, OLGA, then=Drain.RETIRED)
+    lifecycle.enable(device.uuid, OLGA, "needed after all")
+    binding.delete([request], NOVA)
+    lifecycle.run_drains()
+    assert now(device) == ("ready", None)
+    assert Event.objects.filter(action="device.ready").first().changes["drain_to"] == ["retired", None]
+
+
+def test_what_is_decided_about_a_missing_device_holds_when_it_is_back(device: Device) -> None:
+    host, request = device.host, bound(device)
+    apply(host, answer(), seq=2)
+    lifecycle.ask(Action.DRAIN, device.uuid, OLGA, "pulled", Drain.RETIRED)
+    device.refresh_from_db()
+    assert (device.state, device.returns_to, device.drain_to) == ("missing", "maintenance", "retired")
+    assert device.state_reason == "test_driver answered and did not name it"
+    binding.delete([request], NOVA)
+    lifecycle.run_drains()
+    device.refresh_from_db()
+    assert (device.state, device.returns_to, device.drain_to) == ("missing", "retired", None)
+    apply(host, answer(card(1, handles=2)), seq=3)
+    assert now(device) == ("retired", None)
+
+
+def test_many_are_moved_in_a_constant_number_of_statements_each_for_itself(
+    db: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for n in range(4):
+        apply(a_host(f"cmp{n}"), answer(*(card(bus) for bus in range(15))))
+    uuids = list(Device.objects.order_by("?").values_list("uuid", flat=True))
+    lifecycle.ask(Action.RETIRE, uuids[0], OLGA)
+    nowhere = uuid4()
+    sent: list[str] = []
+    execute = psycopg.Cursor.execute
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            psycopg.Cursor, "execute", lambda self, query, *a, **k: sent.append(query) or execute(self, query, *a, **k)
+        )
+        lifecycle.act(Action.QUARANTINE, uuids[1:3], OLGA)
+        few = len(sent)
+        results = lifecycle.act(Action.RELEASE, [*uuids, nowhere], OLGA)
+    few, all_ = ([query for query in part if "SAVEPOINT" not in str(query)] for part in (sent[:few], sent[few:]))
+    assert len(all_) <= len(few) <= 9
+    assert [result.outcome for result in results[:4]] == ["refused", "moved", "moved", "refused"]
+    results = lifecycle.act(Action.ENABLE, [*uuids, nowhere], OLGA)
+    assert [result.uuid for result in results] == [*uuids, nowhere]
+    assert [result.outcome for result in results[:3]] == ["refused", "moved", "moved"]
+    assert (results[0].reason, results[-1].reason) == (Reason.CONFLICT, Reason.UNKNOWN)
+    assert Device.objects.filter(state="ready").count() == 59
+    assert Deployable.objects.filter(rp_uuid__isnull=False).count() == 60
+    assert Event.objects.filter(action="device.ready").count() == 59
+
+
+def test_more_than_a_slice_is_moved_slice_by_slice(db: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lifecycle, "SLICE", 4)
+    apply(a_host(), answer(*(card(bus) for bus in range(10))))
+    slices = list(lifecycle.many(Action.QUARANTINE, Device.objects.values_list("uuid", flat=True), OLGA, "batch"))
+    assert [len(part) for part in slices] == [4, 4, 2]
+    assert Device.objects.filter(state="quarantined", state_reason="batch").count() == 10
+
+
+def test_a_reason_that_cannot_be_stored_is_refused(device: Device) -> None:
+    for bad in ("x" * 501, "a\0b"):
+        with pytest.raises(Refused) as refused:
+            lifecycle.disable(device.uuid, OLGA, bad)
+        assert refused.value.reason == Reason.INVALID
+
+
+@pytest.mark.django_db(transaction=True)
+def test_what_is_decided_while_a_merge_waits_is_not_undone_by_it() -> None:
+    host = a_host()
+    apply(host, answer(card(1)))
+    device = Device.objects.get()
+    lifecycle.enable(device.uuid, OLGA)
+    with ThreadPoolExecutor(1) as thread:
+        with conductor.writing():
+            lifecycle.ask(Action.QUARANTINE, device.uuid, OLGA, "smoke")
+            merge = thread.submit(_in_thread, lambda: apply(host, answer(), seq=2))
+            until(_somebody_waits)
+        assert merge.result(20) == 1
+    device.refresh_from_db()
+    assert (device.state, device.returns_to) == ("missing", "quarantined")
+
+
+def _in_thread(work: Callable[[], int]) -> int:
+    try:
+        return work()
+    finally:
+        connection.close()
+
+
+def _somebody_waits() -> bool:
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT EXISTS (SELECT FROM pg_locks WHERE NOT granted)")
+        return bool(cursor.fetchone()[0])

@@ -1,0 +1,28 @@
+"""One web server for the tests of a file: starting and stopping one takes longer than most of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.support.webserver import serving
+
+
+class House:
+    """Serves whichever gateway is in it."""
+
+    gateway: Any = None
+    port = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """As `cyborgweb.asgi` does."""
+        await (self.gateway.challenge if scope["type"] == "http" else self.gateway)(scope, receive, send)
+
+
+@pytest.fixture(scope="module")
+def house() -> Iterator[House]:
+    made = House()
+    with serving(made) as made.port:
+        yield made

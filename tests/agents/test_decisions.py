@@ -1,0 +1,162 @@
+"""What people decide about agents: at the command line, in the console, over the API."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from django.conf import settings
+from django.contrib.auth.models import Permission, User
+from django.core.management import CommandError, call_command
+from django.test import Client
+from django.urls import reverse
+
+from accelerators.models import Event
+from agents import wire
+from agents.models import Agent, JoinToken, Lease
+from cyborgweb import tls
+from cyborgweb.models import ApiToken
+from cyborgweb.settings.keys import Keys
+from tests.support.reports import a_host
+
+pytestmark = pytest.mark.django_db
+
+
+def said(*args: str) -> str:
+    out = StringIO()
+    call_command(*args, stdout=out)
+    return out.getvalue()
+
+
+@pytest.fixture
+def agents() -> list[Agent]:
+    """cmp0 is up, cmp1 was never heard, cmp2 was taken for a clone."""
+    made = [
+        Agent.objects.create(host=a_host(f"cmp{n}"), public_key=f"key {n}", version="0.1", wire="v1") for n in "012"
+    ]
+    now = datetime.now(UTC)
+    Lease.objects.create(host=made[0].host, seen_at=now)
+    Agent.objects.filter(pk=made[0].pk).update(connected_at=now)
+    Agent.objects.filter(pk=made[2].pk).update(barred="clone", barred_reason="10.0.0.1 and 10.0.0.2 at the same time")
+    return made
+
+
+def test_a_table_for_people_and_json_for_programs(agents: list[Agent]) -> None:
+    head, *rows = said("agents").splitlines()
+    assert head.split() == ["host", "state", "version", "wire", "since", "note"]
+    assert [row.split()[:4] for row in rows] == [
+        ["cmp0", "up", "0.1", "v1"],
+        ["cmp1", "down", "0.1", "v1"],
+        ["cmp2", "clone", "0.1", "v1"],
+    ]
+    assert "never" in rows[1]
+    assert "10.0.0.2" in rows[2]
+    facts = json.loads(said("agents", "--json", "--state", "clone"))
+    assert [(one["host"], one["state"], one["public_key"]) for one in facts] == [("cmp2", "clone", "key 2")]
+
+
+def test_no_agents_teach_how_to_begin() -> None:
+    assert "manage.py join_token HOST" in said("agents")
+
+
+def test_deciding_at_the_command_line(agents: list[Agent]) -> None:
+    JoinToken.objects.create(host_name="cmp0", secret_hash="f" * 64, expires_at=datetime(9999, 1, 1, tzinfo=UTC))
+    assert "is asked for a new key" in said("agents", "--rotate", "cmp0")
+    assert "a new key is asked for" in said("agents")
+    assert "may connect again" in said("agents", "--admit", "cmp2")
+    assert "is not barred" in said("agents", "--admit", "cmp2")
+    assert "is revoked" in said("revoke_agent", "cmp0", "--reason", "stolen")
+    assert "was revoked already" in said("revoke_agent", "cmp0")
+    assert JoinToken.objects.get().expires_at < datetime.now(UTC), "nobody comes in with what was made before"
+    assert "stolen" in said("agents", "--state", "revoked")
+    for words in (("--admit", "cmp0"), ("--rotate", "cmp0"), ("--admit", "cmp9")):
+        with pytest.raises(CommandError, match=r"join_token cmp0|no agent has joined"):
+            said("agents", *words)
+    with pytest.raises(CommandError, match="at most 500"):
+        said("revoke_agent", "cmp1", "--reason", "x" * 501)
+    actions = Event.objects.filter(actor="command line").order_by("id").values_list("action", flat=True)
+    assert list(actions) == ["agent.rotation", "agent.admitted", "agent.revoked"]
+
+
+def test_revoking_over_the_api(agents: list[Agent], client: Client) -> None:
+    user = User.objects.create_user("rita")
+    url = f"/api/agents/{agents[0].host.uuid}/"
+
+    def ask(role: str, **body: str) -> tuple[int, dict[str, str]]:
+        token = ApiToken.make(role, user, [role], "p1")
+        answer = client.post(f"{url}revoke", json.dumps(body), "application/json", headers={"X-Auth-Token": token})
+        return answer.status_code, answer.json()
+
+    assert ask("manager")[0] == 403
+    status, shown = ask("admin", reason="stolen")
+    assert (status, shown["state"], shown["barred_reason"]) == (200, "revoked", "stolen")
+    token = ApiToken.make("reader", user, ["admin"], "p1")
+    listed = client.get("/api/agents/?state=revoked", headers={"X-Auth-Token": token}).json()["results"]
+    assert [one["host"]["name"] for one in listed] == ["cmp0"]
+    assert Event.objects.get(action="agent.revoked").source == "api"
+
+
+def test_deciding_in_the_console(agents: list[Agent], client: Client) -> None:
+    url = reverse("admin:agents_agent_changelist")
+    viewer = User.objects.create(username="vera", is_staff=True)
+    viewer.user_permissions.add(Permission.objects.get(codename="view_agent"))
+
+    def act(action: str, *chosen: Agent) -> str:
+        picked = [agent.pk for agent in chosen]
+        return client.post(url, {"action": action, "_selected_action": picked}, follow=True).content.decode()
+
+    client.force_login(viewer)
+    act("revoke", agents[0])
+    assert Agent.objects.filter(barred="revoked").count() == 0, "who may only look decides nothing"
+    client.force_login(User.objects.create(username="olga", is_staff=True, is_superuser=True))
+    assert "2 revoked: cmp0, cmp1" in act("revoke", agents[0], agents[1])
+    page = act("admit", agents[0], agents[2])
+    assert "1 admitted: cmp2" in page
+    assert "was revoked, and its key stays out" in page
+    assert "1 asked for a new key: cmp2" in act("rotate", agents[2])
+    assert client.get(url, {"is": "revoked"}).context["cl"].result_count == 2
+    assert (
+        "revoked in the console"
+        in client.get(reverse("admin:agents_agent_change", args=[agents[0].pk])).content.decode()
+    )
+
+
+def test_a_join_token_pins_the_listeners_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = Keys(state_dir=str(tmp_path), agent_listen="127.0.0.1:9443")
+    monkeypatch.setattr(tls, "keys", lambda: keys)
+    assert settings.AGENTS_DOOR == "cyborgweb.tls.door"
+    joins = [
+        wire.parse_join_string(said("join_token", "cmp1", *more).splitlines()[-1])
+        for more in (
+            (),
+            ("--address", "https://acc:1"),
+            ("--address", "https://acc:1", "--unpinned"),
+            ("--address", "http://acc:1"),
+        )
+    ]
+    pin = tls.fingerprint(keys)
+    assert [(join.address, join.fingerprint) for join in joins] == [
+        ("https://127.0.0.1:9443", pin),
+        ("https://acc:1", pin),
+        ("https://acc:1", ""),
+        ("http://acc:1", ""),
+    ]
+    monkeypatch.setattr(tls, "keys", lambda: Keys(state_dir=str(tmp_path), agent_listen="127.0.0.1:0"))
+    with pytest.raises(CommandError, match="--address"):
+        said("join_token", "cmp1")
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"agent_key": "k"}, "without CYBORG_AGENT_CERT"),
+        ({"agent_cert": "/nowhere/c.pem"}, "/nowhere/c.pem cannot be read"),
+        ({"agent_cert": __file__}, "holds no certificate"),
+    ],
+)
+def test_a_certificate_that_cannot_be_used_is_explained(settings: dict[str, str], says: str) -> None:
+    with pytest.raises(tls.ConfigurationError, match=says):
+        tls.fingerprint(Keys(**settings))

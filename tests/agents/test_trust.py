@@ -1,0 +1,298 @@
+"""Who may go on speaking for a host: revocation, clones, new keys. Over real sockets, as an attacker would try it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket as sockets
+import ssl
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from websockets.sync.client import ClientConnection
+
+from accelerators.models import Device, Event
+from agents import enrolment, tasks, trust, wire
+from agents.gateway import Gateway
+from agents.host.door import Gateway as Door
+from agents.host.identity import load_or_make
+from agents.host.journal import open_journal
+from agents.host.link import Link
+from agents.models import Agent
+from cyborgweb import tls
+from cyborgweb.asgi import AgentsOnly
+from cyborgweb.settings.keys import Keys
+from tests.agents.conftest import House
+from tests.agents.host.standin import QUICK
+from tests.agents.test_gateway import a_report, token
+from tests.support.reports import card
+from tests.support.webserver import serving, until
+from tests.support.wireagent import WireAgent, ask, is_closed
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+
+@contextlib.contextmanager
+def another(around: Callable[[Gateway], Any] | None = None, **options: Any) -> Iterator[int]:
+    """The port of a gateway in a web server of its own."""
+    own = House()
+    own.gateway = Gateway(Keys(lease_flush_s=0.05))
+    with serving(around(own.gateway) if around else own, **options) as port:
+        yield port
+    own.gateway.stop()
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agents.spool.LOOK_S", 0.05)
+    monkeypatch.setattr("agents.holders.PROBE_S", 0.2)
+
+
+@pytest.fixture
+def gateway(house: House) -> Iterator[Gateway]:
+    house.gateway = Gateway(Keys(lease_flush_s=0.05))
+    yield house.gateway
+    house.gateway.stop()
+
+
+@pytest.fixture
+def agent(gateway: Gateway, house: House) -> WireAgent:
+    return WireAgent(house.port, token=token())
+
+
+def heard(socket: ClientConnection, kind: type) -> Any:
+    """The next message of this kind."""
+    while not isinstance(message := wire.decode_from_gateway(socket.recv(timeout=10)), kind):
+        pass
+    return message
+
+
+def sent_away(socket: ClientConnection) -> str:
+    """The code with which the gateway refuses and closes it."""
+    code: str = heard(socket, wire.Refuse).code
+    assert is_closed(socket)
+    return code
+
+
+def answer_probe(socket: ClientConnection) -> None:
+    socket.send(wire.encode(wire.Alive(heard(socket, wire.Probe).nonce)))
+
+
+def successor(agent: WireAgent, key: Ed25519PrivateKey) -> wire.NewKey:
+    new = wire.public_text(key.public_key())
+    data = wire.rotation_bytes(agent.host, agent.public_key, new, agent.fingerprint)
+    return wire.NewKey(new, wire.sign(agent.key, data), wire.sign(key, data))
+
+
+def test_X1_revoking_closes_the_socket_and_the_door(agent: WireAgent, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agents.spool.LOOK_S", 1000.0)  # the ring alone is enough
+    with agent.speaking() as socket:
+        ask(socket, a_report(card(1)))
+        assert trust.revoke(trust.find("cmp1"), "olga", "stolen from the rack")
+        told = heard(socket, wire.Refuse)
+        assert (told.code, is_closed(socket)) == ("revoked", True)
+        assert "stolen from the rack" in told.reason
+    assert agent.refused() == (403, "token-expired")
+    agent.token = ""
+    assert agent.refused() == (403, "revoked")
+    tasks.merge()
+    assert Device.objects.count() == 1, "what was acknowledged is not lost"
+    assert not trust.revoke(trust.find("cmp1"), "olga", "again")
+    event = Event.objects.get(action="agent.revoked")
+    assert (event.host, event.actor, event.changes) == ("cmp1", "olga", {"barred": [None, "revoked"]})
+
+
+def test_X1_a_ring_that_is_lost_costs_no_more_than_seconds(agent: WireAgent, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accelerators.hub.ring", lambda *_: None)
+    with agent.connect() as socket:
+        trust.revoke(trust.find("cmp1"), "t", "")
+        assert sent_away(socket) == "revoked"
+
+
+def test_a_revoked_host_comes_back_with_a_new_token_and_a_new_key_only(agent: WireAgent) -> None:
+    agent.connect().close()
+    trust.revoke(trust.find("cmp1"), "t", "")
+    made_by_a_start = enrolment.make_token("cmp1", address="http://x", hours=1, created_by=enrolment.MACHINE)
+    fresh = replace(agent, key=Ed25519PrivateKey.generate())
+    fresh.token = wire.parse_join_string(made_by_a_start).secret
+    assert fresh.refused() == (403, "revoked"), "no person has decided this"
+    agent.token = fresh.token = token()
+    assert agent.refused() == (403, wire.KEY_BARRED)
+    assert WireAgent(agent.port, "cmp2", key=agent.key, token=token("cmp2")).refused() == (403, wire.KEY_BARRED)
+    fresh.connect().close()
+    agent.token = ""
+    assert agent.refused() == (403, "not-enrolled")
+    assert Agent.objects.get().barred == ""
+
+
+def test_a_new_key_for_a_host_ends_the_connection_of_the_former(agent: WireAgent) -> None:
+    with another() as other, agent.speaking() as socket:
+        WireAgent(other, token=token()).connect().close()
+        assert sent_away(socket) == "replaced"
+
+
+def test_two_living_holders_of_one_key_are_both_refused_until_a_person_decides(agent: WireAgent) -> None:
+    copy = replace(agent, epoch=2, boot_id="boot-2")
+    with agent.speaking() as first, copy.speaking() as second:
+        answer_probe(first)
+        assert (sent_away(first), sent_away(second)) == ("clone", "clone")
+    agent.token = ""
+    until(lambda: Agent.objects.get().barred)
+    assert agent.refused() == (403, "clone")
+    event = Event.objects.get(action="agent.clone")
+    assert event.changes["boot_id"] == ["boot-1", "boot-2"]
+    assert event.changes["address"] == ["127.0.0.1", "127.0.0.1"]
+    assert trust.admit(trust.find("cmp1"), "olga")
+    with agent.speaking() as socket:
+        assert ask(socket, wire.Beat(1)) == wire.Ack(1, "Beat")
+
+
+def test_a_restart_or_a_reboot_is_no_clone(agent: WireAgent, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host died so fast that its connection still looks open; what was on its way arrives late."""
+    changes: tuple[dict[str, Any], ...] = ({"epoch": 2}, {"epoch": 3, "boot_id": "boot-2"})
+    dead = agent.speaking()
+    for change in changes:
+        agent = replace(agent, **change)
+        again = agent.speaking()
+        heard(dead, wire.Probe)
+        dead.send(wire.encode(wire.Beat(1)))
+        dead.send(wire.encode(wire.Alive("guessed")))
+        assert ask(again, wire.Beat(2)) == wire.Ack(2, "Beat")
+        assert sent_away(dead) == "superseded"
+        dead = again
+    monkeypatch.setattr("agents.holders.PROBE_S", 1000.0)
+    with replace(agent, epoch=4).speaking() as last:
+        heard(dead, wire.Probe)
+        dead.close()  # that is an answer, too
+        assert ask(last, wire.Beat(2)) == wire.Ack(2, "Beat")
+    assert Agent.objects.get().barred == ""
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_clone_at_another_gateway(agent: WireAgent, alive: bool) -> None:
+    with another() as other, agent.speaking() as first:
+        until(lambda: Agent.objects.filter(boot_id="boot-1").exists())
+        with replace(agent, port=other, epoch=2, boot_id="boot-2").speaking() as second:
+            if alive:
+                answer_probe(first)
+                assert (sent_away(first), sent_away(second)) == ("clone", "clone")
+            else:
+                assert sent_away(first) == "superseded"
+                assert ask(second, wire.Beat(1)) == wire.Ack(1, "Beat")
+
+
+def test_a_key_is_changed_over_the_socket(agent: WireAgent) -> None:
+    key = Ed25519PrivateKey.generate()
+    agent.connect().close()
+    trust.ask_rotation(trust.find("cmp1"), "olga")  # while it is away
+    with agent.speaking() as socket:
+        heard(socket, wire.Rotate)
+        assert ask(socket, successor(agent, key)) == wire.Ack(0, "NewKey")
+        assert ask(socket, a_report(card(1))) == wire.Ack(1, "Report"), "the connection goes on"
+        again = Ed25519PrivateKey.generate()
+        trust.ask_rotation(trust.find("cmp1"), "olga")
+        heard(socket, wire.Rotate)
+        assert ask(socket, successor(replace(agent, key=key), again)) == wire.Ack(0, "NewKey")
+    assert agent.refused() == (403, "token-expired"), "the former key's token went with it"
+    replace(agent, key=again, token="").connect().close()
+    assert Event.objects.filter(action="agent.rotated").count() == 2
+
+
+def test_nobody_else_changes_a_key(agent: WireAgent) -> None:
+    key, other = Ed25519PrivateKey.generate(), Ed25519PrivateKey.generate()
+    own, strange = successor(agent, key), successor(replace(agent, key=other), other)
+    with agent.speaking() as socket:
+        socket.send(wire.encode(own))
+        assert sent_away(socket) == "rotation", "nobody asked for it"
+    trust.ask_rotation(trust.find("cmp1"), "olga")
+    for forged in ("signature", "proof", "public_key"):
+        with agent.speaking() as socket:
+            heard(socket, wire.Rotate)
+            values = {name: getattr(strange if name == forged else own, name) for name in own.__struct_fields__}
+            socket.send(wire.encode(wire.NewKey(**values)))
+            assert sent_away(socket) == "rotation", forged
+    assert Agent.objects.get().public_key == agent.public_key
+
+
+def test_frames_that_are_cut_off_cost_only_their_own_connection(agent: WireAgent, gateway: tuple[Gateway, int]) -> None:
+    upgrade = (
+        f"GET {wire.PATH} HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+        "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\nSec-WebSocket-Version: 13\r\n"
+        f"Sec-WebSocket-Protocol: {wire.VERSIONS[0]}\r\nAuthorization: {{}}\r\n\r\n"
+    )
+    for frame in (b"\x81", b"\x81\xfe\x7f", b"\x81\x85\0\0\0\0{", b"\x01\x81\0\0\0\0{", b"\xff\xff\xff"):
+        with sockets.create_connection(("127.0.0.1", agent.port), 10) as raw:
+            raw.sendall(upgrade.format(agent.credential(agent.challenge())).encode())
+            assert b" 101 " in raw.recv(4096)
+            until(lambda: gateway.holders.by_host)
+            raw.sendall(frame)
+        until(lambda: not gateway.holders.by_host)
+    with agent.speaking() as socket:
+        assert ask(socket, wire.Beat(1)) == wire.Ack(1, "Beat")
+
+
+def test_over_tls_an_agent_signs_the_certificate_it_pins(tmp_path: Path) -> None:
+    keys = Keys(state_dir=str(tmp_path))
+    pin, pem = tls.fingerprint(keys), tmp_path / tls.FILE
+    assert pem.stat().st_mode & 0o777 == 0o600
+    blind = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    blind.check_hostname, blind.verify_mode = False, ssl.CERT_NONE
+    with another(lambda made: AgentsOnly(made, pin), ssl_certfile=pem, ssl_keyfile=pem) as port:
+        agent = WireAgent(port, token=token(), tls=blind, fingerprint=pin)
+        with agent.speaking() as socket:
+            assert ask(socket, wire.Beat(1)) == wire.Ack(1, "Beat")
+        assert replace(agent, fingerprint="ab" * 32).refused() == (401, "signature"), "relayed from another server"
+    with another() as port:
+        assert replace(agent, port=port, tls=None).refused() == (401, "signature"), "it meant a TLS listener"
+
+
+def test_the_real_agent_changes_its_key_over_tls(tmp_path: Path) -> None:
+    """Pinned certificate, token, rotation, revocation, a new token: with the program that runs on hosts."""
+    keys = Keys(state_dir=str(tmp_path / "conductor"))
+    pin, pem = tls.fingerprint(keys), tmp_path / "conductor" / tls.FILE
+    (tmp_path / "host").mkdir()
+    with another(lambda made: AgentsOnly(made, pin), ssl_certfile=pem, ssl_keyfile=pem) as port:
+        with linked(tmp_path / "host", Door(f"https://127.0.0.1:{port}", pin, token())):
+            before = until(lambda: Agent.objects.exclude(boot_id="").first()).public_key
+            trust.ask_rotation(trust.find("cmp1"), "olga")
+            after = until(lambda: Agent.objects.exclude(public_key=before).first()).public_key
+            until(lambda: stored_key(tmp_path / "host") == [after])
+            trust.revoke(trust.find("cmp1"), "olga", "")
+            until(lambda: Event.objects.filter(action="agent.refused", reason__contains="revoked").exists())
+        with linked(tmp_path / "host", Door(f"https://127.0.0.1:{port}", pin, token())):
+            until(lambda: Agent.objects.filter(barred="").exclude(public_key=after).exists())
+            until(lambda: stored_key(tmp_path / "host") == [Agent.objects.get().public_key])
+
+
+def stored_key(directory: Path) -> list[str]:
+    """Public keys on the host's disk."""
+    ring = load_or_make(directory, "cmp1", "cmp1")
+    return [key.public_key for key in (ring.current, ring.following) if key]
+
+
+@contextlib.contextmanager
+def linked(directory: Path, door: Door) -> Iterator[None]:
+    """The agent's link on a loop of its own, ended at the end."""
+
+    async def run() -> None:
+        journal = open_journal(directory, "cmp1")
+        link = Link(journal, load_or_make(directory, "cmp1", "cmp1"), door, wire.Hello("1", "b"), lambda _: None, QUICK)
+        work = asyncio.ensure_future(link.run())
+        await asyncio.to_thread(over.wait)
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+        journal.close()
+
+    over = threading.Event()
+    thread = threading.Thread(target=lambda: asyncio.run(run()), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(10)

@@ -1,0 +1,108 @@
+"""Clients of the API in the load generator (`tests.bench.load`): who lists, and who makes, binds and deletes requests.
+
+Each client has one kept connection and asks again when it is answered. Any status but the expected one ends the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from collections.abc import Awaitable, Callable
+from itertools import count
+from typing import Any
+from uuid import uuid4
+
+PROFILE = "bench"
+REQUESTS = "/v2/accelerator_requests"
+BIND = ("hostname", "device_rp_uuid", "instance_uuid")
+LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
+LARGEST = 64 * 1024 * 1024
+
+Job = Callable[["Client", int], Awaitable[None]]
+"""What a client does again and again; told which of the clients it is."""
+
+
+class Client:
+    """One kept HTTP/1.1 connection with a caller's tokens."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, tokens: dict[str, str]) -> None:
+        self._reader, self._writer = reader, writer
+        named = "".join(f"{name}: {value}\r\n" for name, value in tokens.items())
+        self._headers = f"Host: 127.0.0.1\r\nAccept: application/json\r\n{named}"
+
+    async def ask(self, method: str, path: str, expected: int, body: object = None) -> bytes:
+        """The answer's body; raises RuntimeError for another status than `expected`."""
+        content = b"" if body is None else json.dumps(body).encode()
+        kind = "Content-Type: application/json\r\n" if content else ""
+        head = f"{method} {path} HTTP/1.1\r\n{self._headers}{kind}Content-Length: {len(content)}\r\n\r\n"
+        self._writer.write(head.encode() + content)
+        answer = await self._reader.readuntil(b"\r\n\r\n")
+        found = LENGTH.search(answer)
+        text = await self._reader.readexactly(int(found[1])) if found else b""
+        if (status := int(answer[9:12])) != expected:
+            raise RuntimeError(f"{method} {path}: {status} {text[:300]!r}")
+        return text
+
+    def leave(self) -> None:
+        """Drop the connection."""
+        self._writer.transport.abort()
+
+
+async def fetch(port: int, tokens: dict[str, str], paths: list[str], clients: int, seconds: float) -> dict[str, Any]:
+    """Everybody GETs `paths` in turn."""
+    size = 0
+    turn = count()
+
+    async def one(client: Client, _: int) -> None:
+        nonlocal size
+        size = len(await client.ask("GET", paths[next(turn) % len(paths)], 200))
+
+    return await _run(port, tokens, one, clients, seconds) | {"bytes": size}
+
+
+async def cycle(
+    port: int, tokens: dict[str, str], offers: list[tuple[str, str]], clients: int, seconds: float
+) -> dict[str, Any]:
+    """Everybody creates a request, binds it to one of `offers` (host, provider), reads, unbinds and deletes it."""
+
+    async def one(client: Client, number: int) -> None:
+        host, provider = offers[number % len(offers)]
+        instance = str(uuid4())
+        made = json.loads(await client.ask("POST", REQUESTS, 201, {"device_profile_name": PROFILE}))
+        uuid = made["arqs"][0]["uuid"]
+        values = zip(BIND, (host, provider, instance), strict=True)
+        bound = [{"op": "add", "path": f"/{name}", "value": value} for name, value in values]
+        await client.ask("PATCH", REQUESTS, 202, {uuid: bound})
+        (seen,) = json.loads(await client.ask("GET", f"{REQUESTS}?instance={instance}", 200))["arqs"]
+        if (seen["uuid"], seen["state"]) != (uuid, "Bound"):
+            raise RuntimeError(f"bound {uuid}, read {seen['uuid']} {seen['state']}")
+        await client.ask("PATCH", REQUESTS, 202, {uuid: [{"op": "remove", "path": f"/{name}"} for name in BIND]})
+        await client.ask("DELETE", f"{REQUESTS}?arqs={uuid}", 204)
+
+    return await _run(port, tokens, one, clients, seconds)
+
+
+async def _run(port: int, tokens: dict[str, str], job: Job, clients: int, seconds: float) -> dict[str, Any]:
+    """How often the job was done, in how many seconds, and how long one took."""
+    streams = [await asyncio.open_connection("127.0.0.1", port, limit=LARGEST) for _ in range(clients)]
+    everyone = [Client(*both, tokens) for both in streams]
+    times: list[float] = []
+    now = time.perf_counter
+    began = now()
+
+    async def one(number: int, client: Client) -> None:
+        while (at := now()) < began + seconds:
+            await job(client, number)
+            times.append(now() - at)
+
+    try:
+        async with asyncio.timeout(seconds + 30):
+            await asyncio.gather(*(one(number, client) for number, client in enumerate(everyone)))
+    finally:
+        for client in everyone:
+            client.leave()
+    times.sort()
+    middle, last = times[(len(times) - 1) // 2], times[min(len(times) - 1, len(times) * 99 // 100)]
+    return {"count": len(times), "seconds": now() - began, "p50_ms": middle * 1000, "p99_ms": last * 1000}

@@ -1,0 +1,108 @@
+"""What the API's rows find in the tables: devices on offer, a profile, requests of others, tokens to call with."""
+
+from __future__ import annotations
+
+from django.contrib.auth.models import User
+from django.db import connection
+
+from accelerators import conductor, profiles
+from accelerators.diff import HostReport
+from accelerators.models import DeviceProfile
+from cyborgweb.models import ApiToken
+from drivers.inventory import DriverReport
+from tests.bench import fixtures, messages
+from tests.bench.callers import PROFILE
+
+PER_HOST = 10
+AT_ONCE = 100
+MINE = 2
+"""As many devices are for our own requests, the others for those of others."""
+HANDLES = 8
+
+OFFER = """
+UPDATE accelerators_device SET state = 'ready';
+UPDATE accelerators_deployable SET rp_uuid = gen_random_uuid();
+"""
+HANDLE = """INSERT INTO accelerators_attachhandle (uuid, deployable_id, attach_type, attach_info)
+SELECT gen_random_uuid(), p.id, 'PCI', '{"domain": "bench", "bus": "' || n || '"}' """
+MORE_HANDLES = f"""{HANDLE} FROM generate_series(2, {HANDLES}) AS n,
+  (SELECT id FROM accelerators_deployable ORDER BY id LIMIT {MINE}) AS p
+"""
+OFFERS = f"""
+SELECT h.name, p.rp_uuid::text FROM accelerators_deployable p JOIN accelerators_device d ON d.id = p.device_id
+JOIN accelerators_host h ON h.id = d.host_id ORDER BY p.id LIMIT {MINE}
+"""
+OTHERS = f"""
+WITH part AS (SELECT id, row_number() OVER (ORDER BY id) - 1 AS place, count(*) OVER () AS parts
+  FROM (SELECT id FROM accelerators_deployable ORDER BY id OFFSET {MINE}) AS p),
+handle AS ({HANDLE} FROM generate_series(1, %(count)s) AS n JOIN part AS p ON p.place = n %% p.parts
+  RETURNING id, deployable_id)
+INSERT INTO accelerators_acceleratorrequest (uuid, project_id, state, profile_id, group_id, "group", hostname,
+  device_rp_uuid, instance_uuid, deployable_id, attach_handle_id, fault, label, updated_at)
+SELECT gen_random_uuid(), 'p' || t.id %% 100, 'Bound', f.id, 0, f.groups::jsonb -> 0, h.name,
+  p.rp_uuid, gen_random_uuid(), p.id, t.id, '', '', now()
+FROM handle t JOIN accelerators_deployable p ON p.id = t.deployable_id JOIN accelerators_device d ON d.id = p.device_id
+JOIN accelerators_host h ON h.id = d.host_id, accelerators_deviceprofile f WHERE f.name = %(profile)s
+"""
+NO_OTHERS = f"""
+TRUNCATE accelerators_acceleratorrequest;
+DELETE FROM accelerators_attachhandle t WHERE t.deployable_id NOT IN (
+  SELECT id FROM accelerators_deployable ORDER BY id LIMIT {MINE}) AND t.attach_info LIKE '%"domain": "bench"%';
+"""
+TABLES = ("acceleratorrequest", "attachhandle", "device", "deployable", "host")
+
+
+def offer(count: int) -> list[tuple[str, str]]:
+    """`count` devices, all of them ready; host and provider of those that have handles for our own requests."""
+    fixtures.empty_inventory()
+    hosts = fixtures.enrol(max(1, count // PER_HOST))
+    for first in range(0, len(hosts), AT_ONCE):
+        batch = enumerate(hosts[first : first + AT_ONCE], first)
+        conductor.apply({host: [_report(number)] for number, host in batch})
+    with conductor.writing(), connection.cursor() as cursor:
+        cursor.execute(OFFER)
+        cursor.execute(MORE_HANDLES)
+        DeviceProfile.objects.get_or_create(name=PROFILE, defaults={"groups": [{"resources:FPGA": "1"}]})
+        cursor.execute(OFFERS)
+        offers: list[tuple[str, str]] = cursor.fetchall()
+    _analyze()
+    profiles.forget()
+    return offers
+
+
+def _report(number: int) -> HostReport:
+    found = messages.devices(PER_HOST, messages.host_name(number))
+    return HostReport(1, number + 1, format(number, "040x"), (DriverReport("bench_driver", "", found),))
+
+
+def fill(count: int) -> list[str]:
+    """So many Bound requests of other projects, each of an instance of its own; a hundred of the instances."""
+    with conductor.writing(), connection.cursor() as cursor:
+        cursor.execute(OTHERS, {"count": count, "profile": PROFILE})
+        cursor.execute("SELECT instance_uuid::text FROM accelerators_acceleratorrequest ORDER BY uuid LIMIT 100")
+        found = [row[0] for row in cursor.fetchall()]
+    _analyze()
+    return found
+
+
+def clear() -> None:
+    """No requests at all, and no handles but those on offer to us."""
+    with conductor.writing(), connection.cursor() as cursor:
+        cursor.execute(NO_OTHERS)
+    _analyze()
+
+
+def _analyze() -> None:
+    with connection.cursor() as cursor:
+        cursor.execute(f"VACUUM ANALYZE {', '.join(f'accelerators_{name}' for name in TABLES)}")
+        cursor.execute("CHECKPOINT")
+
+
+def tokens() -> dict[str, str]:
+    """The headers of an administrator who comes with Nova's service token."""
+    user, _ = User.objects.get_or_create(username="bench-caller")
+    ApiToken.objects.filter(user=user).delete()
+    return {
+        "X-Auth-Token": ApiToken.make("bench-admin", user, ["admin", "member", "reader"], "bench"),
+        "X-Service-Token": ApiToken.make("bench-nova", user, ["service"], "services"),
+    }

@@ -1,0 +1,141 @@
+"""Rows of the requests' life: create, bind, read, unbind, delete by eight clients, at three depths.
+
+Through the one-command server, through granian's two WSGI workers, and `accelerators.binding` alone; the last also with
+many requests of others in the tables, to see that it stays as fast.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from time import perf_counter, process_time
+from uuid import uuid4
+
+from django.db import connection
+
+from accelerators import binding
+from accelerators.api.v2 import arguments
+from accelerators.api.v2.requests import REQUESTS
+from accelerators.api.v2.versions import MINIMUM
+from accelerators.caller import Caller
+from tests.bench import inventory
+from tests.bench.callers import PROFILE
+from tests.bench.figures import Row, cpu_s
+from tests.bench.lab import CannotMeasure, Generator, Lab
+from tests.bench.scaled import granian
+from tests.bench.whole import Whole, children
+
+CLIENTS = 8
+CYCLE = "request created, bound, read, unbound, deleted"
+WHO = Caller("bench-admin", "1", frozenset({"admin"}), "bench", service=True)
+Offers = list[tuple[str, str]]
+
+
+def whole(product: Whole, generator: Generator, seconds: float, progress: Callable[[str], None]) -> list[Row]:
+    """One figure: through the product as its one command starts it."""
+    progress(f"{CYCLE}, through the one-command server")
+    offers, tokens = inventory.offer(10), inventory.tokens()
+    web = [product.child("cyborgweb.web")]
+    return [_through(generator, product.port, web, tokens, offers, seconds, 25.0, "the one-command server")]
+
+
+def scaled(
+    lab: Lab,
+    generator: Generator,
+    tokens: dict[str, str],
+    offers: Offers,
+    seconds: float,
+    progress: Callable[[str], None],
+) -> Row:
+    """The figure through granian."""
+    progress(f"{CYCLE}, through granian")
+    with granian(lab, 2) as server:
+        everyone = [server.pid, *children(server.pid)]
+        return _through(generator, server.port, everyone, tokens, offers, seconds, 60.0, "granian WSGI, 2 workers")
+
+
+def _through(
+    generator: Generator,
+    port: int,
+    servers: list[int],
+    tokens: dict[str, str],
+    offers: Offers,
+    seconds: float,
+    least: float,
+    what: str,
+) -> Row:
+    generator.ask("cycle", port=port, tokens=tokens, offers=offers, clients=CLIENTS, seconds=1.0)
+    before = [cpu_s(pid) for pid in servers]
+    done = generator.ask("cycle", port=port, tokens=tokens, offers=offers, clients=CLIENTS, seconds=seconds)
+    spent = sum(cpu_s(pid) - was for pid, was in zip(servers, before, strict=True)) / done["count"] * 1e6
+    rate = done["count"] / done["seconds"]
+    note = f"{CLIENTS} clients, five requests each time; one takes {done['p50_ms']:.0f} ms, p99 {done['p99_ms']:.0f} ms"
+    return Row(CYCLE, rate, "/s", f"{what}: {least:.0f}/s", 1.0, least, rate / least, spent, note)
+
+
+def in_process(offers: Offers, others: int, seconds: float, progress: Callable[[str], None]) -> list[Row]:
+    """Two figures: `accelerators.binding` by itself, and the same among `others`."""
+    progress(f"{CYCLE}, in process, with no others and with {others}")
+    inventory.clear()
+    _turn(offers, 1.0)
+    alone = [_turn(offers, seconds / 2)]
+    inventory.fill(others)
+    among = [_turn(offers, seconds / 2) for _ in range(2)]
+    inventory.clear()
+    alone.append(_turn(offers, seconds / 2))
+    (rate, cpu), (filled, spent) = (
+        [sum(values) / 2 for values in zip(*turns, strict=True)] for turns in (alone, among)
+    )
+    note = f"{CLIENTS} threads of one process; its own CPU, PostgreSQL's apart"
+    return [
+        Row(CYCLE, rate, "/s", "accelerators.binding: 200/s", 1.0, 200.0, rate / 200.0, cpu, note),
+        Row(
+            f"the same among {others} other requests", filled, "/s", "among none", 0.8, rate, filled / rate, spent, note
+        ),
+    ]
+
+
+def _turn(offers: Offers, seconds: float) -> tuple[float, float]:
+    """Cycles per second of all threads together, and this process's CPU-µs per cycle."""
+    start, counts, faults = threading.Barrier(CLIENTS + 1), list[int](), list[Exception]()
+
+    def one(host: str, provider: str) -> None:
+        count = 0
+        try:
+            _cycle(host, provider)
+            start.wait(30)
+            end = perf_counter() + seconds
+            while perf_counter() < end:
+                _cycle(host, provider)
+                count += 1
+        except Exception as error:  # noqa: BLE001  (whatever it is ends the bench, with its reason)
+            faults.append(error)
+            start.abort()
+        finally:
+            counts.append(count)
+            connection.close()
+
+    threads = [threading.Thread(target=one, args=offers[n % len(offers)]) for n in range(CLIENTS)]
+    for thread in threads:
+        thread.start()
+    with suppress(threading.BrokenBarrierError):
+        start.wait(30)
+    began, cpu = perf_counter(), process_time()
+    for thread in threads:
+        thread.join()
+    if faults:
+        raise CannotMeasure(f"{CYCLE}: {type(faults[0]).__name__}: {faults[0]}")
+    return sum(counts) / (perf_counter() - began), (process_time() - cpu) / sum(counts) * 1e6
+
+
+def _cycle(host: str, provider: str) -> None:
+    instance = str(uuid4())
+    (uuid,) = binding.create(PROFILE, WHO)
+    binding.bind([binding.Bind(uuid, host, provider, instance)], WHO)
+    mine = "q.instance_uuid = %(instance)s::uuid"
+    seen = REQUESTS.list(arguments.ListQuery(), MINIMUM, "", mine, instance=instance, project=None)
+    if b'"state":"Bound"' not in seen:
+        raise CannotMeasure(f"{uuid} is bound, but reads {seen[:200]!r}")
+    binding.unbind([uuid], WHO)
+    binding.delete([uuid], WHO)

@@ -1,0 +1,52 @@
+"""The product's HTTP side as it runs at scale: granian, several WSGI workers, on all cores."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tests.bench.lab import ROOT, CannotMeasure, Lab, Server
+from tests.bench.whole import wait_for
+
+
+@contextmanager
+def granian(lab: Lab, workers: int) -> Iterator[Server]:
+    """Until the block is left; its processes die with us."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = ["--interface", "wsgi", "--workers", str(workers), "--host", "127.0.0.1", "--port", str(port)]
+    environment = os.environ | {"DJANGO_SETTINGS_MODULE": "tests.bench.settings"}
+    command = [sys.executable, "-m", "tests.bench.server", "granian", *options, "--no-ws", "cyborgweb.wsgi:application"]
+    with lab.log("granian") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT, env=environment)
+    try:
+        try:
+            wait_for(lambda: _ready(port), "granian's /readyz", process)
+        except CannotMeasure as error:
+            said = (lab.home / "granian.log").read_text().strip().splitlines()
+            raise CannotMeasure(f"{error}; it said last: {' | '.join(said[-3:])}") from None
+        yield Server(process, port)
+    finally:
+        process.terminate()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _ready(port: int) -> bool:
+    client = http.client.HTTPConnection("127.0.0.1", port, timeout=2)  # what comes before the workers is never answered
+    try:
+        client.request("GET", "/readyz")
+        return client.getresponse().status == 200
+    except OSError:
+        return False
+    finally:
+        client.close()

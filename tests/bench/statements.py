@@ -1,0 +1,37 @@
+"""Every statement the servers run, as PostgreSQL itself logs them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from django.db import connection
+
+from tests.bench.lab import Lab
+
+STATEMENT = re.compile(r"\[(?P<pid>\d+)\] LOG:  (?:statement|execute [^:]*): (?P<text>.*)")
+
+
+@contextmanager
+def statements(lab: Lab) -> Iterator[list[str]]:
+    """A list that holds, once the block is left, what other connections than ours ran in it."""
+    log = lab.home / "postgres" / "log"
+    found: list[str] = []
+    _log("all")
+    begin = log.stat().st_size
+    yield found
+    with log.open() as lines:
+        lines.seek(begin)
+        matches = [match for line in lines if (match := STATEMENT.search(line))]
+    _log("none")
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT pg_backend_pid()")
+        ours = str(cursor.fetchone()[0])
+    found += [match["text"] for match in matches if match["pid"] != ours]
+
+
+def _log(which: str) -> None:
+    with connection.cursor() as cursor:
+        cursor.execute(f"ALTER SYSTEM SET log_statement = '{which}'")
+        cursor.execute("SELECT pg_reload_conf(), pg_sleep(0.2)")
