@@ -42,7 +42,9 @@ class Keys:
         "*(self-made, in the state directory)*",
     )
     agent_key: str = key("CYBORG_AGENT_KEY", "", "The certificate's key in PEM.", "*(in `CYBORG_AGENT_CERT`)*")
-    request_threads: int = key("CYBORG_REQUEST_THREADS", 8, "HTTP requests worked on at once by one web process.")
+    request_threads: int = key(
+        "CYBORG_REQUEST_THREADS", 4, "HTTP requests worked on at once by one web process; more make agents wait."
+    )
     request_queue: int = key(
         "CYBORG_REQUEST_QUEUE",
         64,
