@@ -22,8 +22,8 @@ from agents.models import Agent, Bar, JoinToken
 
 TOPIC = "agents"
 MAX_REASON = 500
-NEWS = """
-SELECT host_id, public_key, barred, barred_reason, rotate_asked_at IS NOT NULL, connection, epoch, boot_id, address
+NEWS = """SELECT host_id, public_key, barred, barred_reason, rotate_asked_at IS NOT NULL, connection, epoch, boot_id,
+  address
 FROM agents_agent WHERE changed_at > now() - make_interval(secs => %s)
 """
 

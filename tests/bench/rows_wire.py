@@ -25,8 +25,8 @@ DEVICES = 10
 UNCHANGED = "ab" * 20
 UNREAD = "a socket that reads nothing"
 PLAIN_COPY = "COPY spool (host_id, epoch, seq, received_at, payload) FROM STDIN"
-TIMERS = re.compile(r"SELECT 1(?: FROM spool LIMIT 1)?$")
-"""The writer's look whether the spool was forgotten, every 10 s, and Django's health check before it."""
+TIMERS = re.compile(r"SELECT 1(?: FROM spool LIMIT 1)?$|SELECT host_id, public_key, barred,")
+"""The writer's looks, every 10 s whether the spool was forgotten, every 2.5 s who may not go on; the health check."""
 
 
 STATEMENT = re.compile(r"\[(?P<pid>\d+)\] LOG:  (?:statement|execute [^:]*): (?P<text>.*)")
