@@ -73,4 +73,4 @@ def _attribute_changed(deployable: Deployable, key: str, was: str | None, value:
         subject=(device.uuid, str(device)),
         changes={f"{deployable.name} {key}": [was, value]},
     )
-    conductor.provider_changed(host)
+    conductor.providers_changed([host])

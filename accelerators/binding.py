@@ -90,7 +90,7 @@ def create(profile_name: str, caller: Caller) -> list[str]:
         with conductor.writing():
             if made := _execute(sql.CREATE, values | {"project": caller.project_id} | _who(caller)):
                 return [str(uuid) for (uuid,) in made]
-        profiles.forget()  # what we remembered is no longer so
+        profiles.forget()
     raise Refused(Reason.UNKNOWN, f"Device Profile not found with name={profile_name}")
 
 
@@ -229,7 +229,7 @@ def _bound(request: _Request, one: Bind, caller: Caller, handle: _Handle) -> dic
         keys = settings.KEYS
         move |= {"state": _S.BIND_STARTED, "wait": keys.program_timeout_s if program else keys.bind_timeout_s}
         payload = {"op": "bind", "handle": handle.id, "program": program, "host": one.hostname}
-        conductor.intend("command", request.uuid, payload)
+        conductor.intend("command", {request.uuid: payload})
     return move
 
 
@@ -268,9 +268,8 @@ def _delete(found: Sequence[_Request], caller: Caller) -> None:
 
 def _release(found: Sequence[_Request]) -> None:
     """What was made on the host for these requests is to be taken away there."""
-    for request in found:
-        if request.attach_type in ON_HOST:
-            conductor.intend("command", request.uuid, {"op": "unbind", "handle": request.handle})
+    made = [request for request in found if request.attach_type in ON_HOST]
+    conductor.intend("command", {request.uuid: {"op": "unbind", "handle": request.handle} for request in made})
 
 
 def _load(uuids: Sequence[str], caller: Caller) -> list[_Request]:

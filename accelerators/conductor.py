@@ -20,7 +20,7 @@ from accelerators import admission
 from accelerators import inventory_sql as sql
 from accelerators.caller import request_id
 from accelerators.diff import Changes, HostReport, StoredHost, admit, compare, fold
-from accelerators.models import Event, Host
+from accelerators.models import Host
 from accelerators.states import Source
 
 _writing: ContextVar[bool] = ContextVar("writing", default=False)
@@ -54,7 +54,7 @@ def apply(reports: Mapping[int, Iterable[HostReport]]) -> int:
     batch's size.
     Reports not newer than the last applied are dropped.
     """
-    with writing(), connection.wrap_database_errors:
+    with writing():
         write = cursor()
         changes, now = Changes(), datetime.now(UTC).isoformat(timespec="seconds")
         (rules,) = write.execute(sql.LOCK, [list(reports)]).fetchone() or ("[]",)
@@ -86,7 +86,7 @@ def _write(cursor: Any, changes: Changes) -> None:
         (sql.ATTRIBUTES, changes.attributes),
         (sql.HANDLES, changes.handles),
         (sql.EVENTS, changes.events),
-        (sql.PROVIDERS, changes.providers),
+        (sql.INTENTS, changes.providers),
         (sql.HOSTS, changes.hosts),
     ):
         if rows:
@@ -152,20 +152,19 @@ def record(
     """Write one event about `subject`, else about a host, else about something not in the tables (`host_name`)."""
     name = host.name if host else host_name[:255]
     about = subject or (host.uuid if host else None, name)
-    with writing():
-        Event.objects.create(
-            at=datetime.now(UTC),
-            source=source.value,
-            actor=actor[:255],
-            request_id=request_id.get(),
-            action=action,
-            subject_type=action.split(".", maxsplit=1)[0],
-            subject=about[0],
-            subject_name=about[1][:255],
-            host=name,
-            changes=changes or {},
-            reason=reason[:4096],
-        )
+    event = {
+        "source": source,
+        "actor": actor[:255],
+        "request_id": request_id.get(),
+        "action": action,
+        "subject_type": action.split(".", maxsplit=1)[0],
+        "subject": about[0],
+        "subject_name": about[1][:255],
+        "host": name,
+        "changes": changes or {},
+        "reason": reason[:4096],
+    }
+    record_all([event])
 
 
 def record_all(events: list[dict[str, Any]]) -> None:
@@ -174,19 +173,17 @@ def record_all(events: list[dict[str, Any]]) -> None:
         cursor().execute(sql.EVENTS, [_encode(events).decode()])
 
 
-def intend(kind: str, key: str, payload: dict[str, Any]) -> None:
-    """Raise an intent, or renew the one there is: what is to be done outside because of this transaction."""
-    with writing():
-        connection.cursor().execute(sql.INTEND, [kind, key, _encode(payload).decode()])
+def intend(kind: str, payloads: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise an intent for each key, or renew the one there is: what is to be done outside because of this transaction.
 
-
-def provider_changed(host: Host) -> None:
-    """Placement is to be told of this host's deployables anew."""
-    intend("provider", str(host.uuid), {"host": host.name})
+    One statement, and keys in their order: two writers of the same ones do not wait for each other.
+    """
+    if payloads:
+        rows = [{"kind": kind, "key": key, "payload": payload} for key, payload in payloads.items()]
+        with writing():
+            cursor().execute(sql.INTENTS, [_encode(rows).decode()])
 
 
 def providers_changed(hosts: Iterable[Host]) -> None:
-    """The same of many hosts, in one statement; by id, the order in which a merge takes them."""
-    rows = [{"key": str(host.uuid), "payload": {"host": host.name}} for host in sorted(hosts, key=lambda host: host.id)]
-    with writing():
-        cursor().execute(sql.PROVIDERS, [_encode(rows).decode()])
+    """Placement is to be told of these hosts' deployables anew; by id, the order in which a merge takes them."""
+    intend("provider", {str(host.uuid): {"host": host.name} for host in sorted(hosts, key=lambda host: host.id)})

@@ -163,7 +163,7 @@ def compare(host: StoredHost, report: HostReport, answers: dict[str, Answer], no
             _missing(host, known, now, into)
     after = len(into.deployables) + len(into.missing_deployables) + len(into.attributes) + len(into.gone_attributes)
     if after + len(into.moves) != before:
-        into.providers.append({"key": host.uuid, "payload": {"host": host.name}})
+        into.providers.append({"kind": "provider", "key": host.uuid, "payload": {"host": host.name}})
     drivers = _drivers(host, answers, now, into)
     into.hosts.append(
         {"id": host.id, "epoch": report.epoch, "seq": report.seq, "hash": report.hash, "drivers": drivers}

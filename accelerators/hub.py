@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
 
 import psycopg
@@ -59,7 +60,7 @@ def _run() -> None:
             _follow()
         except psycopg.Error as error:
             log.info("the hub's connection is gone (%s): connecting again", str(error).strip() or type(error).__name__)
-        threading.Event().wait(RETRY_S)
+        time.sleep(RETRY_S)
 
 
 def _follow() -> None:

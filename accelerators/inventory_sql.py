@@ -95,10 +95,10 @@ FROM jsonb_to_recordset(%s::jsonb) AS x(source text, actor text, request_id text
   subject uuid, subject_name text, host text, changes jsonb, reason text)
 """
 
-PROVIDERS = """
+INTENTS = """
 INSERT INTO accelerators_intent AS t (uuid, kind, key, payload, attempts, last_error)
-SELECT gen_random_uuid(), 'provider', x.key, x.payload, 0, ''
-FROM jsonb_to_recordset(%s::jsonb) AS x(key text, payload jsonb)
+SELECT gen_random_uuid(), x.kind, x.key, x.payload, 0, ''
+FROM jsonb_to_recordset(%s::jsonb) AS x(kind text, key text, payload jsonb)
 ON CONFLICT (kind, key) DO UPDATE SET payload = excluded.payload, next_at = now(), updated_at = now()
 """
 
@@ -107,10 +107,4 @@ UPDATE accelerators_host t SET applied_epoch = x.epoch, applied_seq = x.seq, app
   drivers = x.drivers, reported_at = now(), updated_at = now()
 FROM jsonb_to_recordset(%s::jsonb) AS x(id bigint, epoch bigint, seq bigint, hash text, drivers jsonb)
 WHERE t.id = x.id
-"""
-
-INTEND = """
-INSERT INTO accelerators_intent AS t (uuid, kind, key, payload, attempts, last_error)
-VALUES (gen_random_uuid(), %s, %s, %s::jsonb, 0, '')
-ON CONFLICT (kind, key) DO UPDATE SET payload = excluded.payload, next_at = now(), updated_at = now()
 """

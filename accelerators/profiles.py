@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 from uuid import UUID, uuid4
 
+import psycopg
 from django.db import IntegrityError, transaction
 from django.db.models import ProtectedError
 
@@ -49,8 +50,13 @@ def by_name(name: str) -> Profile | None:
 
 
 def forget() -> None:
-    """Read every profile anew, now and (for the others, too) after the commit of the transaction we are in."""
+    """Read every profile anew in this process: what it remembered has proved old."""
     _by_name.drop()
+
+
+def _changed() -> None:
+    """Have every process read anew, this one already inside the transaction we are in, all after its commit."""
+    forget()
     transaction.on_commit(partial(hub.ring, "profiles"))
 
 
@@ -61,7 +67,7 @@ def create(name: str, groups: list[Group], description: str | None, uuid: UUID |
         with conductor.writing():
             DeviceProfile.objects.create(uuid=chosen, name=name, groups=groups, description=description)
             _record("created", chosen, name, caller, {"name": [None, name], "groups": [None, groups]})
-            forget()
+            _changed()
     except IntegrityError as error:
         raise _taken(error, name, chosen) from None
     return chosen
@@ -81,7 +87,7 @@ def edit(uuid: UUID, changes: dict[str, Any], caller: Caller) -> None:
             profile.updated_at = datetime.now(UTC)
             profile.save()
             _record("changed", uuid, profile.name, caller, {f: [before[f], changes[f]] for f in changes})
-            forget()
+            _changed()
     except IntegrityError as error:
         raise _taken(error, changes.get("name", ""), uuid) from None
 
@@ -96,7 +102,7 @@ def delete(uuid: UUID, caller: Caller) -> None:
             text = f"Device profile {profile.name} is used by accelerator requests: delete those first."
             raise Refused(Reason.HELD, text) from None
         _record("deleted", uuid, profile.name, caller, {"name": [profile.name, None], "groups": [profile.groups, None]})
-        forget()
+        _changed()
 
 
 def _locked(uuid: UUID) -> DeviceProfile:
@@ -107,7 +113,8 @@ def _locked(uuid: UUID) -> DeviceProfile:
 
 
 def _taken(error: IntegrityError, name: str, uuid: UUID) -> Refused:
-    if "uuid" in str(getattr(error.__cause__, "diag", None) and error.__cause__.diag.constraint_name):  # type: ignore[union-attr]
+    cause = error.__cause__
+    if isinstance(cause, psycopg.Error) and "uuid" in (cause.diag.constraint_name or ""):
         return Refused(Reason.DUPLICATE, f"DeviceProfile with uuid {uuid} already exists.")
     return Refused(Reason.CONFLICT, f"A device_profile with name {name} already exists.")
 

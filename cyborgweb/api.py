@@ -15,9 +15,10 @@ from rest_framework.response import Response
 from rest_framework.views import APIView
 
 from accelerators.api.browsable import Browsable, navigation
+from accelerators.api.json import Json
 from accelerators.api.own import errors
 from accelerators.api.own.routes import RESOURCES
-from accelerators.api.own.views import Collection, Json
+from accelerators.api.own.views import Collection
 from agents.api import AgentView
 
 COLLECTIONS: Mapping[str, type[Collection]] = {"hosts": RESOURCES["hosts"], "agents": AgentView} | RESOURCES

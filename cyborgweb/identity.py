@@ -86,14 +86,13 @@ def _of_session(request: Request) -> Caller | None:
 
 def _of_table(token: str, service_token: str) -> Caller | None:
     """From our own table, both tokens in one statement."""
-    given = [secret for secret in (token, service_token) if _plausible(secret)]
-    rows = conductor.cursor().execute(KNOWN_TOKENS, [[digest(secret) for secret in given]]).fetchall()
-    found = {row[0]: row[1:] for row in rows}
-    name, user_id, roles, project_id = found.get(digest(token), ("", 0, [], ""))
+    hashes = [digest(secret) if _plausible(secret) else "" for secret in (token, service_token)]
+    found = {row[0]: row[1:] for row in conductor.cursor().execute(KNOWN_TOKENS, [hashes]).fetchall()}
+    name, user_id, roles, project_id = found.get(hashes[0], ("", 0, [], ""))
     caller = Caller(name, str(user_id), frozenset(roles), project_id) if name else None
     if not service_token:
         return caller
-    _, _, service_roles, _ = found.get(digest(service_token), ("", 0, [], ""))
+    _, _, service_roles, _ = found.get(hashes[1], ("", 0, [], ""))
     return replace(caller, service=True) if caller and _serves(service_roles) else None
 
 

@@ -20,6 +20,7 @@ from agents.spool import COPY, COPY_TYPES
 from tests.bench import fixtures, messages
 from tests.bench.figures import Row, cpu_s, median
 from tests.bench.lab import SERVER_CORE, Generator, Lab, Server, on_cores, serving
+from tests.bench.statements import statements
 
 DEVICES = 10
 UNCHANGED = "ab" * 20
@@ -27,9 +28,6 @@ UNREAD = "a socket that reads nothing"
 PLAIN_COPY = "COPY spool (host_id, epoch, seq, received_at, payload) FROM STDIN"
 TIMERS = re.compile(r"SELECT 1(?: FROM spool LIMIT 1)?$|SELECT host_id, public_key, barred,")
 """The writer's looks, every 10 s whether the spool was forgotten, every 2.5 s who may not go on; the health check."""
-
-
-STATEMENT = re.compile(r"\[(?P<pid>\d+)\] LOG:  (?:statement|execute [^:]*): (?P<text>.*)")
 
 
 @dataclass(frozen=True)
@@ -199,34 +197,18 @@ def _unchanged(lab: Lab, generator: Generator, size: Size, bare: Server, acknowl
         contestants = [(server, UNCHANGED) for server in (bare, acknowledging, product)]
         unread, ceiling, ours = contest(generator, size, contestants, lambda: None)
         generator.connect("counted", product.port, size.agents)
-        statements, reports = _count_statements(lab, generator)
+        count, reports = _count_statements(lab, generator)
         generator.ask("close", group="counted")
     note = (
-        f"{statements} statements for {reports} reports (PostgreSQL's log of all statements, timers left out);"
+        f"{count} statements for {reports} reports (PostgreSQL's log of all statements, timers left out);"
         f" {_of(ours, unread)} of {UNREAD}"
     )
     against = "acknowledge-only, same bytes"
-    return _row("unchanged report", "/s", against, 0.80, ceiling, ours, note, holds=statements == 0)
+    return _row("unchanged report", "/s", against, 0.80, ceiling, ours, note, holds=count == 0)
 
 
 def _count_statements(lab: Lab, generator: Generator) -> tuple[int, int]:
-    """Every statement of another connection than ours while unchanged reports stream in, out of PostgreSQL's log."""
-    log = lab.home / "postgres" / "log"
-    _log_statements("all")
-    begin = log.stat().st_size
-    done = generator.ask("run", group="counted", message=UNCHANGED, devices=DEVICES, seconds=1.0)
-    with log.open() as lines:
-        lines.seek(begin)
-        found = [match for line in lines if (match := STATEMENT.search(line))]
-    _log_statements("none")
-    with connection.cursor() as cursor:
-        cursor.execute("SELECT pg_backend_pid()")
-        ours = cursor.fetchone()[0]
-    theirs = [match["text"] for match in found if int(match["pid"]) != ours]
-    return sum(not TIMERS.match(text) for text in theirs), done["count"]
-
-
-def _log_statements(which: str) -> None:
-    with connection.cursor() as cursor:
-        cursor.execute(f"ALTER SYSTEM SET log_statement = '{which}'")
-        cursor.execute("SELECT pg_reload_conf(), pg_sleep(0.2)")
+    """What other connections than ours run while unchanged reports stream in."""
+    with statements(lab) as found:
+        done = generator.ask("run", group="counted", message=UNCHANGED, devices=DEVICES, seconds=1.0)
+    return sum(not TIMERS.match(text) for text in found), done["count"]

@@ -25,30 +25,33 @@ ACK = '{"type":"Ack","seq":100000,"of":"Report"}'
 
 async def bare(scope: Any, receive: Any, send: Any) -> None:
     """The ceiling: takes every socket, answers every message with the same Ack, looks at nothing."""
-    if scope["type"] == "http":
-        await _challenge(send)
+    if not await _opened(scope, receive, send):
         return
-    await receive()
-    await send({"type": "websocket.accept", "subprotocol": wire.VERSIONS[0]})
-    await send({"type": "websocket.send", "text": WELCOME})
     while (await receive())["type"] == "websocket.receive":
         await send({"type": "websocket.send", "text": ACK})
 
 
 async def acknowledging(scope: Any, receive: Any, send: Any) -> None:
     """The ceiling of reports: decodes each message typed and bounded, as it must be, acknowledges it, does no more."""
-    if scope["type"] == "http":
-        await _challenge(send)
+    if not await _opened(scope, receive, send):
         return
-    await receive()
-    await send({"type": "websocket.accept", "subprotocol": wire.VERSIONS[0]})
-    await send({"type": "websocket.send", "text": WELCOME})
     while (event := await receive())["type"] == "websocket.receive":
         message = wire.decode_from_agent(event["text"])
         if isinstance(message, wire.Report):
             text = f'{{"type":"Ack","seq":{message.seq},"of":"Report"}}'
             del message, event  # five hundred of them kept alive would make the next one slower
             await send({"type": "websocket.send", "text": text})
+
+
+async def _opened(scope: Any, receive: Any, send: Any) -> bool:
+    """Take the socket and welcome its agent; False when it was no socket, but the request for a challenge."""
+    if scope["type"] == "http":
+        await _challenge(send)
+        return False
+    await receive()
+    await send({"type": "websocket.accept", "subprotocol": wire.VERSIONS[0]})
+    await send({"type": "websocket.send", "text": WELCOME})
+    return True
 
 
 async def _challenge(send: Any) -> None:

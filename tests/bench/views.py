@@ -13,7 +13,7 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.views import APIView
 
-from accelerators.api.v2.views import Json
+from accelerators.api.json import Json
 from cyborgweb.urls import urlpatterns as product
 
 AGGREGATE = """

@@ -11,9 +11,9 @@ from django.test import Client
 
 from accelerators import conductor
 from accelerators.models import AcceleratorRequest, AttachHandle, Device, DeviceProfile, Host
-from agents.models import Agent, JoinToken, Lease
+from agents.models import JoinToken
 from cyborgweb.models import ApiToken
-from tests.support.reports import a_host, answer, apply, card
+from tests.support.reports import a_heard_host
 
 Fill = Callable[..., list[Host]]
 
@@ -35,7 +35,7 @@ def fill() -> Fill:
 
 
 def _fill(devices: int, first: int = 0) -> list[Host]:
-    hosts = [_a_host(first + n, min(10, devices - 10 * n)) for n in range(-(-devices // 10))]
+    hosts = [a_heard_host(f"cmp{first + n}.example", min(10, devices - 10 * n)) for n in range(-(-devices // 10))]
     with conductor.writing():
         profile = DeviceProfile.objects.create(name=f"small-{first}", groups=[{"resources:FPGA": "1"}])
         Device.objects.filter(address__startswith="0000:01").update(state="ready")
@@ -55,12 +55,3 @@ def _fill(devices: int, first: int = 0) -> list[Host]:
     )
     ApiToken.make(f"nova-{first}", User.objects.get(), ["service"], "p1")
     return hosts
-
-
-def _a_host(number: int, devices: int) -> Host:
-    host = a_host(f"cmp{number}.example")
-    cards = [card(bus, handles=2) for bus in range(devices)]
-    apply(host, answer(*cards, driver="pci_driver"), answer(driver="slow_driver", error="it hung for 20 s"))
-    Agent.objects.create(host=host, public_key=f"key of {host.name}", version="0.1.0", wire="v1", boot_id="b1")
-    Lease.objects.create(host=host, seen_at=datetime.now(UTC))
-    return host

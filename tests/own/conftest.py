@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -14,9 +13,8 @@ from django.test import Client
 
 from accelerators import conductor
 from accelerators.models import AcceleratorRequest, AttachHandle, Device, DeviceProfile, Host
-from agents.models import Agent, Lease
 from cyborgweb.models import ApiToken
-from tests.support.reports import a_host, answer, apply, card
+from tests.support.reports import a_heard_host
 
 Ask = Callable[..., HttpResponse]
 Fill = Callable[..., list[Host]]
@@ -58,7 +56,7 @@ def fill(db: None) -> Fill:
     """
 
     def make(devices: int, first: int = 0) -> list[Host]:
-        hosts = [_host(first + n, min(10, devices - 10 * n)) for n in range(-(-devices // 10))]
+        hosts = [a_heard_host(f"cmp{first + n}", min(10, devices - 10 * n)) for n in range(-(-devices // 10))]
         with conductor.writing():
             profile, _ = DeviceProfile.objects.get_or_create(
                 name="small", defaults={"groups": [{"resources:FPGA": "1"}]}
@@ -84,15 +82,6 @@ def fill(db: None) -> Fill:
         return hosts
 
     return make
-
-
-def _host(number: int, devices: int) -> Host:
-    host = a_host(f"cmp{number}")
-    cards = [card(bus, handles=2) for bus in range(devices)]
-    apply(host, answer(*cards, driver="pci_driver"), answer(driver="slow_driver", error="it hung for 20 s"))
-    Agent.objects.create(host=host, public_key=f"key of {host.name}", version="0.1.0", wire="v1", boot_id="b1")
-    Lease.objects.create(host=host, seen_at=datetime.now(UTC))
-    return host
 
 
 def results(response: HttpResponse) -> list[dict[str, Any]]:

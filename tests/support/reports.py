@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 from accelerators import conductor
 from accelerators.diff import HostReport
 from accelerators.models import Host
+from agents.models import Agent, Lease
 from drivers.inventory import AttachHandle, Attribute, Deployable, Device, DriverReport
 
 
@@ -33,6 +36,16 @@ def report(*drivers: DriverReport, seq: int = 1, epoch: int = 1) -> HostReport:
 def a_host(name: str = "cmp1") -> Host:
     """A host with node = name."""
     return conductor.ensure_host(name, name, "test")
+
+
+def a_heard_host(name: str, devices: int) -> Host:
+    """A host of so many cards whose agent was just heard, and of whose two drivers one fails."""
+    host = a_host(name)
+    cards = [card(bus, handles=2) for bus in range(devices)]
+    apply(host, answer(*cards, driver="pci_driver"), answer(driver="slow_driver", error="it hung for 20 s"))
+    Agent.objects.create(host=host, public_key=f"key of {host.name}", version="0.1.0", wire="v1", boot_id="b1")
+    Lease.objects.create(host=host, seen_at=datetime.now(UTC))
+    return host
 
 
 def apply(host: Host, *drivers: DriverReport, seq: int = 1) -> int:

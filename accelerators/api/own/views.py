@@ -20,7 +20,6 @@ from django.utils.cache import get_conditional_response, patch_vary_headers
 from django_filters.rest_framework import DjangoFilterBackend
 from rest_framework.exceptions import ParseError, PermissionDenied
 from rest_framework.parsers import BaseParser
-from rest_framework.renderers import BaseRenderer
 from rest_framework.request import Request
 from rest_framework.response import Response
 from rest_framework.serializers import Serializer
@@ -28,6 +27,7 @@ from rest_framework.viewsets import GenericViewSet
 
 from accelerators import generations
 from accelerators.api.browsable import Browsable
+from accelerators.api.json import Json
 from accelerators.api.own import errors
 from accelerators.api.own.paging import Pages, page_parameters
 from accelerators.api.own.representation import Chosen, chosen
@@ -35,16 +35,6 @@ from accelerators.caller import Caller
 
 MAX_BODY = 1_048_576
 RELEASE = version("cyborgweb")
-
-
-class Json(BaseRenderer):
-    """orjson."""
-
-    media_type, format, charset = "application/json", "json", None
-
-    def render(self, data: Any, accepted_media_type: str | None = None, renderer_context: Any = None) -> bytes:
-        """The body; nothing for an answer without one."""
-        return b"" if data is None else orjson.dumps(data, default=str)
 
 
 class JsonBody(BaseParser):

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
-import orjson
 from rest_framework.exceptions import AuthenticationFailed, NotAuthenticated
 from rest_framework.renderers import BaseRenderer
 from rest_framework.request import Request
@@ -17,22 +16,11 @@ from rest_framework.response import Response
 from rest_framework.views import APIView
 
 from accelerators.api import browsable
+from accelerators.api.json import Json
 from accelerators.api.v2 import arguments, faults, versions
 from accelerators.api.v2.resource import Resource
 
 JSON, HTML = "application/json", "text/html"
-
-
-class Json(BaseRenderer):
-    """Bytes pass through, everything else is written by orjson. Without a charset, as clients of v2 expect."""
-
-    media_type, format, charset = JSON, "json", None
-
-    def render(self, data: Any, accepted_media_type: str | None = None, renderer_context: Any = None) -> bytes:
-        """The body; none for None."""
-        if data is None:
-            return b""
-        return data if isinstance(data, bytes) else orjson.dumps(data)
 
 
 class View(APIView):
