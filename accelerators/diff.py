@@ -31,6 +31,8 @@ DEVICE_FIELDS = (
     "kernel_driver",
     "status",
     "status_reason",
+    "to_install",
+    "acts",
 )
 """What a report says of a device, in the order of `StoredDevice.facts`."""
 
@@ -195,6 +197,8 @@ def _device(host: StoredHost, driver: str, device: Device, old: StoredDevice | N
         device.kernel_driver,
         device.status,
         device.status_reason,
+        device.to_install,
+        device.acts,
     )
     changes: dict[str, list[Any]] = {}
     device_uuid = old.uuid if old else str(uuid.uuid4())

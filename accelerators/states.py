@@ -35,10 +35,12 @@ class HandleType(StrEnum):
 
 
 class Origin(StrEnum):
-    """Who wrote an attribute. The operator's survive reports."""
+    """Who wrote an attribute. Reports change only the agent's own."""
 
     AGENT = "agent"
     OPERATOR = "operator"
+    CONDUCTOR = "conductor"
+    """What a device was programmed with."""
 
 
 class Source(StrEnum):
@@ -89,6 +91,26 @@ class RequestState(StrEnum):
     UNBOUND = "Unbound"
 
 
+class CommandState(StrEnum):
+    """The life of a command to an agent."""
+
+    PREPARING = "preparing"
+    """Its image is being fetched."""
+    QUEUED = "queued"
+    """To be told to the agent, or told and not taken yet."""
+    TAKEN = "taken"
+    """In the agent's journal."""
+    STARTED = "started"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    REFUSED = "refused"
+    """Nothing was touched."""
+    EXPIRED = "expired"
+    """It was not begun in time, and never will be."""
+    UNKNOWN = "unknown"
+    """It was begun, and how it ended cannot be told."""
+
+
 _D = DeviceState
 DEVICE_MOVES: dict[DeviceState, frozenset[DeviceState]] = {
     _D.INACTIVE: frozenset({_D.INSTALLING, _D.READY, _D.QUARANTINED, _D.MISSING, _D.RETIRED}),
@@ -119,6 +141,11 @@ BINDABLE = tuple(state.value for state, to in REQUEST_MOVES.items() if _R.BIND_S
 
 RESOLVED = (_R.BOUND.value, _R.BIND_FAILED.value)
 """Nothing more is going to happen by itself (contract section 4.1)."""
+
+
+_C = CommandState
+ENDED = frozenset({_C.SUCCEEDED, _C.FAILED, _C.REFUSED, _C.EXPIRED, _C.UNKNOWN})
+"""A command in one of these is over."""
 
 
 class IllegalMove(ValueError):

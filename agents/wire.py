@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from msgspec import Meta, Struct
 
-from drivers.inventory import DriverReport, Name, Text, Word
+from drivers.inventory import AttachHandle, DriverReport, Name, Text, Word
 
 VERSIONS = ("cyborg.agent.1",)
 """Subprotocols this release speaks, best first."""
@@ -27,6 +27,7 @@ MAX_MESSAGE = 1024 * 1024
 """Bytes of one message, the default of `CYBORG_MAX_MESSAGE_BYTES`."""
 PATH = "/ws/agent"
 CHALLENGE_PATH = "/ws/agent/challenge"
+IMAGE_PATH = "/ws/agent/image/"
 SCHEME = "Cyborg-Agent"
 
 KEY_BARRED = "key-barred"
@@ -34,6 +35,8 @@ KEY_BARRED = "key-barred"
 
 Number = Annotated[int, Meta(ge=0, le=2**53)]
 Nonce = Annotated[str, Meta(max_length=64)]
+Outcome = Literal["succeeded", "failed", "refused", "unknown"]
+"""`failed`: it was tried, and undone as far as that goes. `refused`: nothing was touched. `unknown`: interrupted."""
 
 
 class Challenge(Struct, frozen=True):
@@ -66,6 +69,8 @@ class Hello(Message, frozen=True):
     agent_version: Word
     boot_id: Annotated[str, Meta(max_length=64)]
     drivers: Annotated[tuple[Word, ...], Meta(max_length=64)] = ()
+    ops: Annotated[tuple[Word, ...], Meta(max_length=64)] = ()
+    """The commands it takes; none of an agent that is older than commands."""
 
 
 class Report(Message, frozen=True):
@@ -101,6 +106,68 @@ class NewKey(Message, frozen=True):
     proof: Annotated[str, Meta(max_length=128)]
 
 
+class Taken(Message, frozen=True):
+    """These commands are in the agent's journal: they need not be sent again while it runs."""
+
+    numbers: Annotated[tuple[Number, ...], Meta(max_length=256)]
+
+
+class Progress(Message, frozen=True, omit_defaults=True):
+    """How far a command is; the first one says that it has begun. Shown, not stored for ever."""
+
+    number: Number
+    percent: Annotated[int, Meta(ge=0, le=100)] = 0
+    text: Annotated[str, Meta(max_length=500)] = ""
+
+
+class Result(Message, frozen=True, omit_defaults=True):
+    """How a command ended. Sent again after every reconnection until its Ack (`of` Result, `seq` the number) comes.
+
+    The report (`epoch`, `seq`, `hash`) shows the host as it is since then; it was sent before. The Ack is sent when
+    that report, or a later one, is applied. `text` is a sentence for the operator; `detail` holds what was asked for.
+    """
+
+    number: Number
+    outcome: Outcome
+    text: Text = ""
+    detail: Annotated[dict[str, str], Meta(max_length=64)] = {}
+    epoch: Number = 0
+    seq: Number = 0
+    hash: Annotated[str, Meta(max_length=64)] = ""
+
+
+class ImageRef(Struct, frozen=True, omit_defaults=True):
+    """An image that the gateway hands out at `IMAGE_PATH` + its `id`, to the host whose command names it."""
+
+    id: Annotated[str, Meta(max_length=36)]
+    size: Number
+    sha256: Annotated[str, Meta(min_length=64, max_length=64)]
+    name: Annotated[str, Meta(max_length=255)] = ""
+    properties: Annotated[dict[str, str], Meta(max_length=256)] = {}
+
+
+class Command(Message, frozen=True, omit_defaults=True):
+    """Something to be done on the host, once for its `id`. `number` orders the commands of all hosts.
+
+    `start_s`: begin within so many seconds of its arrival or answer `refused`; `end_s`: then nobody waits any more. For
+    the rest see `drivers.steps.Ask`. An op that the agent does not know is answered `refused`.
+    """
+
+    number: Number
+    id: Annotated[str, Meta(max_length=36)]
+    op: Word
+    start_s: float
+    end_s: float
+    driver: Annotated[str, Meta(max_length=64)] = ""
+    key: Annotated[str, Meta(max_length=255)] = ""
+    deployable: Annotated[str, Meta(max_length=255)] = ""
+    handle: AttachHandle | None = None
+    uuid: Annotated[str, Meta(max_length=36)] = ""
+    consumer: Annotated[str, Meta(max_length=36)] = ""
+    layout: Annotated[dict[str, str], Meta(max_length=64)] = {}
+    image: ImageRef | None = None
+
+
 class Welcome(Message, frozen=True):
     """First message of a gateway. `applied_hash` is the content last applied for this host ('' when none).
 
@@ -115,7 +182,7 @@ class Welcome(Message, frozen=True):
 
 
 class Ack(Message, frozen=True):
-    """`of` is Report, Beat or NewKey. A Report's or NewKey's Ack is sent after its commit: it will not be lost."""
+    """`of` is Report, Beat, NewKey or Result. All but a Beat's are sent after a commit: it will not be lost."""
 
     seq: Number
     of: str = "Report"
@@ -138,16 +205,16 @@ class Rotate(Message, frozen=True):
     """An operator wants this agent to have a new key: make one, store it, tell it with NewKey."""
 
 
-FromAgent = Hello | Report | Beat | Alive | NewKey
-FromGateway = Welcome | Ack | Refuse | Probe | Rotate
+FromAgent = Hello | Report | Beat | Alive | NewKey | Taken | Progress | Result
+FromGateway = Welcome | Ack | Refuse | Probe | Rotate | Command
 
 _encode = msgspec.json.Encoder().encode
 _from_agent = msgspec.json.Decoder(FromAgent)
 _from_gateway = msgspec.json.Decoder(FromGateway)
 _type_only = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _known = {
-    "from_agent": {"Hello", "Report", "Beat", "Alive", "NewKey"},
-    "from_gateway": {"Welcome", "Ack", "Refuse", "Probe", "Rotate"},
+    "from_agent": {kind.__name__ for kind in get_args(FromAgent)},
+    "from_gateway": {kind.__name__ for kind in get_args(FromGateway)},
 }
 
 

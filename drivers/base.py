@@ -1,15 +1,25 @@
-"""What a driver is. Written to by driver authors; read by `drivers.child`, which runs them."""
+"""What a driver is. Written to by driver authors; read by `drivers.child`, which runs them.
+
+A driver knows one kind of hardware and does nothing itself: it reads through the Machine it is given, and what is to be
+changed it plans as steps. Its process cannot write (`drivers.confine`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
-from drivers.inventory import Device, Fault
+from drivers.errors import Unsupported
+from drivers.inventory import Device, Fault, Sample
 from drivers.machine import Machine
+from drivers.steps import Act, Ask, Plan, Vitals
 
+API = 1
+"""The version of this protocol."""
 MAX_FAULTS = 256
 """The bound of `DriverReport.faults`."""
+
+Settings = dict[str, object]
 
 
 class Findings(NamedTuple):
@@ -19,23 +29,73 @@ class Findings(NamedTuple):
     faults: tuple[Fault, ...] = ()
 
 
-class Driver(Protocol):
-    """Knowledge of one kind of hardware, made without arguments, run in a process of its own.
+class Driver:
+    """Knowledge of one kind of hardware, made without arguments, run in a process of its own. Subclass it.
 
-    `subsystems` are the kernel subsystems whose uevents may change what it sees; `watched` are the keys of its settings
-    that name files which, when changed, do the same.
+    All methods look at the machine as it is now and change nothing. They raise the errors of `drivers.errors`, whose
+    sentences the operator reads: Busy before anything is touched when somebody uses the device.
     """
 
     name: ClassVar[str]
-    subsystems: ClassVar[tuple[str, ...]]
-    watched: ClassVar[tuple[str, ...]]
+    version: ClassVar[str] = "1"
+    subsystems: ClassVar[tuple[str, ...]] = ()
+    """Kernel subsystems whose uevents may change what it sees."""
+    watched: ClassVar[tuple[str, ...]] = ()
+    """Keys of its settings that name files which, when changed, do the same."""
+    writes: ClassVar[tuple[str, ...]] = ()
+    """Globs of every path its steps may write. `*` does not match a slash."""
+    acts: ClassVar[tuple[Act, ...]] = ()
+    """What it can plan; nothing else is asked of it."""
 
-    def discover(self, machine: Machine, settings: dict[str, object]) -> Findings:
-        """Look at the whole machine, change nothing. One bad device is a Fault, never an exception for all.
+    def probe(self, machine: Machine, settings: Settings) -> tuple[str, ...]:
+        """Why this host cannot be used to the full (a kernel module, a privilege is missing); nothing when it can."""
+        return ()
+
+    def discover(self, machine: Machine, settings: Settings) -> Findings:
+        """Look at the whole machine. One bad device is a Fault, never an exception for all.
 
         Raises DriverError when nothing at all can be said, such as for unusable settings.
         """
-        ...
+        raise NotImplementedError
+
+    def health(self, machine: Machine, settings: Settings, ask: Ask) -> Vitals:
+        """How the device `ask.key` is, with what was read; at most a second. Raises Gone when it is not there."""
+        raise Unsupported(f"{self.name} has no readings of health beyond what it reports")
+
+    def stats(self, machine: Machine, settings: Settings, ask: Ask) -> tuple[Sample, ...]:
+        """The load of the device `ask.key` now; at most a second."""
+        return ()
+
+    def install(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
+        """Make the device ready to be offered as the settings, or `ask.layout` over them, want it."""
+        return Plan()
+
+    def uninstall(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
+        """Back to how the device was before it was first touched (`ask.first`)."""
+        raise self._unable("uninstall")
+
+    def attach(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
+        """Prepare `ask.handle` for `ask.consumer`; done already for this consumer: no step."""
+        return Plan()
+
+    def detach(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
+        """Take back what `attach` made; not there any more: no step."""
+        return Plan()
+
+    def program(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
+        """Put `ask.image` into the device. Raises Invalid for an image that is not for it."""
+        raise self._unable("program")
+
+    def partition(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
+        """Divide the device as `ask.layout` says."""
+        raise self._unable("partition")
+
+    def reset(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
+        """Put the device back into its power-on state."""
+        raise self._unable("reset")
+
+    def _unable(self, act: str) -> Unsupported:
+        return Unsupported(f"{self.name} cannot {act} a device")
 
 
 def at_most(faults: Iterable[Fault]) -> tuple[Fault, ...]:

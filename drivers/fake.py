@@ -19,7 +19,7 @@ from typing import Annotated, ClassVar
 import msgspec
 from msgspec import Meta, Struct
 
-from drivers.base import Findings
+from drivers.base import Driver, Findings
 from drivers.errors import Failed, Invalid
 from drivers.inventory import AttachHandle, Attribute, Deployable, Device
 from drivers.machine import Machine
@@ -39,7 +39,7 @@ class Script(Struct, forbid_unknown_fields=True):
     misbehave: str = ""
 
 
-class FakeDriver:
+class FakeDriver(Driver):
     """One FPGA with 16 `TEST_PCI` handles, as upstream's; more of them, and faults, by script."""
 
     name: ClassVar[str] = "fake_driver"

@@ -68,7 +68,9 @@ class Device(Struct, frozen=True, omit_defaults=True, gc=False):
     """A card. `key` is its identity on the host: `serial:…`, else `pci:dddd:bb:dd.f`, else `<driver>:…`.
 
     `address` is the PCI address of the management function, None for what is not on PCI.
-    `vendor` and `model` are the exact strings that upstream shows for the same hardware.
+    `vendor` and `model` are the exact strings that upstream shows for the same hardware. `to_install` is what its
+    driver would do to make it ready, a line a step, '' when nothing has to be done; `acts` what can be asked of its
+    driver, words with blanks between them.
     """
 
     key: Name
@@ -83,6 +85,8 @@ class Device(Struct, frozen=True, omit_defaults=True, gc=False):
     numa_node: Annotated[int, Meta(ge=-1, le=4095)] = -1
     kernel_driver: Annotated[str, Meta(max_length=64)] = ""
     deployables: Annotated[tuple[Deployable, ...], Meta(max_length=256)] = ()
+    to_install: Text = ""
+    acts: Annotated[str, Meta(max_length=255)] = ""
 
 
 class Fault(Struct, frozen=True, omit_defaults=True, gc=False):

@@ -15,7 +15,7 @@ from typing import Annotated, ClassVar
 import msgspec
 from msgspec import Meta, Struct
 
-from drivers.base import Findings, at_most
+from drivers.base import Driver, Findings, at_most
 from drivers.errors import DriverError, Gone, Invalid
 from drivers.inuse import used_by_host
 from drivers.inventory import AttachHandle, Attribute, Deployable, Device, DeviceType, Fault, Health
@@ -55,7 +55,7 @@ class Function(Struct, frozen=True):
     pci_class: str
 
 
-class PciDriver:
+class PciDriver(Driver):
     """One device, one deployable, one `PCI` handle for each function that a rule takes and the host does not use."""
 
     name: ClassVar[str] = "pci_driver"

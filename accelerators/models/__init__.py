@@ -1,5 +1,6 @@
 """Every table of the room, one file per subject. Written by `accelerators.conductor` only."""
 
+from accelerators.models.commands import Command
 from accelerators.models.devices import AttachHandle, Attribute, Deployable, Device
 from accelerators.models.hosts import Host
 from accelerators.models.records import Event, Generation, Intent, Tick
@@ -11,6 +12,7 @@ __all__ = [
     "AdmissionRule",
     "AttachHandle",
     "Attribute",
+    "Command",
     "Deployable",
     "Device",
     "DeviceProfile",

@@ -30,6 +30,10 @@ class Device(fields.Row):
     vendor_board_info = models.TextField(default="", blank=True)
     numa_node = models.IntegerField(default=-1, help_text="-1: unknown.")
     kernel_driver = models.CharField(max_length=64, default="", blank=True)
+    to_install = models.TextField(
+        default="", blank=True, help_text="What its driver would do to make it ready, a line a step."
+    )
+    acts = models.CharField(max_length=255, default="", blank=True, help_text="What can be asked of its driver.")
 
     status = models.CharField(max_length=16, choices=fields.choices(Health), default=Health.UNKNOWN.value)
     status_reason = models.TextField(default="", blank=True)
@@ -52,6 +56,9 @@ class Device(fields.Row):
         null=True,
         blank=True,
         help_text="Draining: the state it takes up when its last request is gone.",
+    )
+    busy_with = models.UUIDField(
+        null=True, blank=True, help_text="The exclusive command that is under way; nothing is bound meanwhile."
     )
 
     class Meta:
@@ -111,7 +118,7 @@ class Attribute(fields.Row):
     deployable = models.ForeignKey(Deployable, models.CASCADE, related_name="attributes")
     key = fields.name()
     value = models.TextField()
-    origin = models.CharField(max_length=8, choices=fields.choices(Origin), default=Origin.AGENT.value)
+    origin = models.CharField(max_length=16, choices=fields.choices(Origin), default=Origin.AGENT.value)
 
     class Meta:
         ordering = ["id"]

@@ -17,11 +17,14 @@ from tests.bench.figures import Row, table
 from tests.bench.lab import CannotMeasure, Generator, Lab
 
 
+GROUPS = {"wire", "merge", "api", "whole", "agent", "uevent"}
+
+
 def main() -> int:
     """0 measured, 2 could not."""
     parser = argparse.ArgumentParser(prog="tests.bench", description=__doc__)
     parser.add_argument("--full", action="store_true", help="published sizes instead of smoke sizes")
-    parser.add_argument("--only", default="", help="groups to measure, comma separated: wire, merge, api, whole, agent")
+    parser.add_argument("--only", default="", help=f"groups to measure, comma separated: {', '.join(sorted(GROUPS))}")
     arguments = parser.parse_args()
     die_with_parent()
     state = Path(os.environ.get("CYBORG_STATE_DIR", "./var"))
@@ -40,7 +43,7 @@ def main() -> int:
 
 
 def _measure(lab: Lab, *, full: bool, only: str) -> list[Row]:
-    wanted = set(filter(None, only.split(","))) or {"wire", "merge", "api", "whole", "agent"}
+    wanted = set(filter(None, only.split(","))) or GROUPS
     lab.start_database()
     from tests.bench import rows_api, rows_merge, rows_wire
 
@@ -57,13 +60,13 @@ def _measure(lab: Lab, *, full: bool, only: str) -> list[Row]:
             rows_api.Size((1000, 10_000), 100_000, 10, 1.0, beats=8, cycles_s=12.0),
         )
         rows += rows_api.rows(lab, generator, published if full else smoke, progress)
-    if wanted & {"api", "whole", "agent"}:
+    if wanted - {"wire", "merge"}:
         rows += _measure_whole(lab, generator, full=full, wanted=wanted)
     return rows
 
 
 def _measure_whole(lab: Lab, generator: Generator, *, full: bool, wanted: set[str]) -> list[Row]:
-    from tests.bench import fixtures, rows_agent, rows_requests, rows_whole
+    from tests.bench import fixtures, rows_agent, rows_requests, rows_uevent, rows_whole
     from tests.bench.whole import running
 
     fixtures.empty_inventory()
@@ -80,6 +83,8 @@ def _measure_whole(lab: Lab, generator: Generator, *, full: bool, wanted: set[st
         if "whole" in wanted:
             rows += rows_whole.visible(whole, generator, size, progress)
             rows += rows_whole.storm(lab, whole, generator, size, progress)
+        if "uevent" in wanted:
+            rows += rows_uevent.rows(lab, whole, 200 if full else 40, progress)
         if "agent" in wanted:
             rows += at_rest
     return rows

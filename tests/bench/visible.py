@@ -17,10 +17,10 @@ PAUSE_S = 0.002
 class Api:
     """`GET /v2/devices?hostname=…` on one kept connection."""
 
-    def __init__(self, port: int, token: str) -> None:
+    def __init__(self, port: int, token: str, host: str) -> None:
         self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=DEADLINE_S)
         self._headers = {"X-Auth-Token": token, "Accept": "application/json"}
-        self._path = f"/v2/devices?hostname={messages.host_name(0)}"
+        self._path = f"/v2/devices?hostname={host}"
 
     def look(self) -> bytes:
         """The body; raises RuntimeError on any status but 200."""
@@ -45,7 +45,7 @@ class Api:
 async def probe(key: Key, port: int, token: str, samples: int) -> dict[str, Any]:
     """One agent changes one device of eight, `samples` times with pauses; milliseconds from Ack to answer, sorted."""
     peer = await connect(port, 0, key)
-    api, loop, times = Api(port, token), asyncio.get_running_loop(), list[float]()
+    api, loop, times = Api(port, token, messages.host_name(0)), asyncio.get_running_loop(), list[float]()
     looks: list[float] = []
     first = int(time.time())
     rest = messages.devices(8, messages.host_name(0))[1:]

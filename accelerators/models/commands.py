@@ -1,0 +1,70 @@
+"""What agents are told to do. A row is made in the transaction that wants it done: none is lost, none is invented.
+
+Written by `accelerators.commands`; delivered and answered by `agents.courier` and `agents.gateway`.
+"""
+
+from __future__ import annotations
+
+from django.db import models
+from django.db.models import Q
+
+from accelerators.models import fields
+from accelerators.models.devices import Device
+from accelerators.models.hosts import Host
+from accelerators.states import CommandState
+
+OPEN = Q(ended_at__isnull=True)
+
+
+class Command(fields.Row):
+    """One thing to be done once by one host's agent. `id` is the number by which the wire knows it.
+
+    An *exclusive* one has its device for itself: while it is open, nothing is bound there (`Device.busy_with`).
+    The answer of the agent is kept before it counts: it is settled when the report that goes with it is applied.
+    """
+
+    host = models.ForeignKey(Host, models.PROTECT, related_name="commands")
+    device = models.ForeignKey(Device, models.SET_NULL, null=True, blank=True, related_name="commands")
+    device_name = fields.name(default="", blank=True)
+    op = models.CharField(max_length=16, db_collation="C")
+    arguments = models.JSONField(default=dict, help_text="As the wire has them: driver, key, handle, layout …")
+    exclusive = models.BooleanField(default=False)
+    request = models.UUIDField(null=True, blank=True, help_text="The accelerator request that waits for it.")
+    actor = fields.name(default="")
+    request_id = models.CharField(max_length=64, default="", blank=True)
+    reason = models.TextField(default="", blank=True)
+
+    state = models.CharField(max_length=16, choices=fields.choices(CommandState), default=CommandState.QUEUED.value)
+    start_by = models.DateTimeField(help_text="Not begun by then, it never will be.")
+    end_by = models.DateTimeField(help_text="Not answered by then, its outcome is unknown.")
+    taken_at = models.DateTimeField(null=True, blank=True)
+    started_at = models.DateTimeField(null=True, blank=True)
+    percent = models.IntegerField(default=0)
+    progress = models.CharField(max_length=500, default="", blank=True)
+
+    answered_at = models.DateTimeField(null=True, blank=True)
+    outcome = models.CharField(max_length=16, default="", blank=True, help_text="The agent's word for how it ended.")
+    text = models.TextField(default="", blank=True, help_text="How it ended, in a sentence.")
+    detail = models.JSONField(default=dict)
+    report_epoch = models.BigIntegerField(default=0)
+    report_seq = models.BigIntegerField(default=0)
+    report_hash = models.CharField(max_length=64, default="", blank=True)
+    ended_at = models.DateTimeField(null=True, blank=True)
+
+    class Meta:
+        ordering = ["-id"]
+        constraints = [
+            fields.one_of("state", CommandState, "command_state_known"),
+            models.UniqueConstraint(
+                fields=["device"], condition=OPEN & Q(exclusive=True), name="command_one_exclusive_per_device"
+            ),
+        ]
+        indexes = [
+            models.Index(fields=["host", "id"], condition=OPEN, name="command_open"),
+            models.Index(fields=["end_by"], condition=OPEN, name="command_deadline"),
+            models.Index(fields=["request"], condition=Q(request__isnull=False), name="command_request"),
+            models.Index(fields=["device", "-id"], name="command_device"),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.device_name or self.host}"

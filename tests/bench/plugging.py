@@ -1,0 +1,48 @@
+"""A compute host on a simulated bus: `umockdev-wrapper python -m tests.bench.plugging`, started by `rows_uevent`.
+
+The real agent runs below it. Each line of standard input is the address and the product of a card to plug in; the
+answer is the monotonic clock just before its uevent.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+import time
+
+from drivers.process import die_with_parent
+from tests.drivers.hotplug import LIBRARY, Bus
+
+
+def card(address: str, product: str) -> bytes:
+    """In umockdev's notation."""
+    return (
+        f"P: /devices/pci0000:00/{address}\nE: SUBSYSTEM=pci\nE: PCI_SLOT_NAME={address}\n"
+        f"A: vendor=0x10de\\n\nA: device=0x{product}\\n\nA: class=0x030200\\n\n"
+    ).encode()
+
+
+def plug(bus: Bus, address: str, product: str) -> float:
+    """Appear, with the uevent."""
+    error, found = ctypes.c_void_p(), card(address, product)
+    began = time.monotonic()
+    if not LIBRARY.umockdev_testbed_add_from_string(bus.testbed, found, ctypes.byref(error)):
+        raise RuntimeError(f"umockdev does not take {found!r}")
+    return began
+
+
+def main() -> None:
+    """The agent starts after the first card; until standard input ends."""
+    die_with_parent()
+    bus, agent = Bus(), None
+    try:
+        for line in sys.stdin:
+            print(plug(bus, *line.split()), flush=True)
+            agent = agent or subprocess.Popen([sys.executable, "-m", "agents.host.main", "--die-with-parent"])
+    finally:
+        ctypes.CDLL("libgobject-2.0.so.0").g_object_unref(bus.testbed)  # takes its folder away
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""Row of hot-plug: a card's uevent, on a simulated bus, until the API shows the card. The real agent, the real conductor.
+
+The clock starts before the uevent is sent; what collects a burst into one look (CYBORG_UEVENT_DEBOUNCE_MS) counts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from time import monotonic, sleep
+
+from agents import enrolment
+from agents.host.settings import AgentSettings
+from tests.bench.figures import Row, median
+from tests.bench.lab import ROOT, CannotMeasure, Lab
+from tests.bench.visible import Api
+from tests.bench.whole import Whole, api_token
+
+HOST = "uevent.bench"
+RULES = '[pci_driver]\nrules = [{ vendor = "10de" }]\n'
+NAME, AGAINST = "uevent to GET /v2/devices", "idle, debounce included"
+Plug = Callable[[int], float]
+
+
+def rows(lab: Lab, whole: Whole, samples: int, progress: Callable[[str], None]) -> list[Row]:
+    """Two figures: the middle and the worst but one in a hundred; none where umockdev is not installed."""
+    if not _simulated():
+        progress("NOT MEASURED: uevent to API (the package umockdev is not installed)")
+        return []
+    progress(f"from a card's uevent to GET /v2/devices, {samples} times")
+    api, times = Api(whole.port, api_token(), HOST), list[float]()
+    with _host(lab, whole.port) as plug:
+        plug(0)
+        api.wait_for(_shown(0))  # the agent has joined and looked
+        for number in range(1, samples + 1):
+            sleep(0.05 + 0.037 * (number % 3))
+            began = plug(number)
+            api.wait_for(_shown(number))
+            times.append((monotonic() - began) * 1000)
+    times.sort()
+    last = times[min(len(times) - 1, len(times) * 99 // 100)]
+    note = f"of which CYBORG_UEVENT_DEBOUNCE_MS {AgentSettings.uevent_debounce_ms} ms; the shortest {times[0]:.0f} ms"
+    return [
+        Row(f"{NAME}, p50", median(times), "ms", AGAINST, 300.0, note=note),
+        Row(f"{NAME}, p99", last, "ms", AGAINST, 1000.0, note=f"of {samples}; the longest {times[-1]:.0f} ms"),
+    ]
+
+
+def _simulated() -> bool:
+    try:
+        ctypes.CDLL("libumockdev.so.0")
+    except OSError:
+        return False
+    return shutil.which("umockdev-wrapper") is not None
+
+
+def _shown(number: int) -> bytes:
+    return f'"{0x1000 + number:04x}"'.encode()
+
+
+@contextmanager
+def _host(lab: Lab, port: int) -> Iterator[Plug]:
+    """A host whose agent starts with the first card; what plugs card `number` in, and tells when."""
+    home = lab.home / "uevent"
+    home.mkdir()
+    (home / "drivers.toml").write_text(RULES)
+    token = enrolment.make_token(HOST, address=f"http://127.0.0.1:{port}", hours=1, created_by="bench")
+    environment = os.environ | {
+        "CYBORG_JOIN_TOKEN": token,
+        "CYBORG_AGENT_STATE_DIR": str(home),
+        "CYBORG_ENABLED_DRIVERS": "pci_driver",
+        "CYBORG_DRIVER_SETTINGS": str(home / "drivers.toml"),
+        "CYBORG_PARENT": str(os.getpid()),
+    }
+    command = ["umockdev-wrapper", sys.executable, "-m", "tests.bench.plugging"]
+    with lab.log("uevent") as log:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT, env=environment
+        )
+    assert process.stdin and process.stdout
+
+    def plug(number: int) -> float:
+        bus, slot = divmod(number, 32)
+        process.stdin.write(f"0000:{bus + 1:02x}:{slot:02x}.0 {0x1000 + number:04x}\n")
+        process.stdin.flush()
+        if not (line := process.stdout.readline()):
+            raise CannotMeasure(f"the simulated host ended: {(lab.home / 'uevent.log').read_text()[-500:]}")
+        return float(line)
+
+    try:
+        yield plug
+    finally:
+        process.stdin.close()
+        process.wait()
