@@ -16,8 +16,13 @@ class PlacementSyncConfig(AppConfig):
         from django.conf import settings
         from django.utils.module_loading import import_string
 
+        from accelerators import fetching, intents, ticks
         from accelerators.api.own import instances
+        from placement_sync.glance import Glance
         from placement_sync.nova import Nova
+
+        ticks.register("placement", "placement_sync.tasks.run", cluster="work", timely=True)
+        intents.register("provider", "placement")
 
         def session() -> Any:
             return import_string(settings.SERVICE_SESSION)()
@@ -25,3 +30,6 @@ class PlacementSyncConfig(AppConfig):
         endpoint = settings.KEYS.nova_endpoint
         if endpoint != "off":
             instances.register(Nova(session, endpoint))
+        ticks.register("images", "accelerators.fetching.run", cluster="work", timely=True)
+        if settings.KEYS.glance_endpoint != "off":
+            fetching.register(Glance(session, settings.KEYS.glance_endpoint))

@@ -62,13 +62,32 @@ class Keys:
     tick_stall_s: float = key(
         "CYBORG_TICK_STALL_S", 5.0, "A job not taken up for so long means that its cluster is stuck and is replaced."
     )
+    placement_endpoint: str = key(
+        "CYBORG_PLACEMENT_ENDPOINT", "", "Where Placement is; `off`: it is told nothing.", "*(catalogue)*"
+    )
     nova_endpoint: str = key(
         "CYBORG_NOVA_ENDPOINT", "", "Where the compute API is; `off`: instances' states stay unknown.", "*(catalogue)*"
+    )
+    glance_endpoint: str = key(
+        "CYBORG_GLANCE_ENDPOINT",
+        "",
+        "Where the image API is; `off`: devices are programmed with uploaded images only.",
+        "*(catalogue)*",
+    )
+    image_max_bytes: int = key(
+        "CYBORG_IMAGE_MAX_BYTES",
+        1_073_741_824,
+        "Largest image, uploaded or of Glance, that a device is programmed with.",
     )
     bind_timeout_s: int = key(
         "CYBORG_BIND_TIMEOUT_S", 60, "A bind that needs its host fails after it; below Nova's `arq_binding_timeout`."
     )
     program_timeout_s: int = key("CYBORG_PROGRAM_TIMEOUT_S", 240, "The same for a bind that programs its device first.")
+    program_wait_s: int = key(
+        "CYBORG_PROGRAM_WAIT_S",
+        60,
+        "How long `PATCH /v2/deployables/{uuid}/program` waits for the end; the command goes on without it.",
+    )
     missing_retention_s: int = key(
         "CYBORG_MISSING_RETENTION_S", 86_400, "How long a missing, free device is kept before it is removed."
     )

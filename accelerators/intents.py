@@ -1,0 +1,81 @@
+"""Intents: what is to be done outside the database because of a change in it. Raised by `conductor.intend`.
+
+A kind's job is registered from `AppConfig.ready()`; it takes what is due, and says of each that it is done or why not.
+None is dropped: what fails is tried again after a pause that doubles. No row is locked while the outside is talked to,
+so a raise never waits for it; one that was raised again meanwhile is not done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from django.db import connection, transaction
+
+from accelerators import conductor, ticks
+
+FIRST_S, LONGEST_S = 1.0, 60.0
+STUCK = 10
+"""After so many failures an intent is shown as stuck."""
+
+DUE = """
+SELECT id, key, payload::json, attempts, coalesce(updated_at, created_at) FROM accelerators_intent
+WHERE kind = %s AND next_at <= statement_timestamp() ORDER BY next_at, id LIMIT %s
+"""
+DONE = """
+DELETE FROM accelerators_intent t USING unnest(%s::bigint[], %s::timestamptz[]) AS x(id, at)
+WHERE t.id = x.id AND coalesce(t.updated_at, t.created_at) = x.at
+"""
+FAILED = """
+UPDATE accelerators_intent SET attempts = attempts + 1, last_error = %s,
+  next_at = statement_timestamp() + make_interval(secs => coalesce(%s, least(%s, %s * 2 ^ least(attempts, 16))))
+WHERE id = ANY(%s)
+"""
+_jobs: dict[str, str] = {}
+
+
+@dataclass(frozen=True)
+class Due:
+    """An intent whose time has come. `at`: when it was last raised."""
+
+    id: int
+    key: str
+    payload: dict[str, Any]
+    attempts: int
+    at: datetime
+
+
+def register(kind: str, job: str) -> None:
+    """Have `job` woken when an intent of `kind` is raised."""
+    _jobs[kind] = job
+
+
+def wake(kind: str) -> None:
+    """Wake the kind's job after the commit of the transaction under way."""
+    if job := _jobs.get(kind):
+        transaction.on_commit(lambda: ticks.kick(job))
+
+
+def due(kind: str, count: int) -> list[Due]:
+    """At most `count`, the longest waiting first."""
+    with connection.cursor() as cursor:
+        cursor.execute(DUE, [kind, count])
+        return [Due(*row) for row in cursor.fetchall()]
+
+
+def done(intents: Iterable[Due]) -> None:
+    """They are; but one that was raised again since stays."""
+    rows = [(intent.id, intent.at) for intent in intents]
+    if rows:
+        with conductor.writing():
+            conductor.cursor().execute(DONE, [[id for id, _ in rows], [at for _, at in rows]])
+
+
+def failed(intents: Iterable[Due], error: str, pause_s: float | None = None) -> None:
+    """They are to be tried again: after `pause_s`, else after a pause that doubles with every failure."""
+    ids = [intent.id for intent in intents]
+    if ids:
+        with conductor.writing():
+            conductor.cursor().execute(FAILED, [error[:1000], pause_s, LONGEST_S, FIRST_S, ids])

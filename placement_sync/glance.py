@@ -1,0 +1,115 @@
+"""Images of Glance, through openstacksdk and the service user's session. Free of Django.
+
+`placement_sync.apps` registers it as the image service of `accelerators.fetching`. It asks for no more than three
+things: an image by its id, the images with a function, the bytes of an image from some point on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from accelerators.fetching import ALGORITHMS, Away, Offer, Unusable
+from accelerators.groups import FUNCTION
+from accelerators.images import CHUNK, MAX_KEY, MAX_PROPERTIES, MAX_VALUE
+from drivers.configuration import ConfigurationError
+
+READY, COMING = "active", ("queued", "saving", "uploading", "importing")
+PARTIAL = 206
+ABOUT = "accel:"
+
+
+class Glance:
+    """An image service; one per process. `session` makes the service user's, at the first question."""
+
+    def __init__(self, session: Callable[[], Any], endpoint: str = "") -> None:
+        self._session, self._endpoint = session, endpoint
+        self._made: Any = None
+
+    def image(self, uuid: str) -> Offer:
+        """By its id."""
+        with _answering():
+            answer = self._proxy().get(f"/images/{uuid}")
+            if answer.status_code == 404:
+                raise Unusable(f"Glance has no image {uuid}")
+            _check(answer)
+            return offer(answer.json())
+
+    def with_function(self, function: str) -> Sequence[Offer]:
+        """Two of them, if there are so many."""
+        with _answering():
+            answer = self._proxy().get("/images", params={FUNCTION: function, "status": READY, "limit": "2"})
+            _check(answer)
+            return [offer(one) for one in answer.json()["images"] if one.get(FUNCTION) == function]
+
+    def read(self, uuid: str, start: int) -> tuple[int, Iterator[bytes]]:
+        """Where it can begin in the middle, it does."""
+        with _answering():
+            headers = {"Range": f"bytes={start}-"} if start else {}
+            answer = self._proxy().get(f"/images/{uuid}/file", stream=True, headers=headers)
+            _check(answer)
+            if answer.status_code == 204:
+                raise Unusable(f"Glance has no bytes of image {uuid}")
+        return start if answer.status_code == PARTIAL else 0, _chunks(answer)
+
+    def _proxy(self) -> Any:
+        """openstacksdk costs as much to import as all of Django, so that waits for the first question."""
+        if self._made is None:
+            from openstack.connection import Connection
+
+            own = {"image_endpoint_override": self._endpoint} if self._endpoint else {}
+            self._made = Connection(session=self._session(), **own).image
+        return self._made
+
+
+def offer(document: Mapping[str, Any]) -> Offer:
+    """An image as Glance describes it; raises Unusable or Away when it has no bytes, or has none yet."""
+    uuid, status = str(document["id"]), str(document.get("status"))
+    if status in COMING:
+        raise Away(f"image {uuid} is {status} in Glance, not {READY} yet")
+    if status != READY or not isinstance(document.get("size"), int):
+        raise Unusable(f"image {uuid} is {status} in Glance, not {READY}")
+    algorithm, digest = document.get("os_hash_algo"), document.get("os_hash_value")
+    known = (algorithm, str(digest)) if algorithm in ALGORITHMS and digest else ("", "")
+    name = str(document.get("name") or "")[:255]
+    return Offer(uuid, name, document["size"], properties(document), *known)
+
+
+def properties(document: Mapping[str, Any]) -> dict[str, str]:
+    """What its owner says of it as a bitstream; the rest is Glance's own affair, and may hold secrets of its stores."""
+    said = [(key, value) for key, value in document.items() if key.startswith(ABOUT) and isinstance(value, str)]
+    return dict([pair for pair in said if len(pair[0]) <= MAX_KEY and len(pair[1]) <= MAX_VALUE][:MAX_PROPERTIES])
+
+
+def _check(answer: Any) -> None:
+    status = answer.status_code
+    if status < 400:
+        return
+    said = f"Glance answered {status}"
+    if status in (401, 429) or status >= 500:
+        raise Away(said)
+    raise Unusable(f"{said}: the service user cannot have this image")
+
+
+def _chunks(answer: Any) -> Iterator[bytes]:
+    with _answering():
+        try:
+            yield from answer.iter_content(CHUNK)
+        finally:
+            answer.close()
+
+
+@contextmanager
+def _answering() -> Iterator[None]:
+    """What openstacksdk, keystoneauth1 and requests raise, told as Away; no cloud at all is Unusable."""
+    import requests
+    from keystoneauth1.exceptions import ClientException
+    from openstack.exceptions import SDKException
+
+    try:
+        yield
+    except ConfigurationError as error:
+        raise Unusable(f"it is not uploaded here, and Glance cannot be asked: {error}") from None
+    except (ClientException, SDKException, requests.RequestException, KeyError, ValueError) as error:
+        raise Away(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}") from None

@@ -1,0 +1,74 @@
+"""`manage.py placement_sync`: bring Placement in step now, or see what would be done."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from django.core.management.base import BaseCommand, CommandError, CommandParser
+
+from accelerators.models import Host
+from placement_sync import said, store, tasks
+from placement_sync.sync import Outcome
+
+SLICE = 32
+TEACHING = """\
+Placement is kept in step by itself: whatever changes on a host is told at once, and every few minutes all is compared.
+This command does the same now, for one host or for all, and shows what was different.
+
+  manage.py placement_sync --dry-run            what would be written, nothing is
+  manage.py placement_sync --host cmp1.example  one host
+
++ is new in Placement, - goes, ~ changes, ! could not be done. Exit status 1: not everything is in step.
+"""
+
+
+class Command(BaseCommand):
+    help = "Make Placement show what the hosts have, and say what was different."
+
+    def create_parser(self, prog_name: str, subcommand: str, **kwargs: Any) -> CommandParser:
+        """With the teaching below the options, its lines kept."""
+        kwargs |= {"formatter_class": argparse.RawDescriptionHelpFormatter, "epilog": TEACHING}
+        return super().create_parser(prog_name, subcommand, **kwargs)
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        parser.add_argument("--host", action="append", default=[], help="only this one; may be repeated")
+        parser.add_argument("--dry-run", action="store_true", help="write nothing")
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        cloud = tasks.session()
+        if cloud is None:
+            raise CommandError("no cloud is configured, or CYBORG_PLACEMENT_ENDPOINT is off: see docs/configuration.md")
+        hosts = list(Host.objects.filter(name__in=options["host"]) if options["host"] else Host.objects.all())
+        if unknown := set(options["host"]) - {host.name for host in hosts}:
+            raise CommandError(f"no such host: {', '.join(sorted(unknown))}")
+        writes = bad = 0
+        for start in range(0, len(hosts), SLICE):
+            part = hosts[start : start + SLICE]
+            for host, outcome in zip(part, tasks.sync_hosts(cloud, part, options["dry_run"]), strict=True):
+                told, fine = self._tell(host, outcome, options["dry_run"])
+                writes, bad = writes + told, bad + (not fine)
+            self._progress(start + len(part), len(hosts))
+        verb = "to be written" if options["dry_run"] else "written"
+        self.stdout.write(f"{len(hosts)} hosts, {writes} {verb}" + (f", {bad} not in step" if bad else ""))
+        if bad:
+            sys.exit(1)
+
+    def _tell(self, host: Host, outcome: tasks.Ended, dry_run: bool) -> tuple[int, bool]:
+        if not isinstance(outcome, Outcome):
+            self.stdout.write(f"{host.name}\n  ! {outcome}")
+            return 0, False
+        if not dry_run:
+            store.keep(host, outcome)
+        found = [*said.lines(outcome.writes), *(f"! {problem}" for problem in outcome.problems)]
+        if found:
+            self.stdout.write("\n  ".join([host.name, *found]))
+        return len(outcome.writes), not outcome.problems
+
+    def _progress(self, done: int, of: int) -> None:
+        if sys.stderr.isatty() and of > SLICE:
+            filled = 40 * done // of
+            end = "\n" if done == of else ""
+            sys.stderr.write(f"\r[{'█' * filled}{' ' * (40 - filled)}] {done}/{of} hosts{end}")
+            sys.stderr.flush()

@@ -1,0 +1,86 @@
+"""Between the tables and the pure part: what is desired of a host, what was written, what came of it.
+
+Called by `tasks` and `manage.py placement_sync`. Three statements to read a host, at most four to write one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import msgspec
+from django.db import connection, transaction
+
+from accelerators.models import Host
+from placement_sync.mapping import Part
+from placement_sync.models import Tree
+from placement_sync.reconcile import Observed, Written
+from placement_sync.sync import Outcome
+
+PARTS = """
+SELECT p.name, coalesce(p.rp_uuid::text, ''), CASE WHEN p.missing_since IS NULL THEN p.num_accelerators ELSE 0 END,
+  coalesce((SELECT json_object_agg(a.key, a.value) FROM accelerators_attribute a WHERE a.deployable_id = p.id), '{}'),
+  d.state = 'ready' AND p.missing_since IS NULL
+FROM accelerators_deployable p JOIN accelerators_device d ON d.id = p.device_id
+WHERE d.host_id = %s AND p.rp_uuid IS NOT NULL ORDER BY p.missing_since NULLS FIRST, p.id
+"""
+"""A provider is there from when its device first left `inactive` (its id is recorded then) until it is removed."""
+WRITTEN = (
+    "SELECT uuid::text, classes::json, traits::json, seen::json FROM placement_sync_writtenprovider WHERE host_id = %s"
+)
+KEEP = """
+INSERT INTO placement_sync_writtenprovider AS t (uuid, host_id, classes, traits, seen)
+SELECT x.uuid, %s, x.classes, x.traits, x.seen
+FROM jsonb_to_recordset(%s::jsonb) AS x(uuid uuid, classes jsonb, traits jsonb, seen jsonb)
+ON CONFLICT (uuid) DO UPDATE SET host_id = excluded.host_id, classes = excluded.classes, traits = excluded.traits,
+  seen = excluded.seen
+"""
+DROP = "DELETE FROM placement_sync_writtenprovider WHERE host_id = %s AND NOT uuid = ANY(%s::uuid[])"
+TREE = """
+INSERT INTO placement_sync_tree AS t (host_id, root, looked_at, synced_at, problems)
+VALUES (%(host)s, %(root)s, now(), now(), %(problems)s::jsonb)
+ON CONFLICT (host_id) DO UPDATE SET root = excluded.root, looked_at = now(), synced_at = now(),
+  problems = excluded.problems
+"""
+
+
+def parts(host: Host) -> list[Part]:
+    """The host's deployables that are providers."""
+    with connection.cursor() as cursor:
+        cursor.execute(PARTS, [host.pk])
+        return [Part(*row) for row in cursor.fetchall()]
+
+
+def written(host: Host) -> dict[str, Written]:
+    """What was last written, by provider."""
+    with connection.cursor() as cursor:
+        cursor.execute(WRITTEN, [host.pk])
+        return {uuid: _written(*row) for uuid, *row in cursor.fetchall()}
+
+
+def root(host: Host) -> str:
+    """The compute provider's uuid as of the last look, '' when there was none."""
+    known = Tree.objects.filter(pk=host.pk).values_list("root", flat=True).first()
+    return str(known) if known else ""
+
+
+def keep(host: Host, outcome: Outcome) -> None:
+    """Remember what came of it."""
+    rows = [_row(uuid, entry) for uuid, entry in sorted(outcome.written.items())]
+    with transaction.atomic(), connection.cursor() as cursor:
+        cursor.execute(DROP, [host.pk, sorted(outcome.written)])
+        if rows:
+            cursor.execute(KEEP, [host.pk, msgspec.json.encode(rows).decode()])
+        problems = msgspec.json.encode(outcome.problems).decode()
+        cursor.execute(TREE, {"host": host.pk, "root": outcome.root or None, "problems": problems})
+
+
+def _written(classes: list[str], traits: list[str], seen: Mapping[str, Any] | None) -> Written:
+    shown = Observed(**{**seen, "traits": frozenset(seen["traits"])}) if seen else None
+    return Written(frozenset(classes), frozenset(traits), shown)
+
+
+def _row(uuid: str, entry: Written) -> dict[str, Any]:
+    seen = {**asdict(entry.seen), "traits": sorted(entry.seen.traits)} if entry.seen else None
+    return {"uuid": uuid, "classes": sorted(entry.classes), "traits": sorted(entry.traits), "seen": seen}

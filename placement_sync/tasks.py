@@ -1,0 +1,127 @@
+"""The job `placement`: what changed on hosts becomes what Placement shows. Intents of the kind `provider` wake it.
+
+One intent a host. Several hosts are worked on side by side, on threads that know no database. While Placement is away
+all of them wait together; a host whose compute provider is not there yet waits alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from django.conf import settings
+from django.utils.module_loading import import_string
+
+from accelerators import conductor, intents, ticks
+from accelerators.models import Host
+from drivers.configuration import ConfigurationError
+from placement_sync import mapping, store
+from placement_sync.client import Away, Conflict, Placement, Rejected
+from placement_sync.sync import Outcome, Waiting, bring
+
+log = logging.getLogger(__name__)
+
+KIND, JOB = "provider", "placement"
+AT_ONCE = 8
+"""Hosts that are worked on at the same time."""
+BATCH = 64
+WAITING_S = 30.0
+"""How often a compute provider that is not there is looked for."""
+SWEEP_S = 300.0
+"""A host that was not looked at for so long is looked at again: somebody else may have changed Placement."""
+
+NOT_LOOKED_AT = """
+SELECT h.id FROM accelerators_host h LEFT JOIN placement_sync_tree t ON t.host_id = h.id
+WHERE coalesce(t.looked_at, '-infinity') < statement_timestamp() - make_interval(secs => %s)
+  AND (t.host_id IS NOT NULL OR EXISTS (SELECT FROM accelerators_device d
+    JOIN accelerators_deployable p ON p.device_id = d.id WHERE d.host_id = h.id AND p.rp_uuid IS NOT NULL))
+  AND NOT EXISTS (SELECT FROM accelerators_intent i WHERE i.kind = 'provider' AND i.key = h.uuid::text)
+ORDER BY h.id LIMIT %s
+"""
+
+Ended = Outcome | Exception
+
+
+def session() -> Any | None:
+    """The service user's, None where Placement is off or no cloud is configured: then there is nobody to tell."""
+    if settings.KEYS.placement_endpoint == "off":
+        return None
+    try:
+        return import_string(settings.SERVICE_SESSION)()
+    except ConfigurationError as error:
+        log.debug("Placement is not told of anything: %s", error)
+        return None
+
+
+def run() -> None:
+    """The job."""
+    ticks.run(JOB, step)
+
+
+def step() -> bool:
+    """One batch of hosts; True when there may be more."""
+    if (cloud := session()) is None:
+        return False
+    _look_again()
+    due = intents.due(KIND, BATCH)
+    hosts = {str(host.uuid): host for host in Host.objects.filter(uuid__in=[intent.key for intent in due])}
+    intents.done([intent for intent in due if intent.key not in hosts])
+    wanted = [intent for intent in due if intent.key in hosts]
+    ended = sync_hosts(cloud, [hosts[intent.key] for intent in wanted])
+    away: Away | None = None
+    for intent, outcome in zip(wanted, ended, strict=True):
+        if isinstance(outcome, Outcome):
+            store.keep(hosts[intent.key], outcome)
+            intents.done([intent])
+        elif isinstance(outcome, Away):
+            away = outcome
+        else:
+            intents.failed([intent], str(outcome), WAITING_S if isinstance(outcome, Waiting) else None)
+    if away is not None:
+        _wait_together(str(away))
+        return False
+    return len(due) == BATCH
+
+
+def sync_hosts(cloud: Any, hosts: Sequence[Host], dry_run: bool = False) -> list[Ended]:
+    """What came of each host, in their order. After one that found Placement away, the rest are not asked any more."""
+    words: set[str] = set()
+    gone: list[Away] = []
+
+    def one(host: Host, *known: Any) -> Ended:
+        if gone:
+            return gone[0]
+        placement = Placement(cloud, settings.KEYS.placement_endpoint, words=words)
+        parts, written, root = known
+        desired, problems = mapping.desired(parts)
+        try:
+            outcome = bring(placement, host.name, desired, written, root, dry_run)
+        except Away as away:
+            gone.append(away)
+            return away
+        except (Waiting, Conflict, Rejected) as error:
+            return error
+        outcome.problems += problems
+        return outcome
+
+    loaded = [(host, store.parts(host), store.written(host), store.root(host)) for host in hosts]
+    if len(loaded) == 1:
+        return [one(*loaded[0])]
+    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="placement") as threads:
+        return list(threads.map(lambda known: one(*known), loaded))
+
+
+def _look_again() -> None:
+    """Raise an intent for hosts that were not looked at for long."""
+    with conductor.writing():
+        found = conductor.cursor().execute(NOT_LOOKED_AT, [SWEEP_S, BATCH]).fetchall()
+        if found:
+            conductor.providers_changed(Host.objects.filter(id__in=[id for (id,) in found]))
+
+
+def _wait_together(error: str) -> None:
+    """Placement is away: nobody needs to find that out again for a while."""
+    while due := intents.due(KIND, 1000):
+        intents.failed(due, error)

@@ -1,0 +1,1 @@
+"""What OpenStack is told."""

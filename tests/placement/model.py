@@ -1,0 +1,99 @@
+"""A model of Placement in memory with the calls of `placement_sync.client.Placement`, for the pure tests.
+
+Generations, conflicts and allocations behave as the real one's, which the system lane checks with the same stories.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from placement_sync.client import Conflict
+from placement_sync.reconcile import Inventory, Observed
+
+DEFAULTS = {"reserved": 0, "min_unit": 1, "max_unit": 2147483647, "step_size": 1, "allocation_ratio": 1.0}
+CHANGED = Conflict("placement.concurrent_update", "somebody was faster")
+
+
+@dataclass
+class Model:
+    """Everything there is. `allocated`: (provider, class) → amount by consumer."""
+
+    providers: dict[str, Observed] = field(default_factory=dict)
+    allocated: dict[tuple[str, str], dict[str, int]] = field(default_factory=dict)
+    before_write: Callable[[], None] = lambda: None
+    reads: int = 0
+    writes: int = 0
+
+    def root(self, name: str) -> Observed | None:
+        self.reads += 1
+        return next((one for one in self.providers.values() if one.name == name), None)
+
+    def tree(self, root: str) -> dict[str, Observed]:
+        self.reads += 1
+        inside = {uuid: one for uuid, one in self.providers.items() if root in (uuid, one.parent)}
+        return {uuid: Observed(uuid, one.name, one.parent, one.generation) for uuid, one in inside.items()}
+
+    def provider(self, uuid: str) -> Observed | None:
+        self.reads += 1
+        return self.providers.get(uuid)
+
+    def filled(self, bare: Observed) -> Observed:
+        self.reads += 2
+        return self.providers[bare.uuid]
+
+    def allocations(self, uuid: str) -> dict[str, dict[str, int]]:
+        self.reads += 1
+        found: dict[str, dict[str, int]] = {}
+        for (provider, name), consumers in self.allocated.items():
+            if provider == uuid:
+                for consumer, amount in consumers.items():
+                    found.setdefault(consumer, {})[name] = amount
+        return found
+
+    def create(self, uuid: str, name: str, parent: str) -> int:
+        self._write()
+        if uuid in self.providers or any(one.name == name for one in self.providers.values()):
+            raise Conflict("", "there is one")
+        self.providers[uuid] = Observed(uuid, name, parent, 0)
+        return 0
+
+    def move(self, uuid: str, name: str, parent: str) -> int:
+        self._write()
+        self.providers[uuid] = replace(self.providers[uuid], name=name, parent=parent)
+        return self._next(uuid)
+
+    def set_inventories(self, uuid: str, generation: int, inventories: Mapping[str, Inventory]) -> int:
+        now = self._guarded(uuid, generation)
+        for name in now.inventories.keys() - inventories.keys():
+            if self.allocated.get((uuid, name)):
+                raise Conflict("placement.inventory.inuse", f"{name} is in use")
+        whole = {name: {**DEFAULTS, **entry} for name, entry in inventories.items()}
+        self.providers[uuid] = replace(self.providers[uuid], inventories=whole)
+        return self._next(uuid)
+
+    def set_traits(self, uuid: str, generation: int, traits: Iterable[str]) -> int:
+        self._guarded(uuid, generation)
+        self.providers[uuid] = replace(self.providers[uuid], traits=frozenset(traits))
+        return self._next(uuid)
+
+    def delete(self, uuid: str) -> None:
+        self._write()
+        if self.allocations(uuid):
+            raise Conflict("placement.resource_provider.inuse", "it is allocated")
+        self.providers.pop(uuid, None)
+
+    def _write(self) -> None:
+        self.writes += 1
+        self.before_write()
+
+    def _guarded(self, uuid: str, generation: int) -> Observed:
+        self._write()
+        if uuid not in self.providers or self.providers[uuid].generation != generation:
+            raise CHANGED
+        return self.providers[uuid]
+
+    def _next(self, uuid: str) -> int:
+        now = self.providers[uuid]
+        self.providers[uuid] = replace(now, generation=now.generation + 1)
+        return now.generation + 1

@@ -1,0 +1,94 @@
+"""The model of Placement behind the few lines of a keystoneauth1 session that `placement_sync.client` uses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import requests
+from keystoneauth1.exceptions import ConnectFailure
+
+from placement_sync.client import Conflict
+from placement_sync.reconcile import Observed
+from tests.placement.model import Model
+
+
+@dataclass
+class Session:
+    """`away` makes every call fail; `seen` are the calls."""
+
+    model: Model = field(default_factory=Model)
+    away: bool = False
+    seen: list[str] = field(default_factory=list)
+
+    def request(self, url: str, method: str, json: Any = None, **_: Any) -> requests.Response:
+        """One call."""
+        self.seen.append(f"{method} {url}")
+        if self.away:
+            raise ConnectFailure("nobody is there")
+        parts = urlsplit(url)
+        words = parts.path.strip("/").split("/")
+        try:
+            return _answer(200, self._call(method, words, parse_qs(parts.query), json))
+        except Conflict as conflict:
+            return _answer(409, {"errors": [{"code": conflict.code, "detail": str(conflict)}]})
+        except KeyError:
+            return _answer(404, {"errors": [{"detail": "no such provider"}]})
+
+    def _call(self, method: str, words: list[str], query: dict[str, list[str]], body: Any) -> dict[str, Any]:
+        if method == "GET":
+            found = self._tree(query) if len(words) == 1 else self._provider(*words[1:])
+        elif words[0] == "resource_providers":
+            found = self._write(method, words[1:], body)
+        else:
+            found = {}  # a class or a trait is made
+        return found
+
+    def _tree(self, query: dict[str, list[str]]) -> dict[str, Any]:
+        if "name" in query:
+            root = self.model.root(query["name"][0])
+            return {"resource_providers": [_shown(root)] if root else []}
+        return {"resource_providers": [_shown(one) for one in self.model.tree(query["in_tree"][0]).values()]}
+
+    def _provider(self, uuid: str, part: str = "") -> dict[str, Any]:
+        now = self.model.providers[uuid]
+        held = {consumer: {"resources": amount} for consumer, amount in self.model.allocations(uuid).items()}
+        return {
+            "": _shown(now),
+            "inventories": {"resource_provider_generation": now.generation, "inventories": dict(now.inventories)},
+            "traits": {"resource_provider_generation": now.generation, "traits": sorted(now.traits)},
+            "allocations": {"allocations": held},
+        }[part]
+
+    def _write(self, method: str, words: list[str], body: Any) -> dict[str, Any]:
+        model, generation = self.model, (body or {}).get("resource_provider_generation")
+        match method, words:
+            case "POST", []:
+                now = model.create(body["uuid"], body["name"], body["parent_provider_uuid"])
+            case "PUT", [uuid]:
+                now = model.move(uuid, body["name"], body["parent_provider_uuid"])
+            case "PUT", [uuid, "inventories"]:
+                now = model.set_inventories(uuid, generation, body["inventories"])
+            case "PUT", [uuid, "traits"]:
+                now = model.set_traits(uuid, generation, body["traits"])
+            case "DELETE", [uuid]:
+                model.delete(uuid)
+                now = 0
+        return {"generation": now, "resource_provider_generation": now}
+
+
+def _shown(one: Observed) -> dict[str, Any]:
+    return {
+        "uuid": one.uuid,
+        "name": one.name,
+        "parent_provider_uuid": one.parent or None,
+        "generation": one.generation,
+    }
+
+
+def _answer(status: int, body: Any) -> requests.Response:
+    answer = requests.Response()
+    answer.status_code, answer._content = status, json.dumps(body).encode()
+    return answer

@@ -1,0 +1,194 @@
+"""`mapping`, `reconcile` and `sync` on a model: whatever is desired and whoever tampers, they converge."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accelerators.providers import provider_uuid
+from placement_sync.client import Conflict
+from placement_sync.mapping import Part, desired
+from placement_sync.reconcile import Observed, Written
+from placement_sync.sync import Outcome, Waiting, bring
+from tests.placement.model import Model
+
+HOST, ROOT = "cmp1", "11111111-1111-1111-1111-111111111111"
+
+
+def part(name: str = "cmp1_FakeDevice", total: int = 16, offered: bool = True, **attributes: str) -> Part:
+    known = {"rc": "FPGA", "traits1": "CUSTOM_FAKE_DEVICE"} | attributes
+    return Part(name, "", total, known, offered)
+
+
+def model() -> Model:
+    return Model({ROOT: Observed(ROOT, HOST, "", 1, {"VCPU": {"total": 8}})})
+
+
+def sync(placement: Model, parts: list[Part], written: dict[str, Written], dry_run: bool = False) -> Outcome:
+    return bring(placement, HOST, desired(parts)[0], written, ROOT, dry_run)  # type: ignore[arg-type]
+
+
+UUID = str(provider_uuid("cmp1_FakeDevice"))
+
+
+def test_a_new_deployable_is_what_upstream_makes_of_it_in_three_writes() -> None:
+    placement = model()
+    outcome = sync(placement, [part()], {})
+    provider = placement.providers[UUID]
+    assert (provider.name, provider.parent) == ("cmp1_FakeDevice", ROOT)
+    assert (provider.inventories["FPGA"]["total"], provider.inventories["FPGA"]["max_unit"]) == (16, 16)
+    assert provider.inventories["FPGA"]["reserved"] == 0
+    assert provider.traits == {"CUSTOM_FAKE_DEVICE"}
+    assert placement.writes == 3
+    before = placement.writes, placement.reads
+    sync(placement, [part()], outcome.written)
+    assert (placement.writes, placement.reads) == (before[0], before[1] + 1)
+
+
+def test_out_of_offer_reserves_all_and_keeps_what_others_set() -> None:
+    placement = model()
+    written = sync(placement, [part()], {}).written
+    provider = placement.providers[UUID]
+    other = {"FPGA": {**provider.inventories["FPGA"], "allocation_ratio": 2.0}, "CUSTOM_THEIRS": {"total": 3}}
+    traits = provider.traits | {"CUSTOM_THEIRS"}
+    placement.providers[UUID] = replace(provider, inventories=other, traits=traits, generation=99)
+    written = sync(placement, [part(offered=False)], written).written
+    now = placement.providers[UUID]
+    assert (now.inventories["FPGA"]["reserved"], now.inventories["FPGA"]["allocation_ratio"]) == (16, 2.0)
+    assert now.inventories["CUSTOM_THEIRS"]["total"] == 3
+    sync(placement, [part(traits1="CUSTOM_OTHER")], written)
+    assert placement.providers[UUID].traits == {"CUSTOM_OTHER", "CUSTOM_THEIRS"}
+
+
+def test_a_class_that_is_allocated_stays_reserved_until_it_is_free() -> None:
+    placement = model()
+    written = sync(placement, [part()], {}).written
+    placement.allocated[UUID, "FPGA"] = {"vm": 1}
+    outcome = sync(placement, [part(rc="PGPU")], written)
+    inventories = placement.providers[UUID].inventories
+    assert (inventories["FPGA"]["reserved"], inventories["PGPU"]["total"]) == (16, 16)
+    assert outcome.problems == ["cmp1_FakeDevice: FPGA is allocated, so it stays, all reserved"]
+    placement.allocated.clear()
+    sync(placement, [part(rc="PGPU")], outcome.written)
+    assert list(placement.providers[UUID].inventories) == ["PGPU"]
+
+
+def test_a_provider_that_is_allocated_is_never_deleted() -> None:
+    placement = model()
+    written = sync(placement, [part()], {}).written
+    placement.allocated[UUID, "FPGA"] = {"vm": 1}
+    outcome = sync(placement, [], written)
+    assert UUID in placement.providers
+    assert outcome.problems == ["cmp1_FakeDevice is gone from its host and allocated to vm: the provider stays"]
+    placement.allocated.clear()
+    assert sync(placement, [], outcome.written).written == {}
+    assert set(placement.providers) == {ROOT}
+
+
+def test_a_provider_in_another_tree_is_moved_here() -> None:
+    placement = model()
+    placement.providers["other"] = Observed("other", "cmp2", "", 0)
+    placement.providers[UUID] = Observed(UUID, "cmp1_FakeDevice", "other", 7)
+    sync(placement, [part()], {})
+    assert placement.providers[UUID].parent == ROOT
+    assert placement.providers[UUID].inventories["FPGA"]["total"] == 16
+
+
+def test_without_a_compute_provider_it_waits() -> None:
+    with pytest.raises(Waiting, match="waiting for compute provider cmp1"):
+        bring(Model(), HOST, desired([part()])[0], {})  # type: ignore[arg-type]
+
+
+def test_a_second_writer_that_never_rests_is_given_up_on() -> None:
+    placement = model()
+    written = sync(placement, [part()], {}).written
+
+    def tamper() -> None:
+        placement.providers[UUID] = replace(placement.providers[UUID], generation=random.randrange(100, 10**6))
+
+    placement.before_write = tamper
+    with pytest.raises(Conflict):
+        sync(placement, [part(total=8)], written)
+    placement.before_write = lambda: None
+    sync(placement, [part(total=8)], written)
+    assert placement.providers[UUID].inventories["FPGA"]["total"] == 8
+
+
+def test_what_cannot_be_said_is_named() -> None:
+    providers, problems = desired([part(rc="gpu", traits1="bad trait"), part("x", rc="CUSTOM_X")])
+    assert [one.resource_class for one in providers.values()] == ["", "CUSTOM_X"]
+    assert problems == [
+        "cmp1_FakeDevice names no usable resource class ('gpu'): it has no inventory",
+        "cmp1_FakeDevice names a trait that none can be called: 'bad trait'",
+    ]
+
+
+NAMES = st.sampled_from([f"cmp1_dev{n}" for n in range(4)])
+PARTS = st.dictionaries(
+    NAMES,
+    st.builds(
+        dict,
+        total=st.integers(0, 4),
+        offered=st.booleans(),
+        rc=st.sampled_from(["FPGA", "PGPU", "", "bad"]),
+        traits1=st.sampled_from(["CUSTOM_A", "CUSTOM_B", "no"]),
+    ),
+    max_size=4,
+)
+TAMPERS = st.lists(
+    st.tuples(NAMES, st.sampled_from(["delete", "move", "trait", "ratio", "allocate", "free"])), max_size=4
+)
+
+
+def _tamper(placement: Model, name: str, how: str) -> None:
+    uuid = str(provider_uuid(name))
+    now = placement.providers.get(uuid)
+    if how == "free" or now is None:
+        placement.allocated = {at: held for at, held in placement.allocated.items() if at[0] != uuid}
+    elif how == "allocate":
+        for resource_class in now.inventories:
+            placement.allocated[uuid, resource_class] = {"vm": 1}
+    elif how == "delete":
+        if not placement.allocations(uuid):
+            del placement.providers[uuid]
+    else:
+        changes: dict[str, Any] = {
+            "move": {"parent": "elsewhere"},
+            "trait": {"traits": now.traits | {"CUSTOM_FOREIGN"} - {"CUSTOM_A"}},
+            "ratio": {"inventories": {k: {**v, "allocation_ratio": 9.0} for k, v in now.inventories.items()}},
+        }[how]
+        placement.providers[uuid] = replace(now, generation=now.generation + 1, **changes)
+
+
+@settings(max_examples=120, deadline=None)
+@given(st.lists(st.tuples(PARTS, TAMPERS), min_size=1, max_size=4))
+def test_it_converges_whatever_happens(rounds: list[tuple[dict[str, Any], list[tuple[str, str]]]]) -> None:
+    """Desired and tampered with at random: in step after one run, nothing to write in the next, allocations kept."""
+    placement, written = model(), {}
+    foreign = Observed("foreign", "cmp1_theirs", ROOT, 3, {"CUSTOM_T": {"total": 1}}, frozenset({"CUSTOM_T"}))
+    placement.providers["foreign"] = foreign
+    for wanted, tampers in rounds:
+        for tamper in tampers:
+            _tamper(placement, *tamper)
+        parts = [part(name, **values) for name, values in wanted.items()]
+        held = {uuid for uuid, _ in placement.allocated}
+        first = sync(placement, parts, written)
+        written = first.written
+        assert held <= placement.providers.keys()
+        assert placement.providers["foreign"] == foreign
+        for uuid, provider in desired(parts)[0].items():
+            now = placement.providers[uuid]
+            assert (now.name, now.parent) == (provider.name, ROOT)
+            assert provider.traits <= now.traits
+            if provider.total:
+                entry = now.inventories[provider.resource_class]
+                assert (entry["total"], entry["reserved"]) == (provider.total, provider.reserved)
+        second = sync(placement, parts, written)
+        if not first.problems:
+            assert not second.writes
+        assert not sync(placement, parts, second.written, dry_run=True).writes or first.problems

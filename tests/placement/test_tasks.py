@@ -1,0 +1,172 @@
+"""The job that keeps Placement in step: intents in, providers out, whatever is away."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from io import StringIO
+from typing import Any
+
+import pytest
+from django.core.management import call_command
+from django.db import connection
+from django.test.utils import CaptureQueriesContext
+
+from accelerators import conductor, lifecycle
+from accelerators.caller import Caller
+from accelerators.models import Device, Host, Intent
+from accelerators.providers import provider_uuid
+from placement_sync import tasks
+from placement_sync.models import Tree
+from placement_sync.reconcile import Observed
+from tests.placement.session import Session
+from tests.support.reports import a_host, answer, apply, card
+
+pytestmark = pytest.mark.django_db
+ADMIN = Caller("ops", "u", frozenset({"admin"}), "p")
+ROOT = "11111111-1111-1111-1111-111111111111"
+there = Session()
+
+
+def cloud() -> Session:
+    return there
+
+
+@pytest.fixture(autouse=True)
+def placement(settings: Any) -> Session:
+    there.__init__()  # type: ignore[misc]
+    there.model.providers[ROOT] = Observed(ROOT, "cmp1", "", 0)
+    settings.SERVICE_SESSION = "tests.placement.test_tasks.cloud"
+    return there
+
+
+def ready(cards: int = 1, seq: int = 1) -> Host:
+    host = a_host()
+    apply(host, answer(*(card(n, handles=4) for n in range(cards))), seq=seq)
+    for uuid in Device.objects.values_list("uuid", flat=True):
+        lifecycle.enable(uuid, ADMIN)
+    return host
+
+
+def due_now() -> None:
+    with conductor.writing():
+        Intent.objects.update(next_at="2020-01-01T00:00:00Z")
+
+
+def provider(n: int = 0) -> Observed:
+    return there.model.providers[str(provider_uuid(f"node_0000:{n:02x}:00.0"))]
+
+
+def test_what_leaves_inactive_becomes_a_provider_and_its_reserve_follows_its_state() -> None:
+    host = ready()
+    assert not tasks.step()
+    assert (provider().inventories["FPGA"]["total"], provider().inventories["FPGA"]["reserved"]) == (4, 0)
+    assert provider().traits == {"CUSTOM_TEST"}
+    assert not Intent.objects.filter(kind="provider")
+    lifecycle.disable(Device.objects.get().uuid, ADMIN)
+    tasks.step()
+    assert provider().inventories["FPGA"]["reserved"] == 4
+    apply(host, answer(), seq=2)
+    tasks.step()
+    assert provider().inventories["FPGA"]["reserved"] == 4
+
+
+def test_a_host_costs_the_same_statements_however_much_is_on_it() -> None:
+    ready()
+    tasks.step()
+    assert _statements(2, seq=2) == _statements(12, seq=3)
+
+
+def _statements(cards: int, seq: int) -> int:
+    ready(cards, seq)
+    with CaptureQueriesContext(connection) as asked:
+        tasks.step()
+    return len(asked)
+
+
+def test_while_it_is_away_intents_wait_together_and_then_drain(placement: Session) -> None:
+    ready()
+    placement.away = True
+    assert not tasks.step()
+    intent = Intent.objects.get(kind="provider")
+    assert "nobody is there" in intent.last_error
+    assert intent.attempts == 1
+    tasks.step()
+    assert Intent.objects.get(kind="provider").attempts == 1
+    placement.away = False
+    due_now()
+    tasks.step()
+    assert provider().inventories["FPGA"]["total"] == 4
+    assert not Intent.objects.filter(kind="provider")
+
+
+def test_a_compute_provider_that_is_not_there_yet_is_waited_for(placement: Session) -> None:
+    ready()
+    placement.model.providers.clear()
+    tasks.step()
+    assert Intent.objects.get(kind="provider").last_error == "waiting for compute provider cmp1"
+    placement.model.providers[ROOT] = Observed(ROOT, "cmp1", "", 0)
+    due_now()
+    tasks.step()
+    assert provider().inventories["FPGA"]["total"] == 4
+
+
+@pytest.mark.django_db(transaction=True)
+def test_an_intent_raised_again_meanwhile_is_not_done(placement: Session) -> None:
+    host = ready()
+
+    def again() -> None:
+        placement.model.before_write = lambda: None
+        threads.submit(_raise_elsewhere, host).result()
+
+    with ThreadPoolExecutor(1) as threads:
+        placement.model.before_write = again
+        tasks.step()
+    assert provider()
+    assert Intent.objects.filter(kind="provider").exists()
+    tasks.step()
+    assert not Intent.objects.filter(kind="provider").exists()
+
+
+def _raise_elsewhere(host: Host) -> None:
+    try:
+        conductor.providers_changed([host])
+    finally:
+        connection.close()
+
+
+def test_what_somebody_broke_is_found_by_the_look_every_few_minutes(placement: Session) -> None:
+    ready()
+    tasks.step()
+    uuid = provider().uuid
+    del placement.model.providers[uuid]
+    tasks.step()
+    assert uuid not in placement.model.providers
+    Tree.objects.update(looked_at="2020-01-01T00:00:00Z")
+    tasks.step()
+    assert uuid in placement.model.providers
+
+
+def test_switched_off_nobody_is_asked(placement: Session, settings: Any) -> None:
+    ready()
+    settings.SERVICE_SESSION = "cyborgweb.keystone.service_session"
+    assert not tasks.step()
+    assert placement.seen == []
+
+
+def test_the_command_says_what_differs_and_mends_it() -> None:
+    ready()
+    out = StringIO()
+    call_command("placement_sync", dry_run=True, stdout=out)
+    assert out.getvalue().splitlines() == [
+        "cmp1",
+        "  + node_0000:00:00.0: a new provider",
+        "  + node_0000:00:00.0: FPGA 4",
+        "  + node_0000:00:00.0: trait CUSTOM_TEST",
+        "1 hosts, 3 to be written",
+    ]
+    assert list(there.model.providers) == [ROOT]
+    call_command("placement_sync", host=["cmp1"], stdout=StringIO())
+    assert provider().inventories["FPGA"]["total"] == 4
+    again = StringIO()
+    call_command("placement_sync", stdout=again)
+    assert again.getvalue().splitlines() == ["1 hosts, 0 written"]

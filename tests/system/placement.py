@@ -1,0 +1,181 @@
+"""A real Placement on loopback, on a PostgreSQL of its own, behind the lane's Keystone.
+
+The fixture `placement` gives one for the whole run. It dies with the test that started it, also by kill -9.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import tempfile
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from cyborgweb.postgres import Postgres
+from tests.support.webserver import until
+from tests.system import environments
+from tests.system.keystone import Keystone, keystone
+
+__all__ = ["keystone"]
+START_S = 60.0
+CONFIGURATION = """
+[DEFAULT]
+log_file = {folder}/placement.log
+[placement_database]
+connection = postgresql+psycopg2://postgres@/placement?host={socket}
+max_pool_size = 32
+[api]
+auth_strategy = keystone
+[keystone_authtoken]
+www_authenticate_uri = {keystone}
+auth_url = {keystone}
+auth_type = password
+username = service
+password = {password}
+project_name = service
+user_domain_name = Default
+project_domain_name = Default
+"""
+
+
+@dataclass
+class Placement:
+    """One installation in `folder`."""
+
+    folder: Path
+    keystone: Keystone
+    postgres: Postgres
+    port: int = 0
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """Where it is, also in the catalogue."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def environ(self) -> dict[str, str]:
+        """For its own commands: where its configuration is."""
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(("OS_", "PYTHON"))}
+        return kept | {"OS_PLACEMENT_CONFIG_DIR": str(self.folder), "PYTHONWARNINGS": "ignore"}
+
+    def prepare(self) -> None:
+        """Its database."""
+        self.postgres.start()
+        self.postgres.ensure_database("placement")
+        credentials = self.keystone.credentials("service")
+        values = {"folder": self.folder, "socket": self.postgres.socket, "keystone": self.keystone.url}
+        text = CONFIGURATION.format(password=credentials["password"], **values)
+        (self.folder / "placement.conf").write_text(text)
+        command = environments.python("placement").with_name("placement-manage")
+        done = subprocess.run(
+            [command, "--config-dir", self.folder, "db", "sync"],
+            capture_output=True,
+            text=True,
+            check=False,
+            env=self.environ(),
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+
+    def start(self) -> Placement:
+        """Start it, again at the same address if it had one, and wait until it answers."""
+        listener = socket.create_server(("127.0.0.1", self.port), backlog=128)
+        self.port = listener.getsockname()[1]
+        with (self.folder / "said.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [environments.python("placement"), "-m", "tests.system.placement_process", str(listener.fileno())],
+                pass_fds=[listener.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=environments.ROOT,
+                env=self.environ() | {"CYBORG_PARENT": str(os.getpid()), "PYTHONDONTWRITEBYTECODE": "1"},
+            )
+        listener.close()
+        until(self._answers, START_S)
+        self.keystone.publish("placement", self.url)
+        return self
+
+    def _answers(self) -> bool:
+        assert self.process and self.process.poll() is None, (self.folder / "said.log").read_text()[-2000:]
+        try:
+            return requests.get(self.url, timeout=START_S).ok
+        except requests.ConnectionError:
+            return False
+
+    def stop(self) -> None:
+        """Away, as in an outage; `start` brings it back at the same address with all it knew."""
+        if self.process:
+            self.process.kill()
+            self.process.wait()
+
+    def call(self, method: str, path: str, body: Any = None, version: str = "1.39") -> Any:
+        """Its API as admin; the decoded answer, {} when there is none. AssertionError for what is not 2xx."""
+        headers = {"X-Auth-Token": self.keystone.token("admin"), "OpenStack-API-Version": f"placement {version}"}
+        answer = requests.request(method, self.url + path, json=body, headers=headers, timeout=START_S)
+        assert answer.ok, f"{method} {path}: {answer.status_code} {answer.text}"
+        return answer.json() if answer.content else {}
+
+    def compute(self, name: str) -> str:
+        """A compute provider as Nova makes it; its uuid."""
+        made = str(uuid.uuid4())
+        self.call("POST", "/resource_providers", {"uuid": made, "name": name})
+        inventories = {"VCPU": {"total": 64}, "MEMORY_MB": {"total": 65536}}
+        body = {"resource_provider_generation": 0, "inventories": inventories}
+        self.call("PUT", f"/resource_providers/{made}/inventories", body)
+        return made
+
+    def tree(self, root: str) -> dict[str, dict[str, Any]]:
+        """Name → generation, inventories and traits of the providers below `root`."""
+        found = self.call("GET", f"/resource_providers?in_tree={root}")["resource_providers"]
+        return {entry["name"]: entry | self.inside(entry["uuid"]) for entry in found if entry["uuid"] != root}
+
+    def inside(self, provider: str) -> dict[str, Any]:
+        """A provider's inventories and traits."""
+        path = f"/resource_providers/{provider}"
+        inventories = self.call("GET", f"{path}/inventories")["inventories"]
+        return {"inventories": inventories, "traits": sorted(self.call("GET", f"{path}/traits")["traits"])}
+
+    def allocate(self, provider: str, amount: int, resource_class: str = "FPGA") -> str:
+        """Have a new consumer take some; its uuid."""
+        consumer, who = str(uuid.uuid4()), str(uuid.uuid4())
+        body = {"allocations": {provider: {"resources": {resource_class: amount}}}, "consumer_generation": None}
+        body |= {"project_id": who, "user_id": who, "consumer_type": "INSTANCE"}
+        self.call("PUT", f"/allocations/{consumer}", body)
+        return consumer
+
+    def release(self, consumer: str) -> None:
+        """It has nothing any more."""
+        self.call("DELETE", f"/allocations/{consumer}")
+
+
+@contextmanager
+def running(keystone: Keystone) -> Iterator[Placement]:
+    """A Placement of its own, at a free port, empty; gone at the end. Raises environments.Unavailable."""
+    environments.python("placement")
+    with tempfile.TemporaryDirectory(prefix="cyborg-pl-") as made:
+        folder = Path(made)
+        one = Placement(
+            folder, keystone, Postgres(folder / "postgres", os.environ.get("CYBORG_PG_BIN", ""), durable=False)
+        )
+        try:
+            one.prepare()
+            yield one.start()
+        finally:
+            one.stop()
+            one.postgres.stop()
+
+
+@pytest.fixture(scope="session")
+def placement(pytestconfig: pytest.Config, keystone: Keystone) -> Iterator[Placement]:
+    """One for the whole run; skips loudly where its packages cannot be had."""
+    environments.wanted(pytestconfig, "placement")
+    with running(keystone) as one:
+        yield one
