@@ -23,6 +23,9 @@ class PlacementSyncConfig(AppConfig):
 
         ticks.register("placement", "placement_sync.tasks.run", cluster="work", timely=True)
         intents.register("provider", "placement")
+        ticks.register("notices", "placement_sync.tell.run", cluster="work", timely=True)
+        intents.register("notice", "notices")
+        ticks.register("instances", "placement_sync.watcher.run", cluster="work", timely=True)
 
         def session() -> Any:
             return import_string(settings.SERVICE_SESSION)()

@@ -32,3 +32,23 @@ class WrittenProvider(models.Model):
 
     def __str__(self) -> str:
         return str(self.uuid)
+
+
+class Look(models.Model):
+    """When a job that looks around once in a while did so last."""
+
+    job = models.CharField(max_length=64, primary_key=True)
+    at = models.DateTimeField()
+
+    def __str__(self) -> str:
+        return self.job
+
+
+class Vanished(models.Model):
+    """An instance that holds requests and that Nova's listing lacked; forgotten when a listing has it again."""
+
+    instance = models.UUIDField(primary_key=True)
+    since = models.DateTimeField(db_default=Now(), help_text="The first listing that lacked it.")
+
+    def __str__(self) -> str:
+        return str(self.instance)

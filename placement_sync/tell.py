@@ -1,0 +1,89 @@
+"""The job `notices`: intents of the kind `notice` are told to Nova, an instance's together in one call."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from django.conf import settings
+from django.utils.module_loading import import_string
+
+from accelerators import conductor, intents, ticks
+from accelerators.states import Source
+from drivers.configuration import ConfigurationError
+from placement_sync.notices import Answer, Notice, tell
+
+log = logging.getLogger(__name__)
+
+KIND, JOB = "notice", "notices"
+BATCH = 256
+AT_ONCE = 8
+"""Calls under way at the same time. After one that found Nova away, no more are begun."""
+
+
+def session() -> Any | None:
+    """The service user's, None where Nova is off or no cloud is configured: then there is nobody to tell."""
+    if settings.KEYS.nova_endpoint == "off":
+        return None
+    try:
+        return import_string(settings.SERVICE_SESSION)()
+    except ConfigurationError as error:
+        log.debug("Nova is not told of anything: %s", error)
+        return None
+
+
+def run() -> None:
+    """The job."""
+    ticks.run(JOB, step)
+
+
+def step() -> bool:
+    """One batch; True when there may be more."""
+    due = intents.due(KIND, BATCH)
+    if not due:
+        return False
+    if (cloud := session()) is None:
+        intents.done(due)
+        return len(due) == BATCH
+    by_instance: dict[str, list[intents.Due]] = {}
+    for intent in due:
+        by_instance.setdefault(intent.payload["instance"], []).append(intent)
+    away: list[Answer] = []
+
+    def one(told: list[intents.Due]) -> list[Answer]:
+        if away:
+            return away[:1] * len(told)
+        notices = [Notice(intent.key, intent.payload["instance"], intent.payload["completed"]) for intent in told]
+        answers = tell(cloud, settings.KEYS.nova_endpoint, notices)
+        away.extend(answer for answer in answers if answer.away)
+        return answers
+
+    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="notices") as threads:
+        for told, answers in zip(by_instance.values(), threads.map(one, by_instance.values()), strict=True):
+            _record(told, answers)
+    return len(due) == BATCH and not away
+
+
+def _record(told: list[intents.Due], answers: list[Answer]) -> None:
+    """What was told and answered becomes an event of the request; a refusal the first time, to be away never."""
+    pairs = list(zip(told, answers, strict=True))
+    conductor.record_all([_event(*pair) for pair in pairs if pair[1].done or (pair[1].alarm and not pair[0].attempts)])
+    intents.done([intent for intent, answer in pairs if answer.done])
+    for text in sorted({answer.text for answer in answers if not answer.done}):
+        intents.failed([intent for intent, answer in pairs if not answer.done and answer.text == text], text)
+
+
+def _event(intent: intents.Due, answer: Answer) -> dict[str, Any]:
+    status = "completed" if intent.payload["completed"] else "failed"
+    return {
+        "source": Source.SYSTEM,
+        "actor": "nova",
+        "action": "request.notified" if answer.done else "request.notice_refused",
+        "subject_type": "request",
+        "subject": intent.key,
+        "subject_name": "",
+        "host": intent.payload.get("host", "")[:255],
+        "changes": {"notice": [None, status]},
+        "reason": f"Nova was told {status}: {answer.text}"[:4096],
+    }

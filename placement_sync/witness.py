@@ -1,0 +1,39 @@
+"""What Placement and Nova testify before a destructive act: who has an allocation of the device. See `safety`.
+
+Registered by `placement_sync.apps` where a cloud is configured. Who cannot be asked within 2 s counts against the act.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from django.conf import settings
+
+from accelerators.models import Deployable, Device
+from accelerators.safety import DEADLINE_S, Testimony
+from placement_sync import tasks
+from placement_sync.client import Away, Conflict, Placement, Rejected
+
+SHOWN = 5
+
+
+def allocations(device: Device) -> Testimony:
+    """Whoever has anything allocated of the device's providers."""
+    known = Deployable.objects.filter(device=device, rp_uuid__isnull=False).values_list("rp_uuid", flat=True)
+    providers = [str(uuid) for uuid in known]
+    if not providers or (cloud := tasks.session()) is None:
+        return Testimony()
+    return testimony(cloud, settings.KEYS.placement_endpoint, providers)
+
+
+def testimony(cloud: Any, endpoint: str, providers: Iterable[str]) -> Testimony:
+    """The same of these providers."""
+    placement = Placement(cloud, endpoint, timeout_s=DEADLINE_S)
+    consumers: set[str] = set()
+    try:
+        for uuid in providers:
+            consumers |= placement.allocations(uuid).keys()
+    except (Away, Conflict, Rejected) as error:
+        return Testimony(unknown=str(error))
+    return Testimony(tuple(f"Placement's consumer {consumer}" for consumer in sorted(consumers)[:SHOWN]))

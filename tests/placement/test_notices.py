@@ -1,0 +1,115 @@
+"""Nova hears of every request once or more, and its answers are taken for what they are."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from keystoneauth1.session import Session
+from keystoneauth1.token_endpoint import Token
+
+from accelerators import conductor
+from accelerators.models import Event, Intent
+from placement_sync import tell
+from placement_sync.notices import Notice, judge
+from tests.support.nova import Nova, recording
+
+pytestmark = pytest.mark.django_db
+
+
+def cloud() -> Session:
+    return Session(Token("http://unused", "token"))
+
+
+@pytest.fixture
+def nova(settings: Any) -> Iterator[Nova]:
+    with recording() as one:
+        settings.SERVICE_SESSION = "tests.placement.test_notices.cloud"
+        settings.KEYS = SimpleNamespace(nova_endpoint=one.url)
+        yield one
+
+
+def raised(instance: str, count: int = 1, completed: bool = True) -> list[str]:
+    requests = [str(uuid.uuid4()) for _ in range(count)]
+    payload = {"instance": instance, "completed": completed, "host": "cmp1"}
+    conductor.intend("notice", dict.fromkeys(requests, payload))
+    return requests
+
+
+def due_now() -> None:
+    with conductor.writing():
+        Intent.objects.update(next_at="2020-01-01T00:00:00Z")
+
+
+def test_an_instances_requests_are_told_in_one_call(nova: Nova) -> None:
+    instance = str(uuid.uuid4())
+    nova.known[instance] = 200
+    requests = raised(instance, 3)
+    tell.step()
+    (call,) = nova.calls
+    assert {event["tag"] for event in call["events"]} == set(requests)
+    assert {(e["name"], e["status"], e["server_uuid"]) for e in call["events"]} == {
+        ("accelerator-request-bound", "completed", instance)
+    }
+    assert nova.versions == ["compute 2.82"]
+    assert not Intent.objects.exists()
+    assert {(e.action, e.reason) for e in Event.objects.all()} == {
+        ("request.notified", "Nova was told completed: 200 taken")
+    }
+
+
+@pytest.mark.parametrize("code", [422, 404])
+def test_no_host_yet_and_no_instance_are_answers(nova: Nova, code: int) -> None:
+    instance = str(uuid.uuid4())
+    nova.known[instance] = code
+    raised(instance, completed=False)
+    tell.step()
+    assert not Intent.objects.exists()
+    assert f": {code}" in Event.objects.get().reason
+
+
+def test_a_refusal_is_said_once_and_tried_again(nova: Nova) -> None:
+    raised(str(uuid.uuid4()))
+    nova.status = 400
+    for _ in range(3):
+        tell.step()
+        due_now()
+    assert Intent.objects.get().attempts == 3
+    assert Event.objects.get().action == "request.notice_refused"
+
+
+@pytest.mark.parametrize("trouble", ["status", "rubbish", "nobody"])
+def test_while_nova_is_away_nothing_is_lost(nova: Nova, settings: Any, trouble: str) -> None:
+    instances = [str(uuid.uuid4()) for _ in range(3)]
+    requests = [raised(instance)[0] for instance in instances]
+    nova.known = dict.fromkeys(instances, 200)
+    url = nova.url
+    if trouble == "nobody":
+        settings.KEYS.nova_endpoint = "http://127.0.0.1:1"
+    setattr(nova, trouble, 503 if trouble == "status" else True)
+    assert not tell.step()
+    assert Intent.objects.count() == 3
+    assert not Event.objects.exists()
+    nova.status, nova.rubbish, settings.KEYS.nova_endpoint = 0, False, url
+    due_now()
+    tell.step()
+    assert not Intent.objects.exists()
+    assert nova.told().keys() == set(requests)
+
+
+def test_switched_off_nobody_is_told(nova: Nova, settings: Any) -> None:
+    raised(str(uuid.uuid4()))
+    settings.KEYS.nova_endpoint = "off"
+    tell.step()
+    assert not Intent.objects.exists()
+    assert not nova.calls
+
+
+def test_entries_are_judged_one_by_one() -> None:
+    notices = [Notice(name, "vm", True) for name in "abcd"]
+    events = [{"tag": "a", "code": 200}, {"tag": "b", "code": 422}, {"tag": "c", "code": 400}]
+    answers = judge(notices, 207, {"events": events})
+    assert [(one.done, one.alarm) for one in answers] == [(True, False), (True, False), (False, True), (False, True)]

@@ -1,0 +1,100 @@
+"""A Nova that records the events it is told, and answers as contract section 4.3 says. An HTTP server in a thread."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import SplitResult, parse_qs, urlsplit
+
+
+@dataclass
+class Nova:
+    """`known`: instance → the code of its entries (200, 422; 404 is who is not there). `status` overrides all."""
+
+    known: dict[str, int] = field(default_factory=dict)
+    status: int = 0
+    rubbish: bool = False
+    slow_s: float = 0.0
+    servers: list[str] = field(default_factory=list)
+    page: int = 2
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    versions: list[str] = field(default_factory=list)
+    url: str = ""
+
+    def told(self) -> dict[str, list[str]]:
+        """Request → the statuses Nova took notice of, in order."""
+        found: dict[str, list[str]] = {}
+        for call in self.calls:
+            for event in call["events"]:
+                found.setdefault(event["tag"], []).append(event["status"])
+        return found
+
+    def read(self, url: SplitResult) -> tuple[int, Any]:
+        """A listing, in pages, or one server."""
+        if self.status:
+            return self.status, {}
+        if url.path != "/servers":
+            there = url.path.rpartition("/")[2] in self.servers
+            return (200, {"server": {}}) if there else (404, {"itemNotFound": {}})
+        marker = parse_qs(url.query).get("marker", [""])[0]
+        rest = self.servers[self.servers.index(marker) + 1 :] if marker else self.servers
+        links = [{"rel": "next"}] if len(rest) > self.page else []
+        return 200, {"servers": [{"id": uuid} for uuid in rest[: self.page]], "servers_links": links}
+
+    def answer(self, body: dict[str, Any]) -> tuple[int, Any]:
+        """To one call."""
+        time.sleep(self.slow_s)
+        if self.status:
+            return self.status, {"badRequest": {"message": "told to"}}
+        self.calls.append(body)
+        if self.rubbish:
+            return 200, ["what?"]
+        codes = [self.known.get(event["server_uuid"], 404) for event in body["events"]]
+        if set(codes) == {404}:
+            return 404, {"itemNotFound": {"message": "No instances found for any event"}}
+        events = [event | {"code": code} for event, code in zip(body["events"], codes, strict=True)]
+        return 200 if set(codes) == {200} else 207, {"events": events}
+
+
+@contextmanager
+def recording() -> Iterator[Nova]:
+    """A Nova at a free port of loopback, gone at the end."""
+    nova = Nova()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            nova.versions.append(self.headers["OpenStack-API-Version"])
+            self.say(*nova.answer(body))
+
+        def do_GET(self) -> None:
+            self.say(*nova.read(urlsplit(self.path)))
+
+        def say(self, status: int, answer: Any) -> None:
+            data = json.dumps(answer).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_: Any) -> None:
+            """Nothing to say."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    nova.url = f"http://127.0.0.1:{server.server_port}"
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    try:
+        yield nova
+    finally:
+        server.shutdown()
+        server.server_close()

@@ -1,0 +1,99 @@
+"""The whole product between a real Keystone, a real Placement and a Nova that records what it is told."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.nova import Nova, recording
+from tests.support.webserver import until
+from tests.system.clients.cloud import HANDLES, Cloud
+from tests.system.keystone import Keystone
+from tests.system.placement import Placement, keystone, placement
+from tests.system.product import Product, running
+
+__all__ = ["keystone", "placement"]
+pytestmark = pytest.mark.system
+SOON_S = 20.0
+
+
+@pytest.fixture
+def nova() -> Iterator[Nova]:
+    with recording() as one:
+        yield one
+
+
+@pytest.fixture
+def cloud(keystone: Keystone, placement: Placement, nova: Nova, folder: Path) -> Iterator[Cloud]:
+    host = f"cmp-{uuid.uuid4().hex[:8]}"
+    settings = keystone.environment("service") | {"CYBORG_AUTH": "keystone", "CYBORG_NOVA_ENDPOINT": nova.url}
+    settings |= {"CYBORG_HOST_NAME": host, "CYBORG_HOST_NODE": host}
+    with running(Product(folder / "state", settings)) as product:
+        cloud = Cloud(product, keystone)
+        yield cloud
+
+
+def fake(cloud: Cloud, placement: Placement, root: str) -> dict[str, Any]:
+    """The fake card's provider as Placement shows it; {} while there is none."""
+    return next(iter(placement.tree(root).values()), {})
+
+
+def reserved(cloud: Cloud, placement: Placement, root: str) -> int:
+    return int(fake(cloud, placement, root).get("inventories", {}).get("FPGA", {}).get("reserved", -1))
+
+
+def intents(cloud: Cloud) -> list[tuple[Any, ...]]:
+    return cloud.product.rows("SELECT kind, attempts, last_error FROM accelerators_intent")
+
+
+def test_placement_and_nova_are_in_step_with_the_hardware(cloud: Cloud, placement: Placement, nova: Nova) -> None:
+    """A compute provider that comes late, offer and out of offer, a bind, an outage, a kill -9, an allocation."""
+    cloud.ready()
+    host = cloud.product.settings["CYBORG_HOST_NAME"]
+    until(lambda: any(f"waiting for compute provider {host}" in row[2] for row in intents(cloud)), SOON_S)
+    root = placement.compute(host)
+    cloud.product.manage("placement_sync")
+    provider = fake(cloud, placement, root)
+    assert (provider["uuid"], provider["name"]) == (cloud.provider, f"{host}_FakeDevice")
+    assert (provider["inventories"]["FPGA"]["total"], provider["traits"]) == (HANDLES, ["CUSTOM_FAKE_DEVICE"])
+
+    (device,) = cloud.http("admin", "GET", "/devices").json()["devices"]
+    cloud.http("admin", "POST", f"/devices/{device['uuid']}/disable")
+    until(lambda: reserved(cloud, placement, root) == HANDLES, SOON_S)
+    cloud.http("admin", "POST", f"/devices/{device['uuid']}/enable")
+    until(lambda: reserved(cloud, placement, root) == 0, SOON_S)
+
+    cloud.profile("fpga")
+    instance = str(uuid.uuid4())
+    nova.known[instance] = 422
+    (request,) = cloud.http("member", "POST", "/accelerator_requests", {"device_profile_name": "fpga"}).json()["arqs"]
+    values = {"hostname": host, "device_rp_uuid": cloud.provider, "instance_uuid": instance}
+    patch = {request["uuid"]: [{"path": f"/{key}", "op": "add", "value": value} for key, value in values.items()]}
+    assert cloud.http("member", "PATCH", "/accelerator_requests", patch, service=True).status_code == 202
+    until(lambda: nova.told().get(request["uuid"]) == ["completed"], SOON_S)
+
+    placement.stop()
+    cloud.http("admin", "POST", f"/devices/{device['uuid']}/disable")
+    until(lambda: any(row[0] == "provider" and row[1] for row in intents(cloud)), SOON_S)
+    assert cloud.http("admin", "GET", "/devices").status_code == 200
+    for worker in cloud.product.workers("work", 2):
+        os.kill(worker.pid, signal.SIGKILL)
+    placement.start()
+    until(lambda: reserved(cloud, placement, root) == HANDLES, 60.0)
+    until(lambda: not intents(cloud), SOON_S)
+
+
+def test_everything_starts_with_all_of_them_down(keystone: Keystone, folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        nobody = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    settings = keystone.environment("service") | {"OS_AUTH_URL": f"{nobody}/v3", "CYBORG_NOVA_ENDPOINT": nobody}
+    with running(Product(folder / "state", settings)) as product:
+        product.until(lambda: product.rows("SELECT 1 FROM accelerators_device"), 30, "the fake card")
+        assert product.get("/readyz")[0] == 200
