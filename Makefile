@@ -26,10 +26,16 @@ up: $(VENV)/server  ## start everything on this machine; Ctrl-C stops it
 	@exec $(BIN)/python -m cyborgweb.serve --leash
 
 test: $(VENV)/dev  ## unit, database, HTTP and socket tests
-	$(BIN)/python -m pytest -m "not system" -n auto --maxprocesses 4
+	$(BIN)/python -m pytest -m "not system and not qemu" -n auto --maxprocesses 4
 
 test-system: $(VENV)/dev  ## start the whole product, kill its parts, see that nothing is lost
 	$(BIN)/python -m pytest -m system
+
+test-qemu: $(VENV)/dev  ## boot a real kernel with simulated hardware, plug and pull, see it in the API
+	$(BIN)/python -m pytest tests/qemu -m qemu
+
+deps-sim:  ## what simulated hardware needs: Debian's packages (as root), and a kernel into .sim
+	@$(PYTHON) -m tests.qemu.prepare
 
 environments: $(VENV)/dev  ## other projects' software for test-system: Keystone, Nova, the clients
 	$(BIN)/python -m tests.system.environments
@@ -57,4 +63,4 @@ lock: $(VENV)/dev  ## resolve the locked requirements anew (needs uv)
 	uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --no-annotate pyproject.toml requirements/build.in --extra server --extra dev -c requirements/server.txt -o requirements/dev.txt
 	for name in requirements/system/*.in; do uv pip compile -q --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --no-annotate $$name -o $${name%.in}.txt || exit 1; done
 
-.PHONY: help up test test-system environments lint bench bench-full docs lock
+.PHONY: help up test test-system test-qemu deps-sim environments lint bench bench-full docs lock

@@ -40,13 +40,14 @@ MEANING = {
 
 @dataclass(frozen=True)
 class Standing:
-    """What decides about a device: its state, what it returns to while it is missing, whether it drains, and how many
-    requests hold it."""
+    """What decides about a device: its state, what it returns to while it is missing, whether it drains, how many
+    requests hold it, and whether its driver has to do something before it can be offered."""
 
     state: DeviceState
     returns_to: DeviceState | None = None
     drain_to: Drain | None = None
     held: int = 0
+    installs: bool = False
 
     @property
     def here(self) -> DeviceState:
@@ -108,7 +109,7 @@ def _outcome(action: Action, now: Standing, then: Drain = Drain.MAINTENANCE) -> 
     if action is Action.ENABLE and now.state == _S.MISSING:
         return None  # nobody knows what its driver will say of it
     if now.here in ask.moves:
-        return now.at(ask.to)
+        return now.at(_S.INSTALLING if ask.to is _S.READY and now.installs else ask.to)
     return now if now.here in ask.there else None
 
 

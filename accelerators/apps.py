@@ -12,4 +12,6 @@ class AcceleratorsConfig(AppConfig):
 
         ticks.register("sweep", "accelerators.sweep.run", cluster="work")
         ticks.register("deadlines", "accelerators.binding.run_deadlines", cluster="work", timely=True)
+        ticks.register("commands", "accelerators.outcomes.run", cluster="work", timely=True)
+        ticks.register("images", "accelerators.fetching.run", cluster="work", timely=True)
         ticks.register("drains", "accelerators.lifecycle.run_drains", cluster="work", timely=True)

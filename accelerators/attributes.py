@@ -19,11 +19,12 @@ MAX_VALUE = 65_535
 def put(deployable_id: int, key: str, value: str, caller: Caller) -> UUID:
     """Give a deployable an attribute that reports leave alone; one that is there is taken over. Returns its uuid.
 
-    Raises Refused UNKNOWN for a deployable that is not there.
+    Raises Refused: UNKNOWN for a deployable that is not there, CONFLICT for what programming has written.
     """
     with conductor.writing():
         deployable = _part(deployable_id)
         old = Attribute.objects.select_for_update().filter(deployable=deployable, key=key).first()
+        _refuse_conductors(old)
         if old is None:
             try:
                 made = Attribute.objects.create(
@@ -41,14 +42,24 @@ def put(deployable_id: int, key: str, value: str, caller: Caller) -> UUID:
 
 
 def remove(uuid: UUID, caller: Caller) -> None:
-    """Remove an attribute; one that the agent reports comes back with its next report. Raises Refused UNKNOWN."""
+    """Remove an attribute; one that the agent reports comes back with its next report.
+
+    Raises Refused: UNKNOWN, CONFLICT for what programming has written.
+    """
     with conductor.writing():
         found = Attribute.objects.filter(uuid=uuid).first()
         deployable = _part(found.deployable_id) if found else None
         if deployable is None or not (found := Attribute.objects.select_for_update().filter(uuid=uuid).first()):
             raise Refused(Reason.UNKNOWN, f"Attribute not found with uuid={uuid}")
+        _refuse_conductors(found)
         found.delete()
         _attribute_changed(deployable, found.key, found.value, None, caller)
+
+
+def _refuse_conductors(attribute: Attribute | None) -> None:
+    if attribute is not None and attribute.origin == Origin.CONDUCTOR:
+        text = f"Attribute {attribute.key} says what was programmed, {attribute.value}: program to change it."
+        raise Refused(Reason.CONFLICT, text)
 
 
 def _part(deployable_id: int) -> Deployable:

@@ -1,8 +1,11 @@
 """Accelerator requests: create, bind, unbind, delete. The only writer of requests, and the last guard of a handle.
 
-Called by the v2 API (Nova), and by the job `deadlines`. Contract sections 2.3 and 4.1; the life cycle is
+Called by the v2 API (Nova), by `outcomes`, and by the job `deadlines`. Contract sections 2.3 and 4.1; the life cycle is
 `states.REQUEST_MOVES`. A bind finds free handles with SKIP LOCKED under a unique index: it waits for nobody, and what
-it believes free is checked again by the database (promises S1, S2).
+it believes free is checked again by the database (promises S1, S2). Requests are locked before hosts and devices.
+
+A bind that programs has its device for itself: one command programs it, and all requests of that bind there share its
+fate.
 """
 
 from __future__ import annotations
@@ -12,22 +15,23 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from uuid import UUID
 
 import msgspec
 from django.conf import settings
-from django.db import IntegrityError
+from django.db import IntegrityError, OperationalError
+from psycopg.errors import DeadlockDetected
 
 from accelerators import binding_sql as sql
-from accelerators import conductor, groups, profiles, ticks
+from accelerators import commands, conductor, groups, notices, profiles, safety, ticks
 from accelerators.caller import Caller, request_id
+from accelerators.commands import ON_HOST, Order
 from accelerators.refusals import Reason, Refused
 from accelerators.states import BINDABLE, RequestState, Source
 
 PATIENCE_S = 2.0
 """How long a bind tries again while what it needs is being taken or given back by others."""
 INSTANCE_LOCK = 0x7162
-ON_HOST = ("MDEV", "DEV")
-"""Handles that are made on the host before they can be used; PCI functions are libvirt's business."""
 BATCH = 200
 
 _json = msgspec.json.Encoder()
@@ -66,12 +70,37 @@ class _Request:
 
 @dataclass(frozen=True)
 class _Handle:
-    """A free handle, locked, and the deployable it belongs to."""
+    """A free handle, locked, and the deployable and the device it belongs to."""
 
     id: int
     attach_type: str
     deployable: int
     bitstream: str | None
+    device: int
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A request that is BindStarted, locked: it waits for its host. The columns of `sql.WAITING`."""
+
+    uuid: str
+    id: int
+    hostname: str
+    provider: str
+    instance: str
+    deployable: int
+    handle: int
+    attach_type: str
+    device: int
+
+
+@dataclass(frozen=True)
+class End:
+    """How a request's waiting ends: Bound, or BindFailed with a `fault`. `made`: its handle may be made on the host."""
+
+    request: Waiting
+    fault: str = ""
+    made: bool = True
 
 
 class _Contended(Exception):
@@ -105,7 +134,9 @@ def bind(wanted: Sequence[Bind], caller: Caller) -> None:
             with conductor.writing():
                 refused = _bind(wanted, caller)
             break
-        except (_Contended, IntegrityError) as error:
+        except (_Contended, IntegrityError, OperationalError) as error:
+            if isinstance(error, OperationalError) and not isinstance(error.__cause__, DeadlockDetected):
+                raise
             if time.monotonic() > end:
                 raise Refused(Reason.AWAY, "Others are taking the same accelerators: try again.") from error
             time.sleep(random.uniform(pause, 2 * pause))
@@ -119,7 +150,7 @@ def unbind(uuids: Sequence[str], caller: Caller) -> None:
     with conductor.writing():
         found = _load(uuids, caller)
         _move([_unbound(request) for request in found if request.state != _S.UNBOUND], Source.API, caller.name)
-        _release(found)
+        _release(found, caller)
 
 
 def delete(uuids: Sequence[str], caller: Caller) -> None:
@@ -146,22 +177,45 @@ def delete_of_instance(instance_uuid: str, caller: Caller) -> None:
 def expire() -> bool:
     """Fail one batch of binds whose host was silent past their deadline; True when there may be more."""
     with conductor.writing():
-        rows = _execute(sql.OVERDUE, {"count": BATCH})
-        moves = [
-            {
-                "id": id,
-                "was": _S.BIND_STARTED,
-                "state": _S.BIND_FAILED,
-                "hostname": host,
-                "rp": rp,
-                "instance": instance,
-            }
-            | {"deployable": deployable, "had_instance": instance, "had_handle": handle}
-            | {"fault": f"nothing was heard from host {host} before the deadline"}
-            for _, id, host, rp, instance, deployable, handle in rows
-        ]
-        _move(moves, Source.SYSTEM, "deadlines")
-    return len(rows) == BATCH
+        late = [Waiting(*row) for row in _execute(sql.OVERDUE, {"count": BATCH})]
+        fault = "nothing was heard from host {} before the deadline"
+        resolve([End(request, fault.format(request.hostname)) for request in late], Source.SYSTEM, "deadlines")
+    return len(late) == BATCH
+
+
+def waiting(uuids: Sequence[str], instances: Sequence[str], devices: Sequence[int]) -> list[Waiting]:
+    """Lock these requests, and those of these instances on these devices, as far as they wait for their host."""
+    values = {"uuids": list(uuids), "instances": list(instances), "devices": list(devices)}
+    return [Waiting(*row) for row in _execute(sql.WAITING, values)]
+
+
+def resolve(ends: Sequence[End], source: Source, actor: str) -> None:
+    """End the waiting of requests; the only way to Bound or BindFailed after the answer to the bind."""
+    moves = [_resolved(end) for end in ends]
+    _move(moves, source, actor)
+    notices.raised(moves)
+    failed = [end.request for end in ends if end.fault]
+    commands.cancel([request.uuid for request in failed])
+    made = [end.request for end in ends if end.fault and end.made and end.request.attach_type in ON_HOST]
+    commands.place([commands.detach(one.handle, one.instance, one.uuid, "its bind failed", actor) for one in made])
+
+
+def _resolved(end: End) -> dict[str, Any]:
+    request = end.request
+    return {
+        "id": request.id,
+        "uuid": request.uuid,
+        "was": _S.BIND_STARTED,
+        "state": _S.BIND_FAILED if end.fault else _S.BOUND,
+        "hostname": request.hostname,
+        "rp": request.provider,
+        "instance": request.instance,
+        "deployable": request.deployable,
+        "handle": None if end.fault else request.handle,
+        "fault": end.fault,
+        "had_instance": request.instance,
+        "had_handle": request.handle,
+    }
 
 
 def run_deadlines() -> None:
@@ -185,10 +239,15 @@ def _bind(wanted: Sequence[Bind], caller: Caller) -> Refused | None:
     pairs = [(request, by_uuid[request.uuid]) for request in found]
     try:
         held = _reserve(pairs)
+        programs = _programs(pairs, held)
     except Refused as refused:
         _move([_failed(*pair, caller, refused.text) for pair in pairs], Source.API, caller.name)
         return refused
-    _move([_bound(*pair, caller, held[pair[0].id]) for pair in pairs], Source.API, caller.name)
+    plans = [_bound(*pair, caller, held[pair[0].id], programs) for pair in pairs]
+    commands.place([order for _, order in plans if order], Source.API)
+    moves = [move for move, _ in plans]
+    _move(moves, Source.API, caller.name)
+    notices.raised(moves)
     return None
 
 
@@ -203,7 +262,8 @@ def _reserve(pairs: Sequence[tuple[_Request, Bind]]) -> dict[int, _Handle]:
         needed.setdefault(one.device_rp_uuid, []).append(request)
     held: dict[int, _Handle] = {}
     for rp, requests in needed.items():
-        free = _execute(sql.RESERVE, {"rp": rp, "count": len(requests)})
+        alone = any(groups.programs(request.group, None) for request in requests)
+        free = _execute(sql.RESERVE_ALONE if alone else sql.RESERVE, {"rp": rp, "count": len(requests)})
         if len(free) < len(requests):
             _refuse(rp, len(requests))
         held |= {request.id: _Handle(*row) for request, row in zip(requests, free, strict=True)}
@@ -214,23 +274,54 @@ def _refuse(rp: str, count: int) -> None:
     found = _execute(sql.WHY_NONE, {"rp": rp})
     if not found:
         raise Refused(Reason.UNKNOWN, f"Deployable not found with resource provider uuid={rp}")
-    ((deployable, state, free),) = found
+    ((deployable, state, busy, free),) = found
     if free >= count:
         raise _Contended
     why = "all are held" if state == "ready" else f"its device is {state}, not ready"
-    raise Refused(Reason.NONE_FREE, f"AttachHandle not found Matching deployable_id {deployable}: {why}")
+    raise _none_free(deployable, "its device is busy with a command" if busy else why)
 
 
-def _bound(request: _Request, one: Bind, caller: Caller, handle: _Handle) -> dict[str, Any]:
-    """The move to Bound, or to BindStarted with a command when the host has to do something first."""
+def _none_free(deployable: int, why: str) -> Refused:
+    return Refused(Reason.NONE_FREE, f"AttachHandle not found Matching deployable_id {deployable}: {why}")
+
+
+def _programs(pairs: Sequence[tuple[_Request, Bind]], held: Mapping[int, _Handle]) -> dict[int, int]:
+    """Device → the request by whose image it is to be programmed; raises Refused when others would suffer from it."""
+    first: dict[int, _Request] = {}
+    for request, _ in pairs:
+        handle = held[request.id]
+        if not groups.programs(request.group, handle.bitstream):
+            continue
+        other = first.setdefault(handle.device, request)
+        if (held[other.id].deployable, _image(other.group)) != (handle.deployable, _image(request.group)):
+            raise _none_free(handle.deployable, "its device cannot be programmed with two images at once")
+    for device, uuid in safety.holding([*first], "uuid"):
+        why = f"its device is held by request {uuid}: it cannot be programmed for another"
+        raise _none_free(held[first[device].id].deployable, why)
+    return {device: request.id for device, request in first.items()}
+
+
+def _image(group: Mapping[str, str]) -> dict[str, str]:
+    """The image that a group names, as a command wants it: a bitstream, or the one with a function."""
+    name = groups.BITSTREAM if groups.BITSTREAM in group else groups.FUNCTION
+    return {name.removeprefix("accel:"): group[name]}
+
+
+def _bound(
+    request: _Request, one: Bind, caller: Caller, handle: _Handle, programs: Mapping[int, int]
+) -> tuple[dict[str, Any], Order | None]:
+    """The move to Bound; or to BindStarted, when the host has to do something first, and the command for it."""
     move = _asked(request, one, caller) | {"state": _S.BOUND, "deployable": handle.deployable, "handle": handle.id}
-    program = groups.programs(request.group, handle.bitstream)
-    if program or handle.attach_type in ON_HOST:
-        keys = settings.KEYS
-        move |= {"state": _S.BIND_STARTED, "wait": keys.program_timeout_s if program else keys.bind_timeout_s}
-        payload = {"op": "bind", "handle": handle.id, "program": program, "host": one.hostname}
-        conductor.intend("command", {request.uuid: payload})
-    return move
+    keys, by = settings.KEYS, programs.get(handle.device)
+    if by is None and handle.attach_type not in ON_HOST:
+        return move, None
+    move |= {"state": _S.BIND_STARTED, "wait": keys.bind_timeout_s if by is None else keys.program_timeout_s}
+    if by not in (None, request.id):
+        return move, None  # who programs the device goes first (`outcomes`)
+    arguments: dict[str, Any] = {"consumer": str(UUID(one.instance_uuid))}
+    if by is not None:
+        arguments["wanted"] = _image(request.group)
+    return move, Order("attach", handle=handle.id, arguments=arguments, actor=caller.name, request=request.uuid)
 
 
 def _failed(request: _Request, one: Bind, caller: Caller, fault: str) -> dict[str, Any]:
@@ -240,6 +331,7 @@ def _failed(request: _Request, one: Bind, caller: Caller, fault: str) -> dict[st
 def _asked(request: _Request, one: Bind, caller: Caller) -> dict[str, Any]:
     return {
         "id": request.id,
+        "uuid": request.uuid,
         "was": request.state,
         "hostname": one.hostname,
         "rp": one.device_rp_uuid,
@@ -263,13 +355,18 @@ def _move(moves: Sequence[Mapping[str, Any]], source: Source, actor: str) -> Non
 
 def _delete(found: Sequence[_Request], caller: Caller) -> None:
     conductor.cursor().execute(sql.DELETE, {"ids": [request.id for request in found]} | _who(caller))
-    _release(found)
+    _release(found, caller)
 
 
-def _release(found: Sequence[_Request]) -> None:
-    """What was made on the host for these requests is to be taken away there."""
-    made = [request for request in found if request.attach_type in ON_HOST]
-    conductor.intend("command", {request.uuid: {"op": "unbind", "handle": request.handle} for request in made})
+def _release(found: Sequence[_Request], caller: Caller) -> None:
+    """What was made on the host for these requests is to be taken away there; what was not begun need not be."""
+    commands.cancel([request.uuid for request in found if request.state == _S.BIND_STARTED])
+    made = [(request, request.handle) for request in found if request.handle and request.attach_type in ON_HOST]
+    orders = [
+        commands.detach(handle, request.instance_uuid, request.uuid, "its request is gone", caller.name)
+        for request, handle in made
+    ]
+    commands.place(orders, Source.API)
 
 
 def _load(uuids: Sequence[str], caller: Caller) -> list[_Request]:

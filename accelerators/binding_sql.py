@@ -49,17 +49,21 @@ _FREE = """
 FROM accelerators_attachhandle t
 JOIN accelerators_deployable p ON p.id = t.deployable_id JOIN accelerators_device d ON d.id = p.device_id
 WHERE p.rp_uuid = %(rp)s::uuid AND p.missing_since IS NULL AND t.missing_since IS NULL AND d.state = 'ready'
+  AND d.busy_with IS NULL
   AND NOT EXISTS (SELECT FROM accelerators_acceleratorrequest r WHERE r.attach_handle_id = t.id)
 """
 
-RESERVE = f"""
-SELECT t.id, t.attach_type, p.id, p.bitstream_id::text {_FREE} ORDER BY t.id LIMIT %(count)s::bigint
-FOR NO KEY UPDATE OF t SKIP LOCKED FOR SHARE OF d SKIP LOCKED
+_RESERVE = f"""
+SELECT t.id, t.attach_type, p.id, p.bitstream_id::text, d.id {_FREE} ORDER BY t.id LIMIT %(count)s::bigint
+FOR NO KEY UPDATE OF t SKIP LOCKED
 """
+RESERVE = f"{_RESERVE} FOR SHARE OF d SKIP LOCKED"
 """Free handles of a provider. The device cannot leave `ready` before the bind is committed. Waits for nobody."""
+RESERVE_ALONE = f"{_RESERVE} FOR NO KEY UPDATE OF d SKIP LOCKED"
+"""The same for a bind that may program the device: no other binds there meanwhile."""
 
 WHY_NONE = f"""
-SELECT p.id, d.state, (SELECT count(*) {_FREE}) FROM accelerators_deployable p
+SELECT p.id, d.state, d.busy_with IS NOT NULL, (SELECT count(*) {_FREE}) FROM accelerators_deployable p
 JOIN accelerators_device d ON d.id = p.device_id
 WHERE p.rp_uuid = %(rp)s::uuid ORDER BY p.missing_since NULLS FIRST LIMIT 1
 """
@@ -110,9 +114,19 @@ WITH gone AS (
 }
 """
 
-OVERDUE = """
+_WAITING = """
 SELECT q.uuid::text, q.id, q.hostname, q.device_rp_uuid::text, q.instance_uuid::text, q.deployable_id,
-  q.attach_handle_id
-FROM accelerators_acceleratorrequest q WHERE q.state = 'BindStarted' AND q.deadline < statement_timestamp()
+  q.attach_handle_id, t.attach_type, p.device_id
+FROM accelerators_acceleratorrequest q JOIN accelerators_attachhandle t ON t.id = q.attach_handle_id
+JOIN accelerators_deployable p ON p.id = t.deployable_id WHERE q.state = 'BindStarted'
+"""
+
+OVERDUE = f"""{_WAITING} AND q.deadline < statement_timestamp()
 ORDER BY q.id LIMIT %(count)s::bigint FOR UPDATE OF q SKIP LOCKED
 """
+
+WAITING = f"""{_WAITING} AND (q.uuid = ANY(%(uuids)s::uuid[])
+  OR q.instance_uuid = ANY(%(instances)s::uuid[]) AND p.device_id = ANY(%(devices)s::bigint[]))
+ORDER BY q.id FOR UPDATE OF q
+"""
+"""Requests that wait for their host: these, and those of the same instances on the same devices."""

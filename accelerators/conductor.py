@@ -15,12 +15,13 @@ from uuid import UUID
 import msgspec
 import psycopg
 from django.db import connection, transaction
+from django.db.models import QuerySet
 
-from accelerators import admission
+from accelerators import admission, ticks
 from accelerators import inventory_sql as sql
 from accelerators.caller import request_id
 from accelerators.diff import Changes, HostReport, StoredHost, admit, compare, fold
-from accelerators.models import Host
+from accelerators.models import Device, Host
 from accelerators.states import Source
 
 _writing: ContextVar[bool] = ContextVar("writing", default=False)
@@ -64,7 +65,21 @@ def apply(reports: Mapping[int, Iterable[HostReport]]) -> int:
                 compare(host, *folded, now, changes)
         admit(changes, admission.decode(rules))
         _write(write, changes)
+        if changes.installs:
+            _install(changes)
+        if changes.providers:
+            ticks.wake_for("provider")
         return len(changes.hosts)
+
+
+def _install(changes: Changes) -> None:
+    from accelerators import commands  # it needs this module
+
+    orders = [
+        commands.Order("install", uuid, actor=rule.name, reason=f"admitted by {rule.by}")
+        for uuid, rule in changes.installs
+    ]
+    commands.place(orders, Source.RULE)
 
 
 def cursor() -> Any:
@@ -111,6 +126,16 @@ def ensure_host(name: str, node: str, actor: str) -> Host:
             host.node, host.applied_hash, host.updated_at = node, "", datetime.now(UTC)
             host.save(update_fields=["node", "applied_hash", "updated_at"])
         return host
+
+
+def locked(wanted: QuerySet[Device]) -> list[Device]:
+    """These devices, locked with their hosts as everybody takes both: hosts before devices, each by id."""
+    hosts = Host.objects.select_for_update(no_key=True).filter(id__in=wanted.values("host")).order_by("id")
+    known = {host.id: host for host in hosts}
+    devices = list(wanted.filter(host__in=known).order_by("id").select_for_update(of=("self",)))
+    for device in devices:
+        device.host = known[device.host_id]
+    return devices
 
 
 def mark_hosts(ids: Iterable[int], since: datetime | None) -> int:
@@ -182,6 +207,7 @@ def intend(kind: str, payloads: Mapping[str, Mapping[str, Any]]) -> None:
         rows = [{"kind": kind, "key": key, "payload": payload} for key, payload in payloads.items()]
         with writing():
             cursor().execute(sql.INTENTS, [_encode(rows).decode()])
+            ticks.wake_for(kind)
 
 
 def providers_changed(hosts: Iterable[Host]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from accelerators import traits
 from accelerators.admission import Facts, Rule, first
 from accelerators.providers import provider_uuid
 from drivers.inventory import Deployable, Device, DriverReport, Fault
@@ -119,6 +120,8 @@ class Changes:
     providers: list[Row] = field(default_factory=list)
     found: list[tuple[StoredHost, Row]] = field(default_factory=list)
     """The rows in `devices` of what was never seen before, for `admit`."""
+    installs: list[tuple[str, Rule]] = field(default_factory=list)
+    """Devices (uuid) that a rule wants offered, and that have to be installed first."""
 
 
 @dataclass(frozen=True)
@@ -177,10 +180,13 @@ def admit(into: Changes, rules: Sequence[Rule]) -> None:
     for host, row in into.found:
         facts = Facts(host.name, row["driver"], row["vendor"], row["model"], row["type"])
         if rule := first(rules, facts):
-            reason = f"found, and admitted by rule {rule.name}"
-            row |= {"state": rule.action, "who": rule.by, "reason": reason}
-            changes: Row = {"state": ["inactive", rule.action]} if rule.action != "inactive" else {}
-            event = _event(host, f"device.{rule.action}", row["uuid"], row["model"], changes, reason)
+            reason, state = f"found, and admitted by rule {rule.name}", rule.action
+            if state == "ready" and row["to_install"]:
+                state = "installing"
+                into.installs.append((row["uuid"], rule))
+            row |= {"state": state, "who": rule.by, "reason": reason}
+            changes: Row = {"state": ["inactive", state]} if state != "inactive" else {}
+            event = _event(host, f"device.{state}", row["uuid"], row["model"], changes, reason)
             into.events.append(event | {"source": "rule", "actor": rule.name})
 
 
@@ -257,9 +263,10 @@ def _deployable(device_uuid: str, new: Deployable, old: StoredDeployable | None,
 def _attributes(
     deployable: str, new: Deployable, old: StoredDeployable | None, into: Changes, changes: dict[str, list[Any]]
 ) -> None:
-    """An operator's attribute stays what the operator made it."""
+    """An operator's attribute stays what the operator made it; what was programmed hides what is reported."""
     known = {a.key: a for a in old.attributes} if old else {}
-    wanted = {a.key: a.value for a in new.attributes}
+    programmed = traits.KEY in known and known[traits.KEY].origin == "conductor"
+    wanted = {a.key: a.value for a in new.attributes if not (programmed and traits.is_function(a.value))}
     for key, value in wanted.items():
         attribute = known.get(key)
         if attribute is None or (attribute.value != value and attribute.origin == "agent"):

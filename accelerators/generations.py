@@ -10,7 +10,7 @@ from typing import Literal
 
 from django.db import connection
 
-Collection = Literal["hosts", "devices", "profiles", "requests", "events"]
+Collection = Literal["hosts", "devices", "profiles", "requests", "events", "commands"]
 """`devices` covers deployables, attributes and attach handles, too."""
 
 

@@ -1,6 +1,6 @@
 """Intents: what is to be done outside the database because of a change in it. Raised by `conductor.intend`.
 
-A kind's job is registered from `AppConfig.ready()`; it takes what is due, and says of each that it is done or why not.
+Its kind's job, declared with `ticks.register`, takes what is due, and says of each that it is done or why not.
 None is dropped: what fails is tried again after a pause that doubles. No row is locked while the outside is talked to,
 so a raise never waits for it; one that was raised again meanwhile is not done.
 """
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from django.db import connection, transaction
+from django.db import connection
 
-from accelerators import conductor, ticks
+from accelerators import conductor
 
 FIRST_S, LONGEST_S = 1.0, 60.0
 STUCK = 10
@@ -33,7 +33,6 @@ UPDATE accelerators_intent SET attempts = attempts + 1, last_error = %s,
   next_at = statement_timestamp() + make_interval(secs => coalesce(%s, least(%s, %s * 2 ^ least(attempts, 16))))
 WHERE id = ANY(%s)
 """
-_jobs: dict[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -45,17 +44,6 @@ class Due:
     payload: dict[str, Any]
     attempts: int
     at: datetime
-
-
-def register(kind: str, job: str) -> None:
-    """Have `job` woken when an intent of `kind` is raised."""
-    _jobs[kind] = job
-
-
-def wake(kind: str) -> None:
-    """Wake the kind's job after the commit of the transaction under way."""
-    if job := _jobs.get(kind):
-        transaction.on_commit(lambda: ticks.kick(job))
 
 
 def due(kind: str, count: int) -> list[Due]:

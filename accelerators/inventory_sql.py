@@ -8,11 +8,11 @@ FROM accelerators_admissionrule WHERE enabled
 """
 
 LOCK = f"""
-WITH locked AS (SELECT FROM accelerators_host WHERE id = ANY(%s) ORDER BY id FOR UPDATE)
+WITH locked AS (SELECT FROM accelerators_host WHERE id = ANY(%s) ORDER BY id FOR NO KEY UPDATE)
 SELECT ({RULES}) FROM (SELECT count(*) FROM locked) AS all_of_them
 """
 """Before LOAD, and not in it: a statement sees what was committed when it began, not what it waited for. The rules
-come along."""
+come along. Rows that only refer to a host (commands) are inserted meanwhile."""
 
 LOAD = """
 SELECT json_build_array(h.id, h.uuid, h.name, h.applied_epoch, h.applied_seq, h.drivers, coalesce((

@@ -20,15 +20,17 @@ from uuid import UUID
 import msgspec
 from django.db.models import Exists, OuterRef, QuerySet
 
-from accelerators import conductor, safety, ticks
+from accelerators import commands, conductor, safety, ticks
 from accelerators.actions import Action, Standing, decide, drained
 from accelerators.caller import Caller, request_id
-from accelerators.models import AcceleratorRequest, Deployable, Device, Host
+from accelerators.commands import Order, check_reason
+from accelerators.conductor import locked
+from accelerators.models import AcceleratorRequest, Deployable, Device
 from accelerators.providers import provider_uuid
 from accelerators.refusals import Reason, Refused
 from accelerators.states import DeviceState, Drain, IllegalMove, Source
 
-MAX_REASON = 500
+MAX_REASON = commands.MAX_REASON
 SLICE = 200
 """So many devices are moved in one transaction."""
 PATIENCE_S = 10.0
@@ -91,9 +93,10 @@ class Step:
 
 
 def enable(uuid: UUID, caller: Caller, reason: str = "") -> None:
-    """Offer a device. No driver there is plans a step of installation, so it is ready at once; already offered is well.
+    """Offer a device: ready at once, or installing when its driver has to do something first; already offered is well.
 
-    Raises Refused: UNKNOWN, or CONFLICT for a device that is missing, quarantined or retired.
+    Raises Refused: UNKNOWN; CONFLICT for a device that is missing, quarantined, retired, or busy with a command; HELD,
+    by whom, for one that would have to be installed.
     """
     ask(Action.ENABLE, uuid, caller, reason)
 
@@ -154,6 +157,8 @@ def act(
                 after = decide(action, now, then)
                 if after.here == _S.RETIRED != now.here:
                     free(device, now)
+                if action is Action.ENABLE and after != now:
+                    _refuse_unless_idle(device, after)
             except IllegalMove as illegal:
                 results[uuid] = _refused(device, Reason.CONFLICT, f"Device {uuid} {illegal}.")
             except Refused as refused:
@@ -174,16 +179,12 @@ def standing(device: Device, held: int = 0) -> Standing:
     """Where a device stands, as `actions` wants it."""
     returns_to, drain_to = device.returns_to, device.drain_to
     return Standing(
-        DeviceState(device.state), returns_to and DeviceState(returns_to), drain_to and Drain(drain_to), held
+        DeviceState(device.state),
+        returns_to and DeviceState(returns_to),
+        drain_to and Drain(drain_to),
+        held,
+        bool(device.to_install),
     )
-
-
-def check_reason(text: str) -> str:
-    """The reason as it is stored. Raises Refused INVALID."""
-    text = text.strip()
-    if len(text) > MAX_REASON or "\0" in text:
-        raise Refused(Reason.INVALID, f"A reason is at most {MAX_REASON} characters of text.")
-    return text
 
 
 def run_drains() -> None:
@@ -202,18 +203,9 @@ def run_drains() -> None:
     ticks.run("drains", step)
 
 
-def locked(wanted: QuerySet[Device]) -> list[Device]:
-    """These devices, locked with their hosts in the order of a merge, by id."""
-    hosts = Host.objects.select_for_update(no_key=True).filter(id__in=wanted.values("host")).order_by("id")
-    known = {host.id: host for host in hosts}
-    devices = list(wanted.filter(host__in=known).order_by("id").select_for_update(of=("self",)))
-    for device in devices:
-        device.host = known[device.host_id]
-    return devices
-
-
 def store(steps: Sequence[Step], source: Source) -> None:
-    """Write what was decided about locked devices: their rows, providers' ids, events, intents. Six statements."""
+    """Write what was decided about locked devices: their rows, providers' ids, events, intents, and the commands that
+    install what has to be. Seven statements."""
     if not steps:
         return
     now, write = datetime.now(UTC), conductor.cursor()
@@ -226,6 +218,10 @@ def store(steps: Sequence[Step], source: Source) -> None:
         write.execute(NAMED, [_encode(named)])
     conductor.record_all([_event(step, source, now) for step in steps])
     conductor.providers_changed({step.device.host_id: step.device.host for step in steps}.values())
+    installs = [step for step in steps if step.after.state == _S.INSTALLING != step.now.state]
+    commands.place(
+        [Order("install", step.device.uuid, actor=step.actor, reason=step.reason) for step in installs], source
+    )
 
 
 def _row(step: Step) -> dict[str, Any]:
@@ -299,6 +295,13 @@ def _refuse_unless_free(end: float, device: Device, now: Standing) -> None:
     if time.monotonic() > end:
         raise Refused(Reason.AWAY, f"Whether device {device.uuid} is held was not found out in time: try again.")
     safety.refuse_unless_free(device, "retired", () if now.held else (safety.REQUESTS,))
+
+
+def _refuse_unless_idle(device: Device, after: Standing) -> None:
+    """What a command is doing to a device must end first; what an instance uses is not installed anew (promise S1)."""
+    commands.refuse_busy(device, "install")
+    if after.here == _S.INSTALLING and (holders := safety.requests(device).holders):
+        raise Refused(Reason.HELD, f"Device {device.uuid} is held by {', '.join(holders)}: it cannot be installed.")
 
 
 def _result(device: Device, after: Standing, outcome: Literal["moved", "unchanged"]) -> Result:

@@ -13,6 +13,7 @@ from typing import Any
 from uuid import UUID
 
 from django.db import IntegrityError, connection
+from django.db.models import QuerySet
 
 from accelerators import admission, conductor
 from accelerators import inventory_sql as sql
@@ -76,11 +77,15 @@ def delete(uuid: UUID, caller: Caller, source: Source = Source.API) -> None:
         _record("deleted", rule, shown, caller, source)
 
 
+def _undecided() -> QuerySet[Device]:
+    """Devices that rules may decide about: inactive, and nothing is being done with them."""
+    return Device.objects.filter(state="inactive", drain_to__isnull=True, busy_with__isnull=True)
+
+
 def preview() -> Counter[str]:
     """Rule → how many devices that are inactive now it would move; two statements."""
     rules = _enabled()
-    inactive = Device.objects.filter(state="inactive", drain_to__isnull=True)
-    found = inactive.values_list("host__name", "driver", "vendor", "model", "type").iterator()
+    found = _undecided().values_list("host__name", "driver", "vendor", "model", "type").iterator()
     decided = (admission.first(rules, Facts(*facts)) for facts in found)
     return Counter(rule.name for rule in decided if rule and rule.action in ACTIONS)
 
@@ -92,17 +97,14 @@ def apply(caller: Caller) -> Iterator[int]:
     """
     last = 0
     while True:
-        waiting = Device.objects.filter(state="inactive", drain_to__isnull=True, id__gt=last).order_by("id")
-        ids = list(waiting.values_list("id", flat=True)[:SLICE])
+        ids = list(_undecided().filter(id__gt=last).order_by("id").values_list("id", flat=True)[:SLICE])
         if not ids:
             return
         last = ids[-1]
         with conductor.writing():
             rules = _enabled()
             steps = [
-                step
-                for device in locked(Device.objects.filter(id__in=ids, state="inactive"))
-                if (step := _step(rules, device, caller))
+                step for device in locked(_undecided().filter(id__in=ids)) if (step := _step(rules, device, caller))
             ]
             store(steps, Source.RULE)
         yield len(steps)

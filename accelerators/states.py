@@ -119,7 +119,9 @@ DEVICE_MOVES: dict[DeviceState, frozenset[DeviceState]] = {
     _D.MAINTENANCE: frozenset(
         {_D.INSTALLING, _D.READY, _D.INACTIVE, _D.FAILED, _D.QUARANTINED, _D.MISSING, _D.RETIRED}
     ),
-    _D.FAILED: frozenset({_D.INSTALLING, _D.READY, _D.MAINTENANCE, _D.QUARANTINED, _D.MISSING, _D.RETIRED}),
+    _D.FAILED: frozenset(
+        {_D.INACTIVE, _D.INSTALLING, _D.READY, _D.MAINTENANCE, _D.QUARANTINED, _D.MISSING, _D.RETIRED}
+    ),
     _D.QUARANTINED: frozenset({_D.MAINTENANCE, _D.MISSING, _D.RETIRED}),
     _D.MISSING: frozenset(_D) - {_D.MISSING},
     _D.RETIRED: frozenset({_D.INACTIVE, _D.MISSING}),

@@ -1,4 +1,4 @@
-"""Removes what has been missing for long and is free. The only deletion of inventory there is.
+"""Removes what has been missing for long and is free, the only deletion of inventory there is; forgets old commands.
 
 A missing device goes `CYBORG_MISSING_RETENTION_S` later, only while its agent is up and its driver answers; what a
 request names, or any witness says is held, or cannot say, stays (`safety`).
@@ -14,7 +14,8 @@ from django.db import connection
 from django.db.models import Exists, OuterRef, Q, QuerySet
 
 from accelerators import conductor, lifecycle, safety, ticks
-from accelerators.models import AcceleratorRequest, AttachHandle, Attribute, Deployable, Device
+from accelerators.models import AcceleratorRequest, AttachHandle, Attribute, Command, Deployable, Device
+from accelerators.models.commands import OPEN
 from accelerators.models.devices import driver_error
 from accelerators.refusals import Refused
 from accelerators.states import Source
@@ -22,13 +23,26 @@ from accelerators.states import Source
 log = logging.getLogger(__name__)
 
 BATCH = 200
+REMEMBERED = timedelta(days=30)
+"""Commands are kept so long after their end; their events stay."""
 
 
 def run() -> None:
-    """The job `sweep`: partitions for the months to come, then what is missing for long."""
+    """The job `sweep`: partitions for the months to come, then what is missing for long, and old commands."""
     with connection.cursor() as cursor:
         cursor.execute("SELECT accelerators_event_months(2)")
-    ticks.run("sweep", remove_missing)
+    ticks.run("sweep", lambda: remove_missing() | forget_commands())
+
+
+def forget_commands(now: datetime | None = None) -> bool:
+    """Delete one batch of the commands that ended long ago; True when there may be more. Their ids are their age."""
+    oldest = Command.objects.order_by("id").values_list("id", "ended_at")[:BATCH]
+    before = (now or datetime.now(UTC)) - REMEMBERED
+    old = [id for id, ended_at in oldest if ended_at and ended_at < before]
+    if old:
+        with conductor.writing():
+            Command.objects.filter(id__in=old).delete()
+    return len(old) == BATCH
 
 
 def remove_missing(now: datetime | None = None) -> bool:
@@ -73,4 +87,5 @@ def _removable(before: datetime) -> QuerySet[Device]:
     missing = Device.objects.annotate(driver_error=driver_error()).filter(
         state="missing", state_since__lt=before, host__stale_since__isnull=True, driver_error=""
     )
-    return missing.filter(~Exists(held))
+    under_way = Command.objects.filter(OPEN, device=OuterRef("pk"))
+    return missing.filter(~Exists(held), ~Exists(under_way))

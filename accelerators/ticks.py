@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from django.db import connection, transaction
 
@@ -25,21 +26,35 @@ LOCK_CLASS = 0x7161
 class Job:
     """A function that does all there is to do when called, and the cluster it belongs to.
 
-    A `timely` one looks every few seconds for what no wake-up announces: time that has passed.
+    A `timely` one looks every few seconds for what no wake-up announces: time that has passed. One that takes the
+    intents of a kind (`intent`) is woken when one is raised.
     """
 
     name: str
     function: str
     cluster: str
     timely: bool = False
+    intent: str = ""
 
 
 _jobs: dict[str, Job] = {}
 
 
-def register(name: str, function: str, *, cluster: str, timely: bool = False) -> None:
+def register(name: str, function: str, *, cluster: str, timely: bool = False, intent: str = "") -> None:
     """Declare a job; called from `AppConfig.ready()`."""
-    _jobs[name] = Job(name, function, cluster, timely)
+    _jobs[name] = Job(name, function, cluster, timely, intent)
+
+
+def has_taker(intent: str) -> bool:
+    """Whether a job takes intents of this kind."""
+    return any(job.intent == intent for job in jobs())
+
+
+def wake_for(intent: str) -> None:
+    """Wake the job that takes intents of this kind, if there is one, after the commit of the transaction under way."""
+    for job in jobs():
+        if job.intent == intent:
+            transaction.on_commit(partial(kick, job.name), robust=True)
 
 
 def jobs() -> list[Job]:

@@ -8,7 +8,9 @@ class AgentsConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
-        from accelerators import ticks
+        from accelerators import commands, ticks
+        from agents import courier
 
         ticks.register("merge", "agents.tasks.merge", cluster="ingest")
+        commands.register(courier.reach)
         ticks.register("leases", "agents.tasks.watch_leases", cluster="work", timely=True)

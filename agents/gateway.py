@@ -14,12 +14,14 @@ from typing import Any, Protocol
 import msgspec
 
 from accelerators import refusals
+from accelerators.commands import Answer, Progress
 from agents import enrolment, trust, wire
+from agents.courier import Courier, Said
 from agents.enrolment import Identity, Refused
 from agents.holders import Expelled, Holders, Session
 from agents.leases import Leases
 from agents.refusals import Refusals
-from agents.spool import AdmitJob, SpoolJob, TrustJob, Writer
+from agents.spool import AdmitJob, CommandJob, SpoolJob, TrustJob, Writer
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +29,10 @@ ADMIT_S = 8.0
 """How long a connection may wait for the database; then it is sent away, so that an outage piles up nothing."""
 FAREWELL_S = 1.0
 """How long a peer may take to take in why it is sent away."""
+PROGRESS_S = 0.2
+"""What one agent says of progress is written so often at most; the last word always is."""
+MAX_PROGRESS = 256
+"""Commands of one agent that get on at the same time; of more nothing is shown."""
 MAX_PENDING_BYTES = 256 * 1024 * 1024
 """Reports in memory that wait for their commit; beyond it agents are told to come back."""
 
@@ -57,6 +63,7 @@ class Gateway:
         self._challenges = enrolment.Challenges()
         self._pending_bytes = 0
         self.holders = Holders(self._bar)
+        self._courier = Courier()
         self._writer = Writer(
             interval_s=limits.flush_interval_ms / 1000,
             max_rows=limits.flush_max_rows,
@@ -66,7 +73,8 @@ class Gateway:
         )
 
     def stop(self) -> None:
-        """End the writer thread (tests; a real process just ends)."""
+        """End the threads (tests; a real process just ends)."""
+        self._courier.stop()
         self._writer.stop()
 
     async def challenge(self, scope: Any, receive: Any, send: Any) -> None:
@@ -109,6 +117,8 @@ class Gateway:
             session.task.uncancel()
         finally:
             self.holders.leave(session)
+            if session.greeted:
+                self._courier.gone(session)
         if session.expelled:
             await self._refuse(session, session.expelled)
 
@@ -162,13 +172,56 @@ class Gateway:
         """What comes once a connection, or when it was asked for."""
         if type(message) is wire.Hello:
             session.boot_id = message.boot_id
-            self.leases.hello(session, message.agent_version)
+            self.leases.hello(session, message.agent_version, message.ops)
+            if not session.greeted:
+                session.greeted = True
+                self._courier.hello(session, message)
         elif type(message) is wire.Alive:
             self.holders.alive(session, message.nonce)
         elif type(message) is wire.NewKey:
             await self._rotate(session, message)
+        elif type(message) is wire.Taken:
+            stored = [self._tell((session.identity.host_id, number)) for number in dict.fromkeys(message.numbers)]
+            await asyncio.gather(*stored)
+        elif type(message) is wire.Progress:
+            self._progress(session, message)
+        elif type(message) is wire.Result:
+            await self._result(session, message)
         elif type(message) is wire.Unknown:
             self.counters["unknown_types"] += 1
+
+    def _progress(self, session: Session, message: wire.Progress) -> None:
+        """Now, or, when the agent says much, with the next of it."""
+        loop = asyncio.get_running_loop()
+        if not session.progress:
+            loop.call_at(max(loop.time(), session.progress_at + PROGRESS_S), self._tell_progress, session)
+        if message.number in session.progress or len(session.progress) < MAX_PROGRESS:
+            session.progress[message.number] = message
+
+    def _tell_progress(self, session: Session) -> None:
+        said, session.progress = session.progress, {}
+        session.progress_at = asyncio.get_running_loop().time()
+        for number, one in said.items():
+            self._tell(Progress(session.identity.host_id, number, one.percent, one.text.replace("\0", "")))
+
+    async def _result(self, session: Session, told: wire.Result) -> None:
+        """Acknowledged when the report that goes with it is applied: now, or by the courier."""
+        if "\0" in "".join((told.text, told.hash, *told.detail, *told.detail.values())):
+            raise Expelled("malformed", "a text with a NUL character cannot be stored")
+        host = session.identity.host_id
+        # What this connection knows to be applied need not be looked for: another writer may have cleared it since.
+        known = told.hash and told.hash == session.applied
+        report = (0, 0, "") if known else (told.epoch, told.seq, told.hash)
+        if await self._tell(Answer(host, told.number, told.outcome, told.text, told.detail, *report)):
+            await session.send({"type": "websocket.send", "text": wire.encode(wire.Ack(told.number, "Result"))})
+        else:
+            self._courier.unsettled(session, told.number)
+
+    def _tell(self, said: Said) -> asyncio.Future[bool]:
+        """Have the writer thread store it; the future gives, after the commit, whether the command is settled."""
+        future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._writer.put(CommandJob(future, said))
+        return future
 
     async def _rotate(self, session: Session, told: wire.NewKey) -> None:
         """The agent's next key, from the commit on; the Ack comes after it."""

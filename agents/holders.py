@@ -47,12 +47,16 @@ class Session:
         "epoch",
         "expelled",
         "fingerprint",
+        "greeted",
         "identity",
         "key",
         "last",
         "next_key",
         "offers_newer",
+        "outbox",
         "probes",
+        "progress",
+        "progress_at",
         "rotating",
         "send",
         "task",
@@ -70,7 +74,10 @@ class Session:
         self.applied = identity.applied_hash
         self.last = (0, 0)
         self.boot_id = self.next_key = ""
-        self.rotating = self.contested = False
+        self.rotating = self.contested = self.greeted = False
+        self.outbox: list[str] = []
+        self.progress: dict[int, wire.Progress] = {}
+        self.progress_at = 0.0
         self.probes: dict[str, asyncio.Future[bool]] = {}
         self.expelled: Expelled | None = None
         self.task = asyncio.current_task()

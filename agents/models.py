@@ -40,6 +40,9 @@ class Agent(models.Model):
         max_length=32, default="", blank=True, help_text="Wire version agreed at its last connection."
     )
     boot_id = models.CharField(max_length=64, default="", blank=True)
+    ops = models.TextField(
+        null=True, blank=True, help_text="The commands it takes, with blanks between them; empty: it has never said."
+    )
     connected_at = models.DateTimeField(null=True, blank=True)
     connection = models.BigIntegerField(
         db_default=0, default=0, help_text="Number of its last connection; later ones have higher numbers."

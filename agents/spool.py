@@ -1,7 +1,8 @@
 """The gateway's one writer: a thread with its own database connection, that commits for everybody at once.
 
 What the event loop needs of the database goes through here: reports (COPY into the spool, acknowledged after the
-commit), the identity of who connects, leases, refusals. It collects for a few milliseconds, then one commit serves all.
+commit), what agents say of commands, the identity of who connects, leases, refusals. It collects for a few
+milliseconds, then one commit serves all.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import psycopg
 from django.db import DatabaseError, InterfaceError, OperationalError, close_old_connections, connection
 
 from accelerators import hub, refusals, ticks
-from agents import enrolment, trust, wire
+from agents import courier, enrolment, trust, wire
 from agents.enrolment import Refused
 from agents.leases import Leases
 from agents.refusals import Refusals
@@ -69,7 +70,15 @@ class TrustJob:
     work: Callable[[], None]
 
 
-Job = SpoolJob | AdmitJob | TrustJob
+@dataclass(slots=True)
+class CommandJob:
+    """What an agent says of a command of its host. The future gives whether nothing is left to be done about it."""
+
+    future: asyncio.Future[Any]
+    said: courier.Said
+
+
+Job = SpoolJob | AdmitJob | TrustJob | CommandJob
 
 
 class Writer(threading.Thread):
@@ -159,6 +168,8 @@ class Writer(threading.Thread):
         for decision in batch:
             if isinstance(decision, TrustJob):
                 self._loop.call_soon_threadsafe(_resolve, [(decision.future, _outcome(decision))])
+        if told := [job for job in batch if isinstance(job, CommandJob)]:
+            self._loop.call_soon_threadsafe(_resolve, _told(told))
         if reports := [job for job in batch if isinstance(job, SpoolJob)]:
             self._loop.call_soon_threadsafe(_resolve, self._spool(reports))
 
@@ -234,6 +245,20 @@ def _outcome(decision: TrustJob) -> Exception | None:
         log.exception("a change of trust failed")
         return error
     return None
+
+
+def _told(jobs: list[CommandJob]) -> list[tuple[asyncio.Future[Any], Any]]:
+    """All at once; when the database refuses that, one by one, so that what is wrong costs only who said it."""
+    try:
+        settled = courier.keep([job.said for job in jobs])
+    except (OperationalError, InterfaceError, psycopg.OperationalError):
+        raise
+    except DatabaseError as error:
+        if len(jobs) > 1:
+            return [result for job in jobs for result in _told([job])]
+        log.warning("what an agent said of a command cannot be stored: %s", str(error).splitlines()[0])
+        return [(jobs[0].future, False)]
+    return [(job.future, job.said[:2] in settled) for job in jobs]
 
 
 def _resolve(results: list[tuple[asyncio.Future[Any], Any]]) -> None:

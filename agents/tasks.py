@@ -7,7 +7,7 @@ import logging
 import msgspec
 from django.db import DataError, IntegrityError, connection, transaction
 
-from accelerators import conductor, ticks
+from accelerators import commands, conductor, ticks
 from accelerators.diff import HostReport
 from accelerators.models import Host
 from accelerators.states import Source
@@ -62,6 +62,7 @@ def merge_batch() -> bool:
     except (DataError, IntegrityError) as error:
         log.warning("a batch of %d hosts was refused, going host by host: %s", len(batch), error)
         _one_by_one(batch)
+    transaction.on_commit(commands.wake, robust=True)
     return True
 
 

@@ -6,6 +6,7 @@ The event loop never waits for the database (measured: an ORM call in a consumer
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 import django
@@ -18,11 +19,16 @@ from channels.routing import ProtocolTypeRouter, URLRouter  # noqa: E402
 from django.urls import re_path  # noqa: E402
 
 from agents.gateway import Gateway  # noqa: E402
-from agents.wire import CHALLENGE_PATH, PATH  # noqa: E402
+from agents.imagery import Imagery  # noqa: E402
+from agents.wire import CHALLENGE_PATH, IMAGE_PATH, PATH  # noqa: E402
 from cyborgweb.settings.keys import keys  # noqa: E402
 from cyborgweb.wsgi import application as wsgi  # noqa: E402
 
 BUSY = b'{"error_message": "The service is busy: try again in a second."}'
+LONG = re.compile(r"/deployables/[^/]+/program(?:[/.]|\Z)|\A/api/images/?\Z")
+"""What lasts as long as a host's work, or as a caller's line makes it. It has threads of its own: lists go on."""
+LONG_THREADS = 8
+"""More than `PATCH …/program` and uploads take together, so that who comes beyond is told so at once."""
 ELSEWHERE = b'{"error": "This is for agents: console and APIs are served at another address."}'
 
 
@@ -48,28 +54,41 @@ class BoundedThreads:
 
 
 class Http:
-    """The challenge is answered on the event loop, everything else by Django."""
+    """What agents ask for is answered on the event loop, everything else by Django: `long` what may take long."""
 
-    def __init__(self, gateway: Gateway, django: BoundedThreads) -> None:
-        self._gateway, self._django = gateway, django
+    def __init__(self, gateway: Gateway, django: BoundedThreads, long: BoundedThreads) -> None:
+        self._gateway, self._django, self._long = gateway, django, long
+        self._imagery = imagery_of(gateway)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["path"] == CHALLENGE_PATH:
             await self._gateway.challenge(scope, receive, send)
+        elif scope["path"].startswith(IMAGE_PATH):
+            await self._imagery(scope, receive, send)
+        elif scope["method"] in ("PATCH", "POST") and LONG.search(scope["path"]):
+            await self._long(scope, receive, send)
         else:
             await self._django(scope, receive, send)
 
 
+def imagery_of(gateway: Gateway) -> Imagery:
+    """Images for the agents whose challenges this gateway makes."""
+    return Imagery(gateway._challenges, gateway.refusals)
+
+
 class AgentsOnly:
-    """The TLS listener's application: the challenge and agents' sockets, nothing else. Agents pin `fingerprint`, or
-    have the certificate's authorities vouch for it and pin nothing."""
+    """The TLS listener's application: the challenge, images and agents' sockets, nothing else. Agents pin
+    `fingerprint`, or have the certificate's authorities vouch for it and pin nothing."""
 
     def __init__(self, gateway: Gateway, fingerprint: str) -> None:
         self._gateway, self._fingerprints = gateway, (fingerprint, "")
+        self._imagery = imagery_of(gateway)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http" and scope["path"] == CHALLENGE_PATH:
             await self._gateway.challenge(scope, receive, send)
+        elif scope["type"] == "http" and scope["path"].startswith(IMAGE_PATH):
+            await self._imagery(scope, receive, send, self._fingerprints)
         elif scope["type"] == "http":
             await send(
                 {"type": "http.response.start", "status": 404, "headers": [(b"content-type", b"application/json")]}
@@ -84,7 +103,11 @@ class AgentsOnly:
 gateway = Gateway(keys())
 application = ProtocolTypeRouter(
     {
-        "http": Http(gateway, BoundedThreads(wsgi, keys().request_threads, keys().request_queue)),
+        "http": Http(
+            gateway,
+            BoundedThreads(wsgi, keys().request_threads, keys().request_queue),
+            BoundedThreads(wsgi, LONG_THREADS, keys().request_queue),
+        ),
         "websocket": URLRouter([re_path(r"^ws/agent$", gateway)]),
     }
 )

@@ -6,7 +6,6 @@ cloud. openstacksdk and keystoneauth1 cost as much to import as all of Django, s
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ NOT_ALLOWED = "Keystone does not let the service user validate tokens: it needs 
 def service_session() -> Any:
     """A keystoneauth1 Session as the service user, of `CYBORG_CLOUD` or the `OS_…` variables; made without asking
     anyone. Logs in again by itself. Raises ConfigurationError with one sentence."""
-    if not (keys().cloud or os.environ.get("OS_CLOUD") or os.environ.get("OS_AUTH_URL")):
+    if not keys().has_cloud:
         raise ConfigurationError(
             "No cloud is configured: set CYBORG_CLOUD to one in clouds.yaml, or OS_AUTH_URL and its like"
         )

@@ -91,21 +91,24 @@ class Schema(AutoSchema):
         """What a verb may send is its own."""
         if self.view.action in self.view.verbs:
             return self.view.verbs[self.view.action]
+        if self.view.action == "create" and hasattr(self.view, "sends"):
+            return {self.view.sends: {"type": "string", "format": "binary", "minLength": 1}}
         return super().get_request_serializer()
 
     def get_override_parameters(self) -> list[Any]:
         """The fields there are to choose from, and the orders a list knows."""
+        if self.view.action == "create" and hasattr(self.view, "sent_with"):
+            said = self.view.sent_with.items()
+            return [OpenApiParameter(name, kind, description=about) for name, (kind, about) in said]
         if self.method != "GET":
             return []
         names = {"type": "array", "items": {"type": "string", "enum": [*self.view.get_serializer_class()().fields]}}
         shown = OpenApiParameter("fields", names, style="form", explode=False, description="Only these are shown.")
         orders = [sign + word for word in self.view.orders for sign in ("", "-")]
         described = f"A - turns it around; {self.view.default_order} if nothing is said."
-        return (
-            [shown]
-            if self.view.detail
-            else [shown, OpenApiParameter("ordering", str, enum=orders, description=described)]
-        )
+        if self.view.detail:
+            return [shown, *(OpenApiParameter(name, **said) for name, said in self.view.parameters.items())]
+        return [shown, OpenApiParameter("ordering", str, enum=orders, description=described)]
 
 
 class Groups(OpenApiSerializerFieldExtension):
@@ -125,6 +128,18 @@ class Groups(OpenApiSerializerFieldExtension):
         return {"type": "array", "minItems": 1, "maxItems": groups.MAX_GROUPS, "items": group}
 
 
+class Named(OpenApiSerializerFieldExtension):
+    """A row that is written by its uuid and shown as a reference."""
+
+    target_class = "accelerators.api.own.commands.Named"
+
+    def map_serializer_field(self, auto_schema: AutoSchema, direction: str) -> dict[str, Any]:
+        """As it is written, or as it is shown."""
+        if direction == "request":
+            return {"type": "string", "format": "uuid"}
+        return auto_schema.resolve_serializer(self.target.reference, direction).ref
+
+
 def complete(result: dict[str, Any], **_: Any) -> dict[str, Any]:
     """What drf-spectacular does not know: the one shape of errors, tags, closed bodies."""
     components = result.setdefault("components", {})
@@ -138,6 +153,8 @@ def complete(result: dict[str, Any], **_: Any) -> dict[str, Any]:
     for address, method, operation in _operations(result):
         for status in _possible(method, address):
             operation["responses"][status] = {"$ref": f"#/components/responses/Error{status}"}
+        if body := operation.get("requestBody", {}):
+            body["required"] = body.get("required", False) or "application/json" not in body["content"]
         if method == "get":
             operation["parameters"].append(CONDITION)
             operation["responses"]["200"] |= {"headers": TAG}

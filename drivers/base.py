@@ -67,7 +67,11 @@ class Driver:
         return ()
 
     def install(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
-        """Make the device ready to be offered as the settings, or `ask.layout` over them, want it."""
+        """Make the device ready to be offered as the settings, or `ask.layout` over them, want it.
+
+        A plan is made from what is there now, so what rests on its outcome comes in the next one: `install` and
+        `partition` are asked again when their plan is done until no step is left, at most four times in all.
+        """
         return Plan()
 
     def uninstall(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:

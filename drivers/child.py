@@ -1,76 +1,96 @@
 """The process a driver lives in: `python -I -m drivers.child NAME`, started by `drivers.runner` and by nobody else.
 
-JSON lines. It first says `{"ready": {"subsystems": […], "watched": […]}}`, then answers each line of stdin:
-`{"id": 1, "call": "discover", "settings": {…}, "node": "…"}` with `{"id": 1, "report": {DriverReport}}` or
-`{"id": 1, "error": "…"}`. Small on purpose: no asyncio, no logging, pyudev only for those who use it.
+JSON lines. It first says `{"ready": {manifest}}`, then answers each line of stdin, a Request, with an Answer that has
+exactly one of `report`, `reasons`, `vitals`, `plan` and `error`. It can read the host and nothing else
+(`drivers.confine`). Small on purpose: no asyncio, no logging, pyudev only for those who use it.
 """
 
 from __future__ import annotations
 
 import os
-import resource
 import sys
 import traceback
-from typing import BinaryIO, Literal
+from collections.abc import Callable
+from typing import Annotated, BinaryIO, Literal, TypeVar
 
 import msgspec
+from msgspec import Meta, Struct
 
 from drivers import catalogue
-from drivers.base import Driver, Findings, at_most
-from drivers.errors import DriverError
-from drivers.inventory import Device, DriverReport, Fault
+from drivers.base import API, Driver, Findings, at_most
+from drivers.confine import MEMORY, confine
+from drivers.errors import DriverError, Failed, Invalid, Unsupported, kind_of
+from drivers.inventory import Device, DriverReport, Fault, Text
 from drivers.machine import Machine
 from drivers.process import die_with_parent
+from drivers.steps import Act, Ask, Plan, Vitals
 
-MEMORY = 512 * 1024 * 1024
-"""Bytes of address space. CPU time is not limited: the process lives long, its parent's deadline ends a busy loop."""
-OPEN_FILES = 256
-MAX_DEVICES = 4096
-"""The bound of `DriverReport.devices`."""
+MAX_DEVICES, MAX_STEPS = 4096, 256
+"""The bounds of `DriverReport.devices` and `Plan.steps`, looked at before anything is encoded."""
+MAX_TEXT = 4096
+
+T = TypeVar("T")
+Call = Literal[
+    "discover", "probe", "health", "install", "uninstall", "attach", "detach", "program", "partition", "reset"
+]
+Reasons = Annotated[tuple[Text, ...], Meta(max_length=64)]
+Globs = Annotated[tuple[Annotated[str, Meta(max_length=512)], ...], Meta(max_length=256)]
 
 
-class Request(msgspec.Struct, frozen=True):
-    """One line of stdin."""
+class Request(Struct, frozen=True):
+    """One line of stdin. `state` is where `/state` leads; `ask` is there for all but discover and probe."""
 
     id: int
-    call: Literal["discover"]
+    call: Call
     node: str
+    state: str = ""
     settings: dict[str, object] = {}
+    ask: Ask | None = None
 
 
-class Ready(msgspec.Struct, frozen=True):
-    """What the parent should watch: kernel subsystems, and settings that name files."""
+class Ready(Struct, frozen=True):
+    """A driver's manifest: what it is, what the agent should watch, which paths its steps may write, what it can plan.
 
+    `unconfined` says which of `drivers.confine`'s walls this kernel does not have.
+    """
+
+    name: str = ""
+    version: Annotated[str, Meta(max_length=64)] = ""
+    api: int = API
     subsystems: tuple[str, ...] = ()
     watched: tuple[str, ...] = ()
+    writes: Globs = ()
+    acts: tuple[Act, ...] = ()
+    unconfined: Reasons = ()
 
 
-class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One line of stdout; exactly one of `ready`, `report` and `error` is there."""
+class Answer(Struct, frozen=True, omit_defaults=True):
+    """One line of stdout; exactly one of the fields after `id` is there, `kind` (`errors.KINDS`) beside `error`."""
 
     id: int = 0
     ready: Ready | None = None
     report: DriverReport | None = None
+    reasons: Reasons | None = None
+    vitals: Vitals | None = None
+    plan: Plan | None = None
     error: str = ""
+    kind: str = ""
 
 
 def main() -> int:
     """Run the driver named on the command line until stdin ends."""
     die_with_parent()
     name, pipe = sys.argv[1], _private_stdout()
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES, OPEN_FILES))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    unconfined = confine()
     try:
         driver = catalogue.load(name)
-        _say(pipe, Answer(ready=Ready(tuple(driver.subsystems), tuple(driver.watched))))
+        _say(pipe, Answer(ready=_manifest(name, driver, unconfined)))
     except Exception as error:  # noqa: BLE001 - a driver without its attributes is one that does not load
-        _say(pipe, Answer(error=_sentence(error)))
+        _say(pipe, _refusal(0, error))
         return 1
     for line in sys.stdin.buffer:
         try:
-            answer = _answer(name, driver, msgspec.json.decode(line, type=Request))
-            _say(pipe, answer)
+            _say(pipe, _answer(name, driver, msgspec.json.decode(line, type=Request), unconfined))
         except MemoryError:
             _say(pipe, Answer(error=f"it needed more than {MEMORY >> 20} MiB of memory"))
             return 1
@@ -89,41 +109,97 @@ def _say(pipe: BinaryIO, answer: Answer) -> None:
     pipe.flush()
 
 
-def _answer(name: str, driver: Driver, request: Request) -> Answer:
+def _manifest(name: str, driver: Driver, unconfined: tuple[str, ...]) -> Ready:
+    manifest = Ready(
+        name,
+        driver.version,
+        API,
+        tuple(driver.subsystems),
+        tuple(driver.watched),
+        tuple(driver.writes),
+        tuple(driver.acts),
+        unconfined,
+    )
+    return _checked(manifest, Ready, "itself")
+
+
+def _answer(name: str, driver: Driver, request: Request, unconfined: tuple[str, ...]) -> Answer:
     try:
-        findings = driver.discover(Machine(request.node), request.settings)
-        return Answer(request.id, report=_report(name, findings))
+        machine = Machine(request.node, state_root=request.state or "/state")
+        if request.call == "discover":
+            findings = driver.discover(machine, request.settings)
+            return Answer(request.id, report=_report(name, findings))
+        if request.call == "probe":
+            reasons = (*unconfined, *driver.probe(machine, request.settings))
+            return Answer(request.id, reasons=_checked(reasons, Reasons, "the host"))
+        if request.ask is None:
+            raise Invalid(f"{request.call} needs to know what it is about")
+        if request.call == "health":
+            return Answer(request.id, vitals=_vitals(driver, machine, request.settings, request.ask))
+        if request.call not in driver.acts:
+            raise Unsupported(f"it cannot {request.call} a device")
+        planned: Callable[..., Plan] = getattr(driver, request.call)
+        return Answer(request.id, plan=_plan(planned(machine, request.settings, request.ask)))
     except MemoryError:
         raise
     except Exception as error:  # noqa: BLE001 - this process exists to contain it
         if not isinstance(error, DriverError):
             traceback.print_exc()
-        return Answer(request.id, error=_sentence(error))
+        return _refusal(request.id, error)
 
 
-def _sentence(error: Exception) -> str:
-    return str(error) if isinstance(error, DriverError) else f"it raised {type(error).__name__}: {error}"
+def _refusal(number: int, error: Exception) -> Answer:
+    text = str(error) if isinstance(error, DriverError) else f"it raised {type(error).__name__}: {error}"
+    return Answer(number, error=_clean(text) or "it gave no reason", kind=kind_of(error))
+
+
+def _clean(text: str) -> str:
+    """What can be sent and stored of a driver's words."""
+    return text[:MAX_TEXT].replace("\0", " ").encode(errors="replace").decode()
 
 
 def _report(name: str, findings: object) -> DriverReport:
     """Bound and check what the driver says, device by device, so that one bad device costs only itself."""
     if not isinstance(findings, Findings):
-        raise DriverError(f"it answered rubbish: {type(findings).__name__} in place of devices")
+        raise Failed(f"it answered rubbish: {type(findings).__name__} in place of devices")
     if len(findings.devices) > MAX_DEVICES:
-        raise DriverError(f"it answered {len(findings.devices)} devices, more than {MAX_DEVICES}")
-    checked = [_checked(device) for device in findings.devices]
-    devices = tuple(device for device in checked if isinstance(device, Device))
-    faults = at_most([*findings.faults, *(fault for fault in checked if isinstance(fault, Fault))])
-    return DriverReport(name, devices=devices, faults=faults)
+        raise Failed(f"it answered {len(findings.devices)} devices, more than {MAX_DEVICES}")
+    devices, faults = [], []
+    for device in findings.devices:
+        try:
+            devices.append(_checked(device, Device, "this device"))
+        except Failed as error:
+            subject = str(getattr(device, "key", "")) or type(device).__name__
+            faults.append(_fault(subject, str(error)))
+    known = [_fault(fault.subject, fault.reason) for fault in at_most(findings.faults)]
+    return DriverReport(name, devices=tuple(devices), faults=at_most([*known, *faults]))
 
 
-def _checked(device: object) -> Device | Fault:
-    """Structs do not check themselves when they are made; decoding does."""
+def _fault(subject: str, reason: str) -> Fault:
+    return Fault(_clean(subject)[:255] or "…", _clean(reason))
+
+
+def _vitals(driver: Driver, machine: Machine, settings: dict[str, object], ask: Ask) -> Vitals:
+    vitals = _checked(driver.health(machine, settings, ask), Vitals, "its health")
+    samples = (*vitals.samples, *driver.stats(machine, settings, ask))
+    return _checked(msgspec.structs.replace(vitals, samples=samples), Vitals, "its load")
+
+
+def _plan(plan: object) -> Plan:
+    if isinstance(plan, Plan) and len(plan.steps) > MAX_STEPS:
+        raise Failed(f"it planned {len(plan.steps)} steps, more than {MAX_STEPS}")
+    return _checked(plan, Plan, "its plan")
+
+
+def _checked(thing: object, kind: type[T], what: str) -> T:
+    """Structs do not check themselves when they are made; decoding does. Raises Failed."""
     try:
-        return msgspec.json.decode(msgspec.json.encode(device), type=Device)
-    except (msgspec.MsgspecError, TypeError, UnicodeError) as error:
-        subject = str(getattr(device, "key", "")) or type(device).__name__
-        return Fault(subject[:255], f"the driver describes this device wrongly: {error}"[:4096])
+        data = msgspec.json.encode(thing)
+        if rb"\u0000" in data:
+            raise ValueError("it holds a NUL character, which no database takes")
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.MsgspecError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise Failed(f"the driver describes {what} wrongly: {_clean(str(error))}") from None
 
 
 if __name__ == "__main__":

@@ -37,6 +37,11 @@ class Timeout(DriverError):
     """No answer in time: the outcome is unknown, look before anything else."""
 
 
+KINDS: dict[str, type[DriverError]] = {
+    kind.__name__: kind for kind in (Invalid, Unsupported, Busy, Denied, Gone, Failed, Timeout)
+}
+"""By the names under which they travel from a driver's process to the agent."""
+
 _MEANING: dict[int, type[DriverError]] = {
     **dict.fromkeys((errno.EINVAL, errno.ERANGE), Invalid),
     **dict.fromkeys((errno.EOPNOTSUPP, errno.ENOSYS), Unsupported),
@@ -51,3 +56,8 @@ def from_os(error: OSError, subject: str) -> DriverError:
     """The kernel's errno in our words (a sysfs attribute that is not there is Gone); what is unknown is Failed."""
     kind = _MEANING.get(error.errno or 0, Failed)
     return kind(f"{subject}: {error.strerror or error}")
+
+
+def kind_of(error: BaseException) -> str:
+    """The name of the error's kind in `KINDS`; what is none of them is a failure."""
+    return next((kind.__name__ for kind in type(error).__mro__ if kind in KINDS.values()), Failed.__name__)

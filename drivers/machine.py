@@ -1,11 +1,13 @@
 """The only code that reads the host. Drivers get a Machine and touch nothing themselves; here it is read-only.
 
-Paths are written as on a host (`/sys/…`, `/proc/…`); where they lead is injected, so a driver runs unchanged on a
-directory tree, under umockdev and on the real kernel. Nothing is cached: attributes change under us.
+Paths are written as on a host (`/sys/…`, `/proc/…`, `/dev/…`, and `/state/…`, the driver's own directory in the agent's
+state); where they lead is injected, so a driver runs unchanged on a directory tree, under umockdev and on the real
+kernel. Nothing is cached: attributes change under us.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from fnmatch import fnmatchcase
@@ -23,9 +25,18 @@ PCI_DEVICES = "/sys/bus/pci/devices"
 class Machine:
     """One look at one host. `node` is its name in deployable names."""
 
-    def __init__(self, node: str, *, sys_root: str = "/sys", proc_root: str = "/proc") -> None:
+    def __init__(
+        self,
+        node: str,
+        *,
+        sys_root: str = "/sys",
+        proc_root: str = "/proc",
+        dev_root: str = "/dev",
+        state_root: str = "/state",
+    ) -> None:
         self.node = node
-        self._roots = {"/sys": sys_root.rstrip("/"), "/proc": proc_root.rstrip("/")}
+        roots = {"/sys": sys_root, "/proc": proc_root, "/dev": dev_root, "/state": state_root}
+        self._roots = {name: root.rstrip("/") for name, root in roots.items()}
 
     def read_bytes(self, path: str, limit: int = MAX_READ) -> bytes:
         """The whole content; raises Gone, Denied, … and Failed when it is longer than `limit` bytes."""
@@ -79,6 +90,20 @@ class Machine:
             return sorted(name for name in os.listdir(self._real(path)) if fnmatchcase(name, pattern))
         except OSError:
             return []
+
+    def is_open(self, path: str) -> bool:
+        """Whether somebody holds a node that only one may open, such as `/dev/vfio/12`. Absent: False.
+
+        Raises Denied, … when the node cannot be asked.
+        """
+        try:
+            os.close(os.open(self._real(path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+        except OSError as error:
+            if error.errno == errno.EBUSY:
+                return True
+            if error.errno not in (errno.ENOENT, errno.ENODEV, errno.ENXIO):
+                raise from_os(error, path) from None
+        return False
 
     def pci_functions(self) -> list[str]:
         """The addresses of all PCI functions, sorted. libudev knows only the real /sys; other trees are listed."""

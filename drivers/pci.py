@@ -1,25 +1,30 @@
-"""Any PCI function by an operator's rules, handed out whole. Loaded by `drivers.child`.
+"""Any PCI function by an operator's rules, handed out whole or as its virtual functions. Loaded by `drivers.child`.
 
 Settings: `rules`, a list of tables with `vendor`, `product`, `class`, `address` (globs over lower-case hex without 0x;
-those given must all match) and `type`. Forms are upstream's (contract section 6.3), its faults are not:
-a rule or the PCI class decides the type, and what the host itself uses is never offered.
+those given must all match), `type`, and what it is to be made of: `vfs`, how many virtual functions, and `bind`, the
+kernel driver of what is handed out (`vfio-pci`; '' for none). What a rule does not say is left as it is.
+Forms are upstream's (contract section 6.3), its faults are not: a rule or the PCI class decides the type, and what the
+host itself uses is never offered. The steps are planned by `drivers.sriov` and `drivers.binding`.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import Annotated, ClassVar
 
 import msgspec
 from msgspec import Meta, Struct
 
+from drivers import binding, signals, sriov
 from drivers.base import Driver, Findings, at_most
-from drivers.errors import DriverError, Gone, Invalid
+from drivers.errors import Busy, DriverError, Gone, Invalid, Unsupported
 from drivers.inuse import used_by_host
-from drivers.inventory import AttachHandle, Attribute, Deployable, Device, DeviceType, Fault, Health
-from drivers.machine import PCI_DEVICES, Machine
+from drivers.inventory import AttachHandle, Attribute, Deployable, Device, DeviceType, Fault, Sample
+from drivers.machine import MAX_TABLE, PCI_DEVICES, Machine
+from drivers.steps import Act, Ask, Plan, Step, Vitals, Write
 
 VENDORS = {"10de": "NVIDIA", "102b": "MATROX", "10ee": "XILINX", "1bd4": "INSPUR", "8086": "INTEL", "19e5": "HUAWEI"}
 """Vendors that upstream calls by name; others go by number."""
@@ -33,6 +38,13 @@ CLASS_TYPES: tuple[tuple[str, str, DeviceType], ...] = (
 BRIDGE = "06"
 DSN_CAPABILITY = 0x0003
 
+RESET_S = 100.0
+"""A function-level reset may take more than a minute."""
+MAX_STEPS, TOLD_STEPS = 240, 20
+"""Steps in one plan (the next one goes on), and of them those that `to_install` tells."""
+CAP_DAC_OVERRIDE = 1 << 1
+NOT_NOW = "cannot be done: "
+
 Glob = Annotated[str, Meta(pattern=r"^[0-9a-f*?\[\]!:.-]+$", max_length=64)]
 
 
@@ -44,6 +56,8 @@ class Rule(Struct, frozen=True, forbid_unknown_fields=True, rename={"pci_class":
     pci_class: Glob = "*"
     address: Glob = "*"
     type: DeviceType | None = None
+    vfs: Annotated[int, Meta(ge=0, le=1024)] | None = None
+    bind: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]*$", max_length=64)] | None = None
 
 
 class Function(Struct, frozen=True):
@@ -56,11 +70,30 @@ class Function(Struct, frozen=True):
 
 
 class PciDriver(Driver):
-    """One device, one deployable, one `PCI` handle for each function that a rule takes and the host does not use."""
+    """One device and one deployable for each function that a rule takes and the host does not use.
+
+    It hands out a `PCI` handle for each of the function's virtual functions, else for itself, never both; where a rule
+    wants virtual functions nothing, until they are there.
+    """
 
     name: ClassVar[str] = "pci_driver"
+    version: ClassVar[str] = "2"
     subsystems: ClassVar[tuple[str, ...]] = ("pci",)
     watched: ClassVar[tuple[str, ...]] = ()
+    writes: ClassVar[tuple[str, ...]] = (
+        *(
+            f"{PCI_DEVICES}/*:*:*.*/{name}"
+            for name in ("sriov_numvfs", "sriov_drivers_autoprobe", "driver_override", "reset")
+        ),
+        f"{binding.DRIVERS}/*/bind",
+        f"{binding.DRIVERS}/*/unbind",
+        "/sys/bus/pci/drivers_probe",
+    )
+    acts: ClassVar[tuple[Act, ...]] = ("install", "uninstall", "partition", "reset")
+
+    def probe(self, machine: Machine, settings: dict[str, object]) -> tuple[str, ...]:
+        """Privileges, an IOMMU, the drivers that the rules name."""
+        return tuple(_lacks(machine, read_rules(settings)))
 
     def discover(self, machine: Machine, settings: dict[str, object]) -> Findings:
         """Raises Invalid for unusable rules, DriverError when it cannot be told what the host uses."""
@@ -70,18 +103,67 @@ class PciDriver(Driver):
         in_use = used_by_host(machine) if rules else {}
         for address in machine.pci_functions() if rules else ():
             try:
-                found: Device | Fault | None = _take(machine, address, rules, in_use)
+                for found in _take(machine, address, rules, in_use):
+                    if isinstance(found, Fault):
+                        faults.append(found)
+                    else:
+                        taken.append(found)
             except Gone:
                 continue  # unplugged while we looked
             except DriverError as error:
-                found = Fault(address, str(error))
-            if isinstance(found, Fault):
-                faults.append(found)
-            elif found is not None:
-                taken.append(found)
+                faults.append(Fault(address, str(error)))
         if not taken and not faults:
             faults.append(Fault("rules", "no PCI function of this machine matches: say in `rules` which ones to offer"))
         return Findings(tuple(taken), at_most(faults))
+
+    def health(self, machine: Machine, settings: dict[str, object], ask: Ask) -> Vitals:
+        """The verdict of `discover`, with all there is to read."""
+        address = _find(machine, ask.key)
+        return Vitals(*signals.status(machine, address), signals.signals(machine, address))
+
+    def stats(self, machine: Machine, settings: dict[str, object], ask: Ask) -> tuple[Sample, ...]:
+        """Temperatures."""
+        return signals.samples(machine, ask.key, _find(machine, ask.key))
+
+    def install(self, machine: Machine, settings: dict[str, object], ask: Ask) -> Plan:
+        """As the rule, or the words `vfs` and `bind` of `ask.layout` over it, want the function.
+
+        A plan knows only what is there now, and virtual functions that are to be bound must exist first: do the steps
+        and ask again, until there are none (two plans, more for a hundred functions). Raises Busy before anything is
+        touched when the host or a guest uses any of it; Invalid, Unsupported with what to do about it.
+        """
+        address = _find(machine, ask.key)
+        rule = _rule_over(matching(_function(machine, address), read_rules(settings)) or Rule(), ask.layout)
+        look = binding.Look(machine, used_by_host(machine), acting=True)
+        return Plan(tuple(_steps(look, address, rule)[:MAX_STEPS]), _said(rule))
+
+    def partition(self, machine: Machine, settings: dict[str, object], ask: Ask) -> Plan:
+        """The same as install, for a layout."""
+        return self.install(machine, settings, ask)
+
+    def uninstall(self, machine: Machine, settings: dict[str, object], ask: Ask) -> Plan:
+        """The number of virtual functions and the driver as at first. Raises Busy as `install` does."""
+        address = _find(machine, ask.key)
+        look = binding.Look(machine, used_by_host(machine), acting=True)
+        steps = sriov.back(look, address, ask.first)
+        for part in [address] if steps else [address, *sriov.virtual(machine, address)]:
+            steps += binding.back(look, part, ask.first)
+        return Plan(tuple(steps[:MAX_STEPS]), "as it was before it was first touched" if ask.first else "never touched")
+
+    def reset(self, machine: Machine, settings: dict[str, object], ask: Ask) -> Plan:
+        """By the kernel's own method; of a card, its virtual functions with it. Raises Busy, Unsupported."""
+        address = _find(machine, ask.key)
+        path, parts = f"{PCI_DEVICES}/{address}", [address, *sriov.virtual(machine, address)]
+        if not machine.exists(f"{path}/reset"):
+            raise Unsupported(f"{address} cannot be reset: the kernel knows no method for it")
+        binding.Look(machine, used_by_host(machine), acting=True).refuse(parts)
+        step = Step(
+            does=f"reset {address}",
+            write=Write(f"{path}/reset", "1"),
+            idle=binding.nodes(machine, parts),
+            timeout_s=RESET_S,
+        )
+        return Plan((step,), "reset")
 
 
 def read_rules(settings: dict[str, object]) -> list[Rule]:
@@ -92,33 +174,116 @@ def read_rules(settings: dict[str, object]) -> list[Rule]:
         hint = " (hex digits in lower case without 0x, and * ? [] as wildcards)" if "regex" in str(error) else ""
         raise Invalid(f"the rules of pci_driver are not usable: {error}{hint}") from None
     for number, rule in enumerate(rules, 1):
-        if rule == Rule(type=rule.type):
+        if rule == Rule(type=rule.type, vfs=rule.vfs, bind=rule.bind):
             raise Invalid(f"rule {number} of pci_driver takes everything: state vendor, product, class or address")
     return rules
 
 
-def _take(machine: Machine, address: str, rules: list[Rule], in_use: dict[str, str]) -> Device | Fault | None:
-    path = f"{PCI_DEVICES}/{address}"
-    vendor, product, pci_class = (
-        machine.read(f"{path}/{name}").removeprefix("0x") for name in ("vendor", "device", "class")
-    )
-    function = Function(address, vendor, product, pci_class)
+def _rule_over(rule: Rule, layout: dict[str, str]) -> Rule:
+    """The rule with the words of a layout in place of its own."""
+    try:
+        if unknown := set(layout) - {"vfs", "bind"}:
+            raise Invalid(f"a layout of pci_driver has no word {min(unknown)}: it has vfs and bind")
+        changed = {**msgspec.to_builtins(rule), **layout}
+        return msgspec.convert(changed, Rule, strict=False)
+    except msgspec.ValidationError as error:
+        raise Invalid(f"the layout is not usable: {error}") from None
+
+
+def _lacks(machine: Machine, rules: list[Rule]) -> Iterator[str]:
+    status = dict(line.split(":", 1) for line in machine.text("/proc/self/status").splitlines() if ":" in line)
+    user, capabilities = status.get("Uid", "0").split()[:1], int(status.get("CapEff", "2").strip(), 16)
+    if user != ["0"] and not capabilities & CAP_DAC_OVERRIDE:
+        yield "the agent may not write to /sys: run it as root, or with CAP_DAC_OVERRIDE"
+    for line in machine.read("/proc/self/mountinfo", MAX_TABLE).splitlines():
+        fields = line.split()
+        if fields[4:5] == ["/sys"] and "ro" in fields[5].split(","):
+            yield "/sys is mounted read-only for the agent (a container without write access?)"
+    if not machine.names("/sys/kernel/iommu_groups"):
+        yield "no IOMMU, so no guest gets a PCI function: switch it on in the firmware and on the kernel's command line"
+    for name in sorted({rule.bind for rule in rules if rule.bind}):
+        if not machine.exists(f"{binding.DRIVERS}/{name}"):
+            yield f"the kernel has no driver {name}, which a rule binds to: load it (modprobe {name})"
+
+
+def _find(machine: Machine, key: str) -> str:
+    """The address of the device with this key; raises Gone."""
+    kind, _, rest = key.partition(":")
+    for address in [rest] if kind == "pci" else machine.pci_functions():
+        try:
+            function = _function(machine, address)
+        except Gone:
+            continue
+        if kind == "pci" or (rest.startswith(f"{function.vendor}:") and _key(machine, function) == key):
+            return address
+    raise Gone(f"there is no {key} on this host (any more)")
+
+
+def _function(machine: Machine, address: str) -> Function:
+    names = ("vendor", "device", "class")
+    return Function(address, *(machine.read(f"{PCI_DEVICES}/{address}/{name}").removeprefix("0x") for name in names))
+
+
+def _take(machine: Machine, address: str, rules: list[Rule], in_use: dict[str, str]) -> Iterator[Device | Fault]:
+    """The device that a function is, if a rule takes it, and what of it is not handed out."""
+    function = _function(machine, address)
     rule = matching(function, rules)
-    if rule is None or function.pci_class.startswith(BRIDGE):
-        return None
-    if reason := in_use.get(address):
-        return Fault(address, reason)
-    if parts := machine.read_int(f"{path}/sriov_numvfs", 0):
-        return Fault(address, f"it is split into {parts} virtual functions: they can be offered, it cannot")
+    if rule is None or _is_part(machine, address, rules):
+        return
+    virtual = sriov.virtual(machine, address)
+    parts = virtual or [address]
+    yield from (Fault(part, in_use[part]) for part in parts if part in in_use)
+    if parts == [address] and address in in_use:
+        return
     kind = rule.type or class_type(function)
     if kind is None:
-        return Fault(address, f"its PCI class {function.pci_class} does not tell what it is: state the rule's type")
-    return _device(machine, path, function, kind)
+        yield Fault(address, f"its PCI class {function.pci_class} does not tell what it is: state the rule's type")
+        return
+    handed_out = [part for part in parts if part not in in_use and (virtual or not rule.vfs)]
+    to_install = _to_install(binding.Look(machine, in_use, acting=False), address, rule)
+    yield _device(machine, function, kind, handed_out, to_install)
+
+
+def _is_part(machine: Machine, address: str, rules: list[Rule]) -> bool:
+    """Whether it is a virtual function of a card that a rule takes."""
+    card = machine.link(f"{PCI_DEVICES}/{address}/physfn")
+    return bool(card) and matching(_function(machine, card), rules) is not None
+
+
+def _steps(look: binding.Look, address: str, rule: Rule) -> list[Step]:
+    """What can be done now towards the rule; what then comes to be is planned for when it is there."""
+    unbound = rule.bind is not None
+    steps = [] if rule.vfs is None else sriov.plan(look, address, rule.vfs, unbound=unbound)
+    if rule.bind is None:
+        return steps
+    if steps:
+        binding.refuse_unable(look.machine, address, rule.bind)  # before the first touch, not after half of it
+        return steps
+    parts = sriov.virtual(look.machine, address) or [address]
+    return [step for part in parts for step in binding.plan(look, part, rule.bind)]
+
+
+def _to_install(look: binding.Look, address: str, rule: Rule) -> str:
+    """The steps for people. Guests are not asked for: whether one runs is no change of the device."""
+    try:
+        steps = _steps(look, address, rule)
+    except (Busy, Invalid, Unsupported) as error:
+        return f"{NOT_NOW}{error}"
+    lines = [step.does for step in steps]
+    if rule.bind and lines and rule.vfs and len(sriov.virtual(look.machine, address)) != rule.vfs:
+        lines.append(f"bind each of them to {rule.bind}")
+    more = [f"and {len(lines) - TOLD_STEPS} more steps"] if len(lines) > TOLD_STEPS else []
+    return "\n".join(lines[:TOLD_STEPS] + more)
+
+
+def _said(rule: Rule) -> str:
+    bound = "" if rule.bind is None else f"bound to {rule.bind or 'no driver of the host'}"
+    return ", ".join(filter(None, ("" if rule.vfs is None else f"{rule.vfs} virtual functions", bound)))
 
 
 def matching(function: Function, rules: list[Rule]) -> Rule | None:
-    """The first rule whose globs all match."""
-    for rule in rules:
+    """The first rule whose globs all match; a bridge is nobody's."""
+    for rule in rules if not function.pci_class.startswith(BRIDGE) else ():
         pairs = (
             (function.vendor, rule.vendor),
             (function.product, rule.product),
@@ -138,21 +303,19 @@ def class_type(function: Function) -> DeviceType | None:
     return None
 
 
-def _device(machine: Machine, path: str, function: Function, kind: DeviceType) -> Device:
-    address = function.address
-    domain, bus, slot, number = re.split("[:.]", address)
-    info = json.dumps({"bus": bus, "device": slot, "domain": domain, "function": number})
-    status, reason = _health(machine, path, function)
+def _device(machine: Machine, function: Function, kind: DeviceType, handed_out: list[str], to_install: str) -> Device:
+    address, path = function.address, f"{PCI_DEVICES}/{function.address}"
+    status, reason = signals.status(machine, address)
     traits = ["OWNER_CYBORG"]
     if vendor := VENDORS.get(function.vendor):
         traits.append(f"CUSTOM_PCI_{vendor}")
     traits.append(f"CUSTOM_PCI_PRODUCT_ID_{function.product.upper()}")
     attributes = (Attribute("rc", "CUSTOM_PCI"), *(Attribute(f"trait{n}", trait) for n, trait in enumerate(traits)))
-    name = f"{machine.node}_{address}"
+    handles = tuple(map(_handle, handed_out))
     owner = vendor or function.vendor.upper()
-    serial = "" if machine.exists(f"{path}/physfn") else _serial(machine, path)
+    able = {"partition": sriov.able(machine, address), "reset": machine.exists(f"{path}/reset")}
     return Device(
-        key=f"serial:{function.vendor}:{serial}:{number}" if serial else f"pci:{address}",
+        key=_key(machine, function),
         type=kind,
         vendor=function.vendor,
         model=function.product,
@@ -163,18 +326,23 @@ def _device(machine: Machine, path: str, function: Function, kind: DeviceType) -
         status_reason=reason,
         numa_node=max(-1, machine.read_int(f"{path}/numa_node", -1)),
         kernel_driver=machine.link(f"{path}/driver"),
-        deployables=(Deployable(name, 1, attributes, (AttachHandle("PCI", info),), owner),),
+        deployables=(Deployable(f"{machine.node}_{address}", len(handles), attributes, handles, owner),),
+        to_install=to_install,
+        acts=" ".join(["health", "install", *(word for word, can in able.items() if can), "uninstall"]),
     )
 
 
-def _health(machine: Machine, path: str, function: Function) -> tuple[Health, str]:
-    """From sysfs alone: off the bus, or a link narrower than it could be. An idle link slows down, it stays wide."""
-    if function.vendor == "ffff" or machine.text(f"{path}/power_state") == "error":
-        return "failed", "it does not answer on the bus"
-    now, best = (machine.read_int(f"{path}/{name}_link_width", 0) for name in ("current", "max"))
-    if 0 < now < best < 255:
-        return "degraded", f"its PCIe link is x{now}, it could be x{best}"
-    return "ok", ""
+def _handle(address: str) -> AttachHandle:
+    domain, bus, slot, number = re.split("[:.]", address)
+    return AttachHandle("PCI", json.dumps({"bus": bus, "device": slot, "domain": domain, "function": number}))
+
+
+def _key(machine: Machine, function: Function) -> str:
+    """The serial number where there is one (virtual functions repeat their card's), else the place."""
+    path = f"{PCI_DEVICES}/{function.address}"
+    serial = "" if machine.exists(f"{path}/physfn") else _serial(machine, path)
+    number = function.address.rpartition(".")[2]
+    return f"serial:{function.vendor}:{serial}:{number}" if serial else f"pci:{function.address}"
 
 
 def _serial(machine: Machine, path: str) -> str:

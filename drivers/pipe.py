@@ -28,11 +28,15 @@ class Broken(Exception):
 
 
 class Pipe(asyncio.SubprocessProtocol):
-    """One process of one driver. `begin` before each question; `line` gives the answers or raises Broken."""
+    """One process of one driver. `begin` before each question; `line` gives the answers or raises Broken.
+
+    `introduced` is its user's: whether the process has said what it is.
+    """
 
     def __init__(self, max_line: int) -> None:
         self.exited = asyncio.Event()
         self.killed = False
+        self.introduced = False
         self.pid = 0
         self._max_line = max_line
         self._transport: asyncio.SubprocessTransport | None = None
@@ -72,7 +76,10 @@ class Pipe(asyncio.SubprocessProtocol):
         """asyncio: it is gone and reaped."""
         self._kill_group()  # what it started; now, while its number is surely nobody else's
         self.exited.set()
-        asyncio.get_running_loop().call_later(LAST_WORDS_S, self._ended)
+        if self._closed >= {1, 2}:
+            self._ended()
+        else:
+            asyncio.get_running_loop().call_later(LAST_WORDS_S, self._ended)
 
     def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
         """asyncio: nothing more comes out of this pipe."""

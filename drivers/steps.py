@@ -7,6 +7,8 @@ agent's state.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
@@ -65,6 +67,21 @@ class Plan(Struct, frozen=True, omit_defaults=True):
 
     steps: Annotated[tuple[Step, ...], Meta(max_length=256)] = ()
     said: Text = ""
+
+
+def within(path: str, globs: Iterable[str]) -> bool:
+    """Whether one of the globs takes the path. `*` does not match a slash: each part is matched by itself."""
+    parts = path.split("/")
+    return any(
+        len(patterns) == len(parts) and all(map(fnmatchcase, parts, patterns))
+        for patterns in (glob.split("/") for glob in globs)
+    )
+
+
+def stray(plan: Plan, globs: Iterable[str]) -> str:
+    """The first path that the plan, or its undoing, would write outside the globs; '' when there is none."""
+    writes = (write for step in plan.steps for write in (step.write, *step.undo))
+    return next((write.path for write in writes if not within(write.path, globs)), "")
 
 
 class Image(Struct, frozen=True, omit_defaults=True):

@@ -16,23 +16,23 @@ class PlacementSyncConfig(AppConfig):
         from django.conf import settings
         from django.utils.module_loading import import_string
 
-        from accelerators import fetching, intents, ticks
+        from accelerators import fetching, safety, ticks
         from accelerators.api.own import instances
+        from placement_sync import witness
         from placement_sync.glance import Glance
         from placement_sync.nova import Nova
-
-        ticks.register("placement", "placement_sync.tasks.run", cluster="work", timely=True)
-        intents.register("provider", "placement")
-        ticks.register("notices", "placement_sync.tell.run", cluster="work", timely=True)
-        intents.register("notice", "notices")
-        ticks.register("instances", "placement_sync.watcher.run", cluster="work", timely=True)
 
         def session() -> Any:
             return import_string(settings.SERVICE_SESSION)()
 
-        endpoint = settings.KEYS.nova_endpoint
-        if endpoint != "off":
-            instances.register(Nova(session, endpoint))
-        ticks.register("images", "accelerators.fetching.run", cluster="work", timely=True)
+        keys = settings.KEYS
+        if keys.nova_endpoint != "off":
+            instances.register(Nova(session, keys.nova_endpoint))
+        if keys.has_cloud and keys.placement_endpoint != "off":
+            ticks.register("placement", "placement_sync.tasks.run", cluster="work", timely=True, intent="provider")
+            safety.register("placement", witness.allocations)
+        if keys.has_cloud and keys.nova_endpoint != "off":
+            ticks.register("notices", "placement_sync.tell.run", cluster="work", timely=True, intent="notice")
+            ticks.register("instances", "placement_sync.watcher.run", cluster="work", timely=True)
         if settings.KEYS.glance_endpoint != "off":
             fetching.register(Glance(session, settings.KEYS.glance_endpoint))

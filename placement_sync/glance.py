@@ -58,7 +58,7 @@ class Glance:
         if self._made is None:
             from openstack.connection import Connection
 
-            own = {"image_endpoint_override": self._endpoint} if self._endpoint else {}
+            own: dict[str, Any] = {"image_endpoint_override": self._endpoint} if self._endpoint else {}
             self._made = Connection(session=self._session(), **own).image
         return self._made
 
@@ -68,8 +68,10 @@ def offer(document: Mapping[str, Any]) -> Offer:
     uuid, status = str(document["id"]), str(document.get("status"))
     if status in COMING:
         raise Away(f"image {uuid} is {status} in Glance, not {READY} yet")
-    if status != READY or not isinstance(document.get("size"), int):
+    if status != READY:
         raise Unusable(f"image {uuid} is {status} in Glance, not {READY}")
+    if not isinstance(document.get("size"), int):
+        raise Unusable(f"Glance has no bytes of image {uuid}")
     algorithm, digest = document.get("os_hash_algo"), document.get("os_hash_value")
     known = (algorithm, str(digest)) if algorithm in ALGORITHMS and digest else ("", "")
     name = str(document.get("name") or "")[:255]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from django.contrib import admin
@@ -15,7 +16,7 @@ from django.utils.safestring import SafeString
 from unfold.decorators import display
 
 from accelerators import lifecycle
-from accelerators.admin import decisions, marks, timeline
+from accelerators.admin import commands, decisions, marks, orders, timeline
 from accelerators.admin.listing import ReadOnly
 from accelerators.models import AttachHandle, Deployable, Device, Event
 from accelerators.models.devices import driver_error
@@ -114,15 +115,26 @@ class DeviceAdmin(ReadOnly):
         return decisions.may(request)
 
     def get_urls(self) -> list[Any]:
-        decide = self.admin_site.admin_view(self.decide_view)
-        return [path("<path:object_id>/decide/", decide, name="accelerators_device_decide"), *super().get_urls()]
+        decide, order = (self.admin_site.admin_view(view) for view in (self.decide_view, self.order_view))
+        return [
+            path("<path:object_id>/decide/", decide, name="accelerators_device_decide"),
+            path("<path:object_id>/order/", order, name="accelerators_device_order"),
+            *super().get_urls(),
+        ]
 
     def decide_view(self, request: HttpRequest, object_id: str) -> HttpResponse:
-        """The buttons of a device's page."""
+        """The buttons of a device's page that move it."""
+        return self._posted(decisions.one, request, object_id)
+
+    def order_view(self, request: HttpRequest, object_id: str) -> HttpResponse:
+        """Those that ask something of its agent."""
+        return self._posted(orders.post, request, object_id)
+
+    def _posted(self, act: Callable[..., HttpResponse], request: HttpRequest, object_id: str) -> HttpResponse:
         device = self.get_object(request, object_id)
         if device is None:
             return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
-        return decisions.one(self, request, device)
+        return act(self, request, device)
 
     def change_view(
         self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: dict[str, Any] | None = None
@@ -136,6 +148,7 @@ class DeviceAdmin(ReadOnly):
         events = Event.objects.filter(subject=device.uuid)[: timeline.ROWS]
         deployables = _inside(device)
         held = sum(part["held"] for part in deployables)
+        offered = orders.possible(request, device, held)
         context = self.admin_site.each_context(request) | {
             "title": device.model,
             "opts": self.opts,
@@ -151,10 +164,13 @@ class DeviceAdmin(ReadOnly):
             "held": held,
             "draining": marks.draining(device.drain_to, held),
             "choices": decisions.possible(request, device, held),
+            "to_install": device.to_install.splitlines(),
+            "acts": offered,
+            "images": orders.images(offered),
             "longest": lifecycle.MAX_REASON,
             "events": timeline.rows(events),
         }
-        return TemplateResponse(request, "accelerators/device.html", context)
+        return TemplateResponse(request, "accelerators/device.html", context | commands.of(request, device))
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Device]:
         return super().get_queryset(request).select_related("host")

@@ -11,13 +11,14 @@ from django.db.models import Count, IntegerField, OuterRef, QuerySet, Subquery, 
 from django.db.models.functions import Coalesce
 from django.http import HttpRequest, HttpResponse
 from django.template.response import TemplateResponse
-from django.urls import reverse
+from django.urls import path, reverse
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
-from accelerators.admin import marks, timeline
+from accelerators.admin import commands, decisions, marks, orders, timeline
 from accelerators.admin.listing import ReadOnly
+from accelerators.lifecycle import MAX_REASON
 from accelerators.models import Device, Event, Host
 
 DEVICE_ROWS = 200
@@ -87,6 +88,17 @@ class HostAdmin(ReadOnly):
     def reported(self, host: Host) -> SafeString:
         return marks.ago(host.reported_at)
 
+    def get_urls(self) -> list[Any]:
+        order = self.admin_site.admin_view(self.order_view)
+        return [path("<path:object_id>/order/", order, name="accelerators_host_order"), *super().get_urls()]
+
+    def order_view(self, request: HttpRequest, object_id: str) -> HttpResponse:
+        """The buttons of a host's page."""
+        host = self.get_object(request, object_id)
+        if host is None:
+            return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
+        return orders.post(self, request, host)
+
     def change_view(
         self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:
@@ -107,7 +119,10 @@ class HostAdmin(ReadOnly):
             "devices": [_device(host, device) for device in devices],
             "devices_url": devices_of(host),
             "events": timeline.rows(Event.objects.filter(host=host.name)[: timeline.ROWS]),
+            "may": decisions.may(request),
+            "longest": MAX_REASON,
         }
+        context |= commands.of(request, host)
         return TemplateResponse(request, "accelerators/host.html", context | self.beside(host) | (extra_context or {}))
 
     def beside(self, host: Host) -> dict[str, Any]:

@@ -28,9 +28,21 @@ STATES = {
     "retired": "calm",
 }
 HEALTH = {"ok": "good", "degraded": "warn", "failed": "bad", "unknown": "calm"}
+COMMAND_STATES = {
+    "preparing": "busy",
+    "queued": "calm",
+    "taken": "busy",
+    "started": "busy",
+    "succeeded": "good",
+    "failed": "bad",
+    "refused": "warn",
+    "expired": "warn",
+    "unknown": "bad",
+}
 REQUEST_STATES = {"Initial": "calm", "BindStarted": "busy", "Bound": "good", "BindFailed": "bad", "Unbound": "calm"}
 ACTIONS = {
     "found": "good",
+    "installing": "busy",
     "ready": "good",
     "drained": "good",
     "draining": "busy",
@@ -45,6 +57,10 @@ ACTIONS = {
     "stale": "warn",
     "failed": "bad",
     "refused": "bad",
+    "ordered": "busy",
+    "succeeded": "good",
+    "expired": "warn",
+    "unknown": "bad",
 }
 """Tone of an event by the verb of its action (`device.found`); a verb that is not here is calm."""
 
@@ -88,6 +104,13 @@ def draining(to: str | None, left: int | None = None) -> SafeString | str:
     return mark(f"draining{count}", "busy", f"{to} when its last request is gone")
 
 
+def progress(percent: int, text: str = "") -> SafeString:
+    """How far something is, as a bar, and the step it is at; without scripts or styles of its own."""
+    bar = '<span class="progress"><progress max="100" value="{0}">{0} %</progress> {0} %</span>'
+    said = format_html('<span class="faint">{}</span>', text) if text else ""
+    return format_html(bar + "{1}", percent, said)
+
+
 def action(word: str) -> SafeString:
     """What an event is about."""
     return mark(word, ACTIONS.get(word.rpartition(".")[2], "calm"))
@@ -106,6 +129,12 @@ def ago(moment: datetime | str | None, now: datetime | None = None) -> SafeStrin
         f"{exact:%Y-%m-%d %H:%M:%S} UTC",
         _relative(seconds),
     )
+
+
+def lasted(since: datetime, until: datetime | None = None) -> str:
+    """How long it took, or takes by now; below ten seconds with tenths."""
+    seconds = max(0.0, ((until or datetime.now(UTC)) - since).total_seconds())
+    return f"{seconds:.1f} s" if seconds < 10 else _amount(seconds)
 
 
 def _relative(seconds: float) -> str:

@@ -40,7 +40,7 @@ class Subject(admin.SimpleListFilter):
     title, parameter_name = "subject", "about"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
-        return [(word, word) for word in ("device", "driver", "host", "agent", "request", "profile")]
+        return [(word, word) for word in ("device", "command", "driver", "host", "agent", "request", "profile")]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Event]) -> QuerySet[Event]:
         return queryset.filter(subject_type=self.value()) if self.value() else queryset

@@ -45,7 +45,7 @@ def rows(events: Iterable[Event]) -> list[Row]:
 
 def subject(event: Event) -> SafeString | str:
     """What it happened to, linked where it has a page."""
-    if event.subject and event.subject_type in ("device", "host"):
+    if event.subject and event.subject_type in ("device", "host", "command"):
         return marks.link(event.subject_type, event.subject, event.subject_name or event.subject)
     return event.subject_name or marks.NOTHING
 

@@ -39,6 +39,8 @@ NAVIGATION: tuple[tuple[str, str, tuple[tuple[str, str, str], ...]], ...] = (
             ("Requests", "assignment", "requests"),
             ("Profiles", "tune", "profiles"),
             ("Rules", "rule", "rules"),
+            ("Commands", "terminal", "commands"),
+            ("Images", "image", "images"),
             ("Events", "history", "events"),
             ("Documentation", "menu_book", "docs"),
         ),

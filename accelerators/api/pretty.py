@@ -19,7 +19,7 @@ from accelerators.admin import marks
 COLUMNS = 8
 """So many columns of a table; the JSON below it has everything."""
 MAX_CELL = 80
-TONES = {**marks.STATES, **marks.HEALTH, **marks.REQUEST_STATES}
+TONES = {**marks.STATES, **marks.COMMAND_STATES, **marks.HEALTH, **marks.REQUEST_STATES}
 TONES |= {"up": "good", "late": "warn", "down": "bad", "enabled": "good", "maintaining": "busy"}
 TONES |= {"ACTIVE": "good", "ERROR": "bad", "gone": "warn"}
 LEFT_OUT = ("uuid", "url", "links", "created_at", "updated_at")

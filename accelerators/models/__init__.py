@@ -3,6 +3,7 @@
 from accelerators.models.commands import Command
 from accelerators.models.devices import AttachHandle, Attribute, Deployable, Device
 from accelerators.models.hosts import Host
+from accelerators.models.images import Image, ImageSource
 from accelerators.models.records import Event, Generation, Intent, Tick
 from accelerators.models.requests import AcceleratorRequest, DeviceProfile
 from accelerators.models.rules import AdmissionRule
@@ -19,6 +20,8 @@ __all__ = [
     "Event",
     "Generation",
     "Host",
+    "Image",
+    "ImageSource",
     "Intent",
     "Tick",
 ]

@@ -1,7 +1,7 @@
-"""The way to the gateway before there is a socket: TLS with a pinned certificate, the challenge.
+"""The way to the gateway beside the socket: TLS with a pinned certificate, the challenge, images.
 
-Used by `link`: one request per attempt, on a connection of its own. Nothing is sent to a server that is not
-the pinned one.
+Used by `link` and `images`: one request per attempt, on a connection of its own. Nothing is sent to a server that is
+not the pinned one.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import hashlib
 import http.client
 import io
 import ssl
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -22,6 +24,8 @@ from agents import wire
 ANSWER_LIMIT = 64 * 1024
 """Bytes of an HTTP answer that are read; a challenge has some 200."""
 RETRY_LIMIT_S = 600.0
+SILENCE_S = 30.0
+"""Between two pieces of a download."""
 
 
 @dataclass(frozen=True)
@@ -116,22 +120,64 @@ def _seconds(value: str | None) -> float:
         return 0.0
 
 
+async def download(
+    gateway: Gateway, context: ssl.SSLContext | None, path: str, authorization: str, take: Callable[[bytes], None]
+) -> None:
+    """Give the content at `path` to `take`, piece by piece. Raises Refused, OSError, wire.Malformed, as `take`."""
+    header = f"Authorization: {authorization}\r\n"
+    # HTTP/1.0: its answers come in one piece, up to the end of the connection.
+    async with _request(gateway.address, f"GET {{}}{path} HTTP/1.0", header, context) as reader:
+        async with asyncio.timeout(SILENCE_S):
+            try:
+                head = await reader.readuntil(b"\r\n\r\n")
+            except (asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+                raise wire.Malformed(f"{gateway.address} answers, but not with HTTP") from None
+        response = _begun(head, gateway.address)
+        if response.status != 200:
+            async with asyncio.timeout(SILENCE_S):
+                raise refusal(response.status, response.headers, await reader.read(ANSWER_LIMIT))
+        while True:
+            async with asyncio.timeout(SILENCE_S):
+                piece = await reader.read(ANSWER_LIMIT)
+            if not piece:
+                return
+            take(piece)
+
+
 async def _get(address: str, path: str, context: ssl.SSLContext | None) -> tuple[int, Any, bytes]:
-    parts = urlsplit(address)
-    port = parts.port or (443 if context else 80)
-    reader, writer = await asyncio.open_connection(parts.hostname, port, ssl=context, limit=ANSWER_LIMIT)
-    try:
-        path = parts.path.rstrip("/") + path
-        writer.write(f"GET {path} HTTP/1.1\r\nHost: {parts.netloc}\r\nConnection: close\r\n\r\n".encode())
+    async with _request(address, f"GET {{}}{path} HTTP/1.1", "Connection: close\r\n", context) as reader:
         data = bytearray()
         while len(data) < ANSWER_LIMIT and (chunk := await reader.read(ANSWER_LIMIT - len(data))):
             data += chunk
-    finally:
-        writer.transport.abort()
     return _parsed(bytes(data), address)
 
 
+@asynccontextmanager
+async def _request(
+    address: str, line: str, headers: str, context: ssl.SSLContext | None
+) -> AsyncIterator[asyncio.StreamReader]:
+    """The stream that a request is answered on; `line` has `{}` where the address' own path stands."""
+    parts = urlsplit(address)
+    port = parts.port or (443 if context else 80)
+    async with asyncio.timeout(SILENCE_S):
+        reader, writer = await asyncio.open_connection(parts.hostname, port, ssl=context, limit=ANSWER_LIMIT)
+    try:
+        first = line.format(parts.path.rstrip("/"))
+        writer.write(f"{first}\r\nHost: {parts.netloc}\r\n{headers}\r\n".encode())
+        yield reader
+    finally:
+        writer.transport.abort()
+
+
 def _parsed(data: bytes, address: str) -> tuple[int, Any, bytes]:
+    response = _begun(data, address)
+    try:
+        return response.status, response.headers, response.read()
+    except http.client.HTTPException as error:
+        raise _no_http(address, error) from None
+
+
+def _begun(data: bytes, address: str) -> http.client.HTTPResponse:
     class Bytes:
         def makefile(self, _mode: str) -> io.BytesIO:
             return io.BytesIO(data)
@@ -139,6 +185,10 @@ def _parsed(data: bytes, address: str) -> tuple[int, Any, bytes]:
     response = http.client.HTTPResponse(cast(Any, Bytes()), method="GET")
     try:
         response.begin()
-        return response.status, response.headers, response.read()
     except http.client.HTTPException as error:
-        raise wire.Malformed(f"{address} answers, but not with HTTP: {type(error).__name__}") from None
+        raise _no_http(address, error) from None
+    return response
+
+
+def _no_http(address: str, error: http.client.HTTPException) -> wire.Malformed:
+    return wire.Malformed(f"{address} answers, but not with HTTP: {type(error).__name__}")

@@ -1,8 +1,8 @@
-"""What the agent must not forget, in one SQLite row on the host: epoch, last report, gateway.
+"""What the agent must not forget, in SQLite on the host: epoch, last report, gateway in one row; commands in `ledger`.
 
 Owned by `main`: `report` writes what was seen, `link` what the gateway acknowledged. Every change is one transaction in
 WAL mode with synchronous=FULL, so a restart, kill -9 or power cut at any write leaves the row as some commit left it.
-Calls block for one fsync; they are rare (a changed inventory, its acknowledgement, a new gateway).
+Calls block for one fsync; they are rare (a changed inventory, its acknowledgement, a new gateway, a command's steps).
 
 (`epoch`, `seq`) never names two contents: the epoch goes up at every start, the sequence at every change.
 """
@@ -21,13 +21,15 @@ from typing import Any
 import msgspec
 
 from agents import wire
+from agents.host import ledger
 from agents.host.identity import sync_directory
 from drivers.inventory import DriverReport
 
 log = logging.getLogger("cyborg.journal")
 
 FILE = "journal.sqlite3"
-SCHEMA = 1
+SCHEMA = 2
+"""1 had no commands; it is brought up in place."""
 EPOCH_LIMIT = 2**53
 """The wire's bound for an epoch; nobody gets there honestly."""
 
@@ -64,6 +66,7 @@ class Journal:
 
     def __init__(self, connection: sqlite3.Connection, row: dict[str, Any]) -> None:
         self._connection = connection
+        self.ledger = ledger.Ledger(connection)
         self.host: str = row["host"]
         self.epoch: int = row["epoch"]
         self.seq: int = row["seq"]
@@ -213,13 +216,16 @@ def _prepare(connection: sqlite3.Connection) -> None:
     if verdict != "ok":
         raise Corrupt(str(verdict))
     (version,) = connection.execute("PRAGMA user_version").fetchone()
-    if version not in (0, SCHEMA):
+    if not 0 <= version <= SCHEMA:
         raise Corrupt(f"its format is {version}, this release writes {SCHEMA}")
     connection.execute("BEGIN IMMEDIATE")
     if version == 0:
         if connection.execute("SELECT count(*) FROM sqlite_master").fetchone() != (0,):
             raise Corrupt("it holds something else")
         connection.execute(_TABLE)
+    if version < 2:
+        for statement in ledger.TABLES.split(";"):
+            connection.execute(statement)
         connection.execute(f"PRAGMA user_version = {SCHEMA}")
 
 

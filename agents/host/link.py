@@ -1,7 +1,4 @@
-"""The one connection to the gateway: handshake, resumption, beats, acknowledgements, back-off. Run by `main`.
-
-What is sent is always the journal's last report; this file never makes one. `report` offers it.
-"""
+"""Keeps one connection to the gateway: handshake, back-off, resumption. Run by `main`; `session` is the talk itself."""
 
 from __future__ import annotations
 
@@ -13,28 +10,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from websockets.asyncio.client import ClientConnection, connect
-from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketException
+from websockets.exceptions import InvalidStatus, WebSocketException
 from websockets.typing import Subprotocol
 
 from agents import wire
 from agents.host import door
 from agents.host.identity import Keyring
 from agents.host.journal import Journal
-from agents.host.pace import Backoff, Owed, Pace, worth_saying
+from agents.host.pace import Backoff, Pace, worth_saying
+from agents.host.session import Desk, Dismissed, Lost, Session, next_message
 from drivers.configuration import ConfigurationError
 
 log = logging.getLogger("cyborg.link")
 
 RECEIVE_LIMIT = 1024 * 1024
 """Bytes of one message from the gateway."""
-
-
-class Lost(Exception):
-    """The connection has to be made anew; the text says why."""
-
-
-class Dismissed(Exception):
-    """The gateway sent Refuse."""
 
 
 @dataclass
@@ -48,6 +38,8 @@ class Link:
     on_limit: Callable[[int], None]
     """Told the largest message this gateway takes; a larger report is made smaller and journaled anew."""
     pace: Pace = field(default_factory=Pace)
+    desk: Desk | None = None
+    """Who takes commands."""
 
     def __post_init__(self) -> None:
         self._backoff = Backoff(self.pace)
@@ -175,12 +167,12 @@ class Link:
         self._said = ("", 0)
         log.info("connected to %s as %s", self.gateway.address, self.keys.current.host)
         await socket.send(wire.encode(self.hello))
-        session = _Session(self, socket, welcome)
+        session = Session(self, socket, welcome)
         await _until_one_fails(session.receive(), session.send())
 
     async def _welcome(self, socket: ClientConnection) -> wire.Welcome:
         while True:
-            message = await _next(socket)
+            message = await next_message(socket)
             if isinstance(message, wire.Welcome):
                 return message
             if isinstance(message, wire.Refuse):
@@ -204,134 +196,6 @@ class Link:
             self.journal.joined(self.gateway.address, self.gateway.fingerprint, secret)
         except sqlite3.OperationalError as error:
             log.error("the journal cannot remember the gateway (%s): keep the join token until it can", error)
-
-
-class _Session:
-    """One connection between Welcome and its end: two loops over one socket."""
-
-    def __init__(self, link: Link, socket: ClientConnection, welcome: wire.Welcome) -> None:
-        self._link = link
-        self._journal = link.journal
-        self._socket = socket
-        self._beat_s = min(max(welcome.beat_s, 0.05), 3600.0)
-        self._applied = welcome.applied_hash
-        self._max_bytes = welcome.max_bytes
-        self._jitter_s = min(max(welcome.jitter_s, 0.0), 300.0)
-        self._owed = Owed(self._beat_s, link.pace)
-        self._too_large = ""
-        self._clock = asyncio.get_running_loop().time
-
-    async def receive(self) -> None:
-        """Take Acks until the gateway closes or refuses."""
-        while True:
-            message = await _next(self._socket)
-            if isinstance(message, wire.Ack):
-                self._owed.acknowledged(message.of, message.seq, self._clock())
-                if message.of == "Report":
-                    self._acknowledge(message.seq)
-                elif message.of == "NewKey" and self._link.keys.following is not None:
-                    self._link.adopt()
-            elif isinstance(message, wire.Probe):
-                await self._socket.send(wire.encode(wire.Alive(message.nonce)))
-            elif isinstance(message, wire.Rotate):
-                await self._rotate()
-            elif isinstance(message, wire.Refuse):
-                raise Dismissed(f"{message.reason} [{message.code}]")
-            else:
-                self._link.dropped(message)
-
-    async def _rotate(self) -> None:
-        """Both keys are on disk before the gateway hears of the new one, until it has acknowledged it."""
-        keys = self._link.keys
-        try:
-            following = keys.prepare()
-        except ConfigurationError as error:
-            log.error("a new key was asked for, and the present one stays: %s", error)
-            return
-        await self._socket.send(wire.encode(keys.current.successor(following, self._link.gateway.fingerprint)))
-
-    def _acknowledge(self, seq: int) -> None:
-        try:
-            self._journal.acknowledge(seq)
-        except sqlite3.OperationalError as error:
-            log.error("the journal cannot note an acknowledgement (%s): the report may be sent once more", error)
-        report = self._journal.report
-        if report is not None and report.seq == seq:
-            self._applied = report.hash
-        self._link.wake.set()
-
-    async def send(self) -> None:
-        """Beats when due, the journal's report when it is not the gateway's; raises Lost on silence.
-
-        Returns when the connection is closed: `receive` may still have a Refuse to read, and then says why.
-        """
-        try:
-            await self._send()
-        except ConnectionClosed:
-            return
-
-    async def _send(self) -> None:
-        draw = self._link.pace.draw
-        now = self._clock()
-        beat_at, seq = now + draw() * self._beat_s, 0
-        report_from = now + draw() * self._jitter_s
-        while True:
-            self._link.wake.clear()
-            now = self._clock()
-            if sentence := self._owed.overdue(now):
-                raise Lost(sentence)
-            if now >= beat_at:
-                seq, beat_at = seq + 1, now + self._beat_s
-                self._owed.sent("Beat", seq, now)
-                await self._socket.send(wire.encode(wire.Beat(seq=seq)))
-            if now >= report_from:
-                await self._report()
-            waits = [beat_at, self._owed.due()] + ([report_from] if now < report_from else [])
-            await _set_or_passed(self._link.wake, min(waits) - self._clock())
-
-    async def _report(self) -> None:
-        report = self._journal.report
-        if report is None or self._owed.report is not None:
-            return
-        if self._journal.acknowledged:
-            if report.hash == self._applied or not self._link.looked:
-                return
-            try:
-                report = self._journal.offer_again(report)
-            except sqlite3.OperationalError as error:
-                log.error("the journal cannot number a report (%s): trying again with the next beat", error)
-                return
-        text = wire.encode(report)
-        size = len(text.encode())
-        if size > self._max_bytes:
-            if report.hash != self._too_large:
-                self._too_large = report.hash
-                log.error(
-                    "report %d has %d bytes, the gateway takes %d: not sent",
-                    report.seq,
-                    size,
-                    self._max_bytes,
-                )
-            return
-        self._owed.sent("Report", report.seq, self._clock())
-        await self._socket.send(text)
-
-
-async def _next(socket: ClientConnection) -> wire.FromGateway | wire.Unknown:
-    try:
-        return wire.decode_from_gateway(await socket.recv())
-    except ConnectionClosed as error:
-        frame = error.rcvd
-        said = f" ({frame.code} {frame.reason})".replace(" )", ")") if frame else ""
-        raise Lost(f"the connection was closed{said}") from None
-
-
-async def _set_or_passed(event: asyncio.Event, seconds: float) -> None:
-    try:
-        async with asyncio.timeout(max(seconds, 0)):
-            await event.wait()
-    except TimeoutError:
-        return  # the caller looks at the clock
 
 
 async def _until_one_fails(*works: Coroutine[Any, Any, None]) -> None:

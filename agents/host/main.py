@@ -25,15 +25,22 @@ from typing import Any
 from agents import wire
 from agents.host import listing
 from agents.host.door import Gateway
+from agents.host.executor import Executor
 from agents.host.identity import Keyring, load_or_make
+from agents.host.images import Images
 from agents.host.journal import Journal, WrongHost, known_host, open_journal
 from agents.host.link import Link
+from agents.host.orders import OPS
+from agents.host.perform import Site
 from agents.host.report import Reporter, canonical
-from agents.host.settings import AgentSettings, driver_tables, host_of, read_join, read_settings
+from agents.host.settings import AgentSettings, allowed_acts, driver_tables, host_of, read_join, read_settings
+from agents.host.tail import Tail
 from agents.host.watch import Watch
 from drivers import catalogue
 from drivers.claims import settle
 from drivers.configuration import ConfigurationError, keys_of
+from drivers.hand import Hand
+from drivers.machine import Machine
 from drivers.process import die_with_parent
 from drivers.runner import DriverProcess
 
@@ -42,6 +49,7 @@ log = logging.getLogger("cyborg.agent")
 STOP_S = 1.5
 """Seconds for the driver processes to end; whoever is left then dies with this process."""
 DISK_RETRY_S = 5.0
+LAYOUT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(
         stream=sys.stderr,
         level=logging.DEBUG if arguments.verbose else logging.WARNING if arguments.once else logging.INFO,
-        format="%(asctime)s %(levelname)-7s %(name)s: %(message)s",
+        format=LAYOUT,
     )
     logging.getLogger("websockets").setLevel(logging.INFO if arguments.verbose else logging.WARNING)
     try:
@@ -94,7 +102,9 @@ environment (or a TOML file named by CYBORG_CONFIG):
 async def _once(settings: AgentSettings, *, as_json: bool) -> int:
     join = read_join(settings)
     name, node = host_of(settings, join, known_host(Path(settings.state_dir)))
-    drivers = _drivers(settings, node, driver_tables(settings))
+    tables = driver_tables(settings)
+    allowed_acts(tables)
+    drivers = _drivers(settings, node, tables)
     try:
         answers = await asyncio.gather(*(driver.discover() for driver in drivers.values()))
     finally:
@@ -110,6 +120,7 @@ async def _daemon(settings: AgentSettings) -> int:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     directory = Path(settings.state_dir).absolute()
     tables = driver_tables(settings)
+    allowed = allowed_acts(tables)
     join = read_join(settings)
     lock = claim(directory)
     try:
@@ -125,7 +136,7 @@ async def _daemon(settings: AgentSettings) -> int:
         if journal is None:
             return 0
         try:
-            agent = _Agent(settings, tables, keys, journal, _gateway(join, journal))
+            agent = _Agent(settings, tables, allowed, keys, journal, _gateway(join, journal))
             await _work(agent, stop)
         finally:
             journal.close()
@@ -141,6 +152,7 @@ class _Agent:
 
     settings: AgentSettings
     tables: Mapping[str, Any]
+    allowed: Mapping[str, frozenset[str]]
     keys: Keyring
     journal: Journal
     gateway: Gateway
@@ -154,10 +166,13 @@ async def _work(agent: _Agent, stop: asyncio.Event) -> None:
     watch = Watch(drivers, debounce_s=settings.uevent_debounce_ms / 1000, rescan_s=settings.rescan_s)
     log.info("host %s (node %s), drivers %s", identity.host, identity.node, ", ".join(names))
     reporter = Reporter(drivers, journal)
-    link = Link(journal, agent.keys, agent.gateway, hello(names), reporter.limit)
+    greeting = hello(names)
+    executor = _executor(agent, drivers, reporter, greeting.boot_id)
+    link = Link(journal, agent.keys, agent.gateway, greeting, reporter.limit, desk=executor)
+    executor.on_news = link.wake.set
     watch.start()
     try:
-        works = [link.run(), reporter.run(link.offer), _feed(watch, reporter)]
+        works = [link.run(), _serve(executor, reporter, link), _feed(watch, reporter)]
         tasks = [asyncio.ensure_future(work) for work in (stop.wait(), *works)]
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
@@ -168,6 +183,33 @@ async def _work(agent: _Agent, stop: asyncio.Event) -> None:
     finally:
         watch.close()
         await _close(drivers)
+
+
+def _executor(agent: _Agent, drivers: Mapping[str, DriverProcess], reporter: Reporter, boot: str) -> Executor:
+    node = agent.keys.current.node
+
+    site = Site(
+        drivers=drivers,
+        machine=lambda driver: Machine(node, state_root=_state(agent.settings, driver)),
+        hand=lambda driver: Hand({"/sys": "/sys", "/state": _state(agent.settings, driver)}),
+        device=reporter.device,
+        ledger=agent.journal.ledger,
+        boot=boot or "unknown",
+    )
+    images = Images(
+        Path(agent.settings.state_dir).absolute() / "images", agent.gateway, agent.keys, lambda: agent.journal.epoch
+    )
+    tail = Tail(LAYOUT)
+    logging.getLogger().addHandler(tail)
+    return Executor(site, reporter, images, rules=agent.allowed, logs=tail.text)
+
+
+async def _serve(executor: Executor, reporter: Reporter, link: Link) -> None:
+    """What a restart left open comes before the first report, and that before the first command."""
+    await executor.prepare()
+    async with asyncio.TaskGroup() as group:
+        group.create_task(reporter.run(link.offer))
+        group.create_task(executor.run())
 
 
 async def _feed(watch: Watch, reporter: Reporter) -> None:
@@ -183,9 +225,20 @@ def _drivers(settings: AgentSettings, node: str, tables: Mapping[str, Any]) -> d
     for name in tables.keys() - set(settings.enabled_drivers):
         log.warning("CYBORG_DRIVER_SETTINGS has a table for %s, which is not enabled", name)
     return {
-        name: DriverProcess(name, node, tables.get(name, {}), deadline_s=settings.driver_deadline_s)
+        name: DriverProcess(
+            name,
+            node,
+            tables.get(name, {}),
+            deadline_s=settings.driver_deadline_s,
+            state=_state(settings, name),
+        )
         for name in settings.enabled_drivers
     }
+
+
+def _state(settings: AgentSettings, driver: str) -> str:
+    """The driver's own directory, its `/state`; made by whoever writes into it first."""
+    return str(Path(settings.state_dir).absolute() / "drivers" / driver)
 
 
 async def _close(drivers: Mapping[str, DriverProcess]) -> None:
@@ -205,7 +258,7 @@ def hello(drivers: tuple[str, ...]) -> wire.Hello:
         log.debug("this kernel has no boot id: %s", error)
         boot = ""
     release = re.sub(r"[^A-Za-z0-9_.:-]", "-", metadata.version("cyborgweb"))[:64]
-    return wire.Hello(agent_version=release, boot_id=boot, drivers=drivers)
+    return wire.Hello(agent_version=release, boot_id=boot, drivers=drivers, ops=OPS)
 
 
 def claim(directory: Path) -> int:

@@ -68,11 +68,39 @@ class Reporter:
         self._busy: set[str] = set()
         self._answered = asyncio.Event()
         self._idle = asyncio.Event()
+        self.marks: dict[tuple[str, str], str] = {}
+        """(driver, device key) → why the agent itself holds the device for failed, whatever its driver sees."""
+        self._looks = dict.fromkeys(drivers, 0)
+        """Looks begun; `_seen` says which of them the answers are of, `_told` which of them the journal holds."""
+        self._seen = dict.fromkeys(drivers, 0)
+        self._told: dict[str, int] = {}
+        self._news = asyncio.Event()
 
     def look(self, names: Iterable[str]) -> None:
         """Have these drivers look again; one that is looking right now does so once more afterwards."""
         for name in names:
             self._wanted[name].set()
+
+    async def looked(self, name: str) -> wire.Report:
+        """Have this driver look again; the journal's report as soon as it holds what was seen then."""
+        wanted = self._looks[name] + 1  # one that is under way may have begun too early
+        self.look([name])
+        while self._told.get(name, 0) < wanted or (report := self._journal.report) is None:
+            await self._news.wait()
+        return report
+
+    def device(self, driver: str, key: str) -> Device | None:
+        """What was last known of a device, also from before a restart."""
+        devices = self._good[driver].devices if driver in self._good else ()
+        return next((device for device in devices if device.key == key), None)
+
+    def mark(self, driver: str, key: str, reason: str) -> None:
+        """Report the device as failed for this reason; '' takes that back."""
+        if reason:
+            self.marks[driver, key] = reason
+        else:
+            self.marks.pop((driver, key), None)
+        self._answered.set()
 
     def limit(self, max_bytes: int) -> None:
         """The gateway takes messages of `max_bytes`: every report from now on fits, the last one too."""
@@ -97,9 +125,10 @@ class Reporter:
             self._wanted[name].clear()
             self._busy.add(name)
             self._idle.clear()
+            self._looks[name] = look = self._looks[name] + 1
             report = await driver.discover()
             self._tell(report, self._answers.get(name))
-            self._answers[name] = report
+            self._answers[name], self._seen[name] = report, look
             self._busy.discard(name)
             self._answered.set()
             if not self._busy:
@@ -130,7 +159,7 @@ class Reporter:
         answers = [self._answers[name] for name in self._drivers]
         settled = tuple(claims.settle(answers, claims.claimed(self._good.values())))
         self._good |= {report.driver: report for report in settled if not report.error}
-        drivers = fit(tuple(map(canonical, settled)), self._max_bytes)
+        drivers = fit(tuple(marked(canonical(report), self.marks) for report in settled), self._max_bytes)
         try:
             changed = self._journal.record(drivers)
         except sqlite3.OperationalError as error:
@@ -144,6 +173,9 @@ class Reporter:
             log.info("report %d.%d: %d devices", self._journal.epoch, self._journal.seq, count)
         if self._offer is not None:
             self._offer()
+        self._told = dict(self._seen)
+        self._news.set()
+        self._news = asyncio.Event()
         return True
 
     def _tell(self, report: DriverReport, before: DriverReport | None) -> None:
@@ -171,6 +203,19 @@ def canonical(report: DriverReport) -> DriverReport:
         devices=tuple(sorted(map(_ordered, report.devices), key=lambda device: device.key)),
         faults=tuple(sorted(report.faults, key=lambda fault: (fault.subject, fault.reason))),
     )
+
+
+def marked(report: DriverReport, marks: Mapping[tuple[str, str], str]) -> DriverReport:
+    """The report with the agent's own reasons in it."""
+    if not any(driver == report.driver for driver, _ in marks):
+        return report
+    devices = (
+        msgspec.structs.replace(device, status="failed", status_reason=reason[:4096])
+        if (reason := marks.get((report.driver, device.key)))
+        else device
+        for device in report.devices
+    )
+    return msgspec.structs.replace(report, devices=tuple(devices))
 
 
 def _ordered(device: Device) -> Device:

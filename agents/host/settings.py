@@ -11,11 +11,12 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from urllib.parse import urlsplit
 
 from agents import wire
 from drivers.configuration import ConfigurationError, key, load
+from drivers.steps import Act
 
 _WORD = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 
@@ -55,7 +56,8 @@ class AgentSettings:
     driver_settings: str = key(
         "CYBORG_DRIVER_SETTINGS",
         "",
-        "A TOML file with one table per driver, such as `[pci_driver]` with its `rules`.",
+        'A TOML file with one table per driver, such as `[pci_driver]` with its `rules`. `acts = ["attach", …]` in a '
+        "table: nothing else is done to that driver's devices here.",
         "*(absent)*",
     )
     rescan_s: float = key("CYBORG_RESCAN_S", 60.0, "Seconds between two full looks when no uevent asks for one.")
@@ -155,3 +157,20 @@ def driver_tables(settings: AgentSettings) -> dict[str, dict[str, Any]]:
         if not isinstance(table, dict):
             raise ConfigurationError(f"CYBORG_DRIVER_SETTINGS={path}: {name!r} stands outside of a [driver] table")
     return stored
+
+
+def allowed_acts(tables: Mapping[str, dict[str, Any]]) -> dict[str, frozenset[str]]:
+    """Driver → the acts that `acts = ["attach", …]` in its table allows on this host; no entry: all of its acts.
+
+    The key is taken out of the table, which is the driver's own from there on. Raises ConfigurationError.
+    """
+    allowed = {}
+    for name, table in tables.items():
+        if "acts" not in table:
+            continue
+        acts = table.pop("acts")
+        if not isinstance(acts, list) or not set(map(str, acts)) <= set(get_args(Act)):
+            known = ", ".join(get_args(Act))
+            raise ConfigurationError(f"CYBORG_DRIVER_SETTINGS: acts = {acts!r} of [{name}] is no list of {known}")
+        allowed[name] = frozenset(acts)
+    return allowed

@@ -28,9 +28,14 @@ GROUPS: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
     (
         "Record",
         (
+            ("Commands", "terminal", "accelerators.command"),
             ("Events", "history", "accelerators.event"),
             ("Intents", "outbox", "accelerators.intent"),
         ),
+    ),
+    (
+        "OpenStack",
+        (("Placement", "account_tree", "placement_sync.tree"),),
     ),
     (
         "Access",

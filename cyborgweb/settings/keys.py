@@ -146,6 +146,11 @@ class Keys:
         return Path(self.state_dir).absolute()
 
     @property
+    def has_cloud(self) -> bool:
+        """Whether a cloud is configured to log in to."""
+        return bool(self.cloud or os.environ.get("OS_CLOUD") or os.environ.get("OS_AUTH_URL"))
+
+    @property
     def policies(self) -> Path:
         """The file with overrides of policy rules; it need not exist."""
         return Path(self.policy_file).absolute() if self.policy_file else self.state / "policy.yaml"

@@ -10,8 +10,8 @@ from uuid import NAMESPACE_DNS, UUID, uuid3, uuid4
 import msgspec
 import pytest
 
-from accelerators import conductor
-from accelerators.models import Attribute, Deployable, Device, Event, Host, Intent
+from accelerators import commands, conductor, outcomes
+from accelerators.models import Attribute, Command, Deployable, Device, Event, Host, Intent
 from drivers.inventory import Deployable as Part
 from tests.api.conftest import Call, reason
 from tests.support.reports import a_host, answer, apply, card
@@ -90,6 +90,24 @@ def test_what_an_action_makes_of_every_state(
     assert call("POST", f"/v2/devices/{device.uuid}/{action}").status_code == code
     device.refresh_from_db()
     assert device.state == after
+
+
+def test_a_device_that_has_to_be_installed_is_enabled_when_that_is_done(call: Call) -> None:
+    apply(a_host(), answer(card(1, to_install="four functions are made")))
+    device = Device.objects.get()
+    for _ in range(2):
+        assert call("POST", f"/v2/devices/{device.uuid}/enable").status_code == 204
+        assert status(call, device) == "maintaining"
+    command = Command.objects.get()
+    assert (command.op, command.actor, command.reason) == ("install", "admin member reader of p1", "enabled")
+    commands.answer([commands.Answer(command.host_id, command.id, "succeeded")])
+    outcomes.settle()
+    assert status(call, device) == "enabled"
+    call("POST", f"/v2/devices/{device.uuid}/disable")
+    assert call("POST", f"/v2/devices/{device.uuid}/enable").status_code == 204
+    call("POST", f"/v2/devices/{device.uuid}/disable")
+    response = call("POST", f"/v2/devices/{device.uuid}/enable")
+    assert (response.status_code, "is busy with install" in reason(response)) == (409, True)
 
 
 def test_actions_without_a_device(call: Call) -> None:
@@ -201,15 +219,8 @@ def program(path: str = "/program", op: str = "replace", value: object = None) -
     return [{"path": path, "op": op, "value": value or [{"image_uuid": NOWHERE}]}]
 
 
-@pytest.mark.parametrize("address", ["/program", f"/program/{NOWHERE}"])
-def test_a_right_program_is_a_503_that_says_why(call: Call, device: Device, address: str) -> None:
-    response = call("PATCH", f"/v2/deployables/{Deployable.objects.get().uuid}{address}", program())
-    assert (response.status_code, "No agent can program devices yet" in reason(response)) == (503, True)
-    assert response["Retry-After"] == "1"
-
-
 def test_S1_a_held_device_is_not_programmed(call: Call, offered: Offered) -> None:
-    rp, path = offered(), "/v2/accelerator_requests"
+    rp, path = offered(acts="program"), "/v2/accelerator_requests"
     call("POST", "/v2/device_profiles", [{"name": "n", "groups": [{"resources:FPGA": "1"}]}])
     (arq,) = json.loads(call("POST", path, {"device_profile_name": "n"}).content)["arqs"]
     values = {"hostname": "cmp1", "device_rp_uuid": rp, "instance_uuid": NOWHERE}

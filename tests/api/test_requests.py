@@ -11,7 +11,7 @@ from uuid import uuid4
 import pytest
 
 from accelerators import conductor
-from accelerators.models import AcceleratorRequest, Device, DeviceProfile, Event, Intent
+from accelerators.models import AcceleratorRequest, Command, Device, DeviceProfile, Event
 from tests.api.conftest import Call, reason
 
 pytestmark = pytest.mark.django_db
@@ -303,8 +303,10 @@ def test_an_instance_that_is_still_being_bound_is_locked(call: Call, offered: Of
     response = call("GET", f"{PATH}?bind_state=resolved&instance={INSTANCE}")
     assert (response.status_code, response.content) == (423, b'{"error_message":"null"}')
     assert response["OpenStack-API-Version"] == "accelerator 2.3"
-    intent = Intent.objects.get(kind="command")
-    assert (intent.key, intent.payload["op"], intent.payload["program"]) == (uuid, "bind", True)
+    command = Command.objects.get()
+    assert (str(command.request), command.op, command.state) == (uuid, "attach", "preparing")
+    assert command.arguments["wanted"] == {"function_id": "f"}
+    assert Device.objects.get().busy_with == command.uuid
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,7 @@ from drivers.process import die_with_parent
 from tests.bench.figures import Row, table
 from tests.bench.lab import CannotMeasure, Generator, Lab
 
-
-GROUPS = {"wire", "merge", "api", "whole", "agent", "uevent"}
+GROUPS = {"wire", "merge", "api", "whole", "agent", "uevent", "silence", "commands"}
 
 
 def main() -> int:
@@ -50,7 +49,7 @@ def _measure(lab: Lab, *, full: bool, only: str) -> list[Row]:
     generator = Generator(lab)
     rows: list[Row] = []
     if "wire" in wanted:
-        size = rows_wire.Size(500, 30, 1.0) if full else rows_wire.Size(500, 12, 0.5)
+        size = rows_wire.Size(500, 30, 1.0) if full else rows_wire.Size(500, 10, 0.5)
         rows += rows_wire.rows(lab, generator, size, progress)
     if "merge" in wanted:
         rows += rows_merge.rows(rows_merge.Size(2000, 5) if full else rows_merge.Size(300, 5), progress)
@@ -66,7 +65,7 @@ def _measure(lab: Lab, *, full: bool, only: str) -> list[Row]:
 
 
 def _measure_whole(lab: Lab, generator: Generator, *, full: bool, wanted: set[str]) -> list[Row]:
-    from tests.bench import fixtures, rows_agent, rows_requests, rows_uevent, rows_whole
+    from tests.bench import fixtures, rows_agent, rows_commands, rows_requests, rows_silence, rows_uevent, rows_whole
     from tests.bench.whole import running
 
     fixtures.empty_inventory()
@@ -74,20 +73,28 @@ def _measure_whole(lab: Lab, generator: Generator, *, full: bool, wanted: set[st
     progress("starting the whole product")
     size = rows_whole.Size(300, 5000, 3) if full else rows_whole.Size(80, 1000, 5)
     rows: list[Row] = []
+    at_rest: list[Row] = []
     with running(lab) as whole:
-        if "agent" in wanted:
-            time.sleep(5)  # its first look and report are over
-            at_rest = rows_agent.rows(whole, 65.0 if full else 10.0, progress)
+
+        def rest() -> None:
+            if "agent" in wanted:
+                at_rest.extend(rows_agent.rows(whole, 65.0 if full else 10.0, progress))
+
         if "api" in wanted:
             rows += rows_requests.whole(whole, generator, 12.0 if full else 4.0, progress)
         if "whole" in wanted:
             rows += rows_whole.visible(whole, generator, size, progress)
             rows += rows_whole.storm(lab, whole, generator, size, progress)
+        if "silence" in wanted:
+            rows += rows_silence.rows(lab, whole, generator, size.agents, progress, rest)
+        else:
+            time.sleep(5)  # the agent's first look and report are over
+            rest()
         if "uevent" in wanted:
-            rows += rows_uevent.rows(lab, whole, 200 if full else 40, progress)
-        if "agent" in wanted:
-            rows += at_rest
-    return rows
+            rows += rows_uevent.rows(lab, whole, 200 if full else 30, progress)
+        if "commands" in wanted:
+            rows += rows_commands.rows(whole, generator, 2000 if full else 200, 10_000 if full else 1000, progress)
+    return rows + at_rest
 
 
 def progress(text: str) -> None:

@@ -19,6 +19,7 @@ REQUESTS = "/v2/accelerator_requests"
 BIND = ("hostname", "device_rp_uuid", "instance_uuid")
 LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)", re.IGNORECASE)
 LARGEST = 64 * 1024 * 1024
+SLOWEST = 50
 
 Job = Callable[["Client", int], Awaitable[None]]
 """What a client does again and again; told which of the clients it is."""
@@ -50,8 +51,10 @@ class Client:
         self._writer.transport.abort()
 
 
-async def fetch(port: int, tokens: dict[str, str], paths: list[str], clients: int, seconds: float) -> dict[str, Any]:
-    """Everybody GETs `paths` in turn."""
+async def fetch(
+    port: int, tokens: dict[str, str], paths: list[str], clients: int, seconds: float, pause: float = 0.0
+) -> dict[str, Any]:
+    """Everybody GETs `paths` in turn, `pause` after each answer."""
     size = 0
     turn = count()
 
@@ -59,7 +62,7 @@ async def fetch(port: int, tokens: dict[str, str], paths: list[str], clients: in
         nonlocal size
         size = len(await client.ask("GET", paths[next(turn) % len(paths)], 200))
 
-    return await _run(port, tokens, one, clients, seconds) | {"bytes": size}
+    return await _run(port, tokens, one, clients, seconds, pause) | {"bytes": size}
 
 
 async def cycle(
@@ -84,7 +87,9 @@ async def cycle(
     return await _run(port, tokens, one, clients, seconds)
 
 
-async def _run(port: int, tokens: dict[str, str], job: Job, clients: int, seconds: float) -> dict[str, Any]:
+async def _run(
+    port: int, tokens: dict[str, str], job: Job, clients: int, seconds: float, pause: float = 0.0
+) -> dict[str, Any]:
     """How often the job was done, in how many seconds, and how long one took."""
     streams = [await asyncio.open_connection("127.0.0.1", port, limit=LARGEST) for _ in range(clients)]
     everyone = [Client(*both, tokens) for both in streams]
@@ -96,6 +101,8 @@ async def _run(port: int, tokens: dict[str, str], job: Job, clients: int, second
         while (at := now()) < began + seconds:
             await job(client, number)
             times.append(now() - at)
+            if pause:
+                await asyncio.sleep(pause)
 
     try:
         async with asyncio.timeout(seconds + 30):
@@ -105,4 +112,5 @@ async def _run(port: int, tokens: dict[str, str], job: Job, clients: int, second
             client.leave()
     times.sort()
     middle, last = times[(len(times) - 1) // 2], times[min(len(times) - 1, len(times) * 99 // 100)]
-    return {"count": len(times), "seconds": now() - began, "p50_ms": middle * 1000, "p99_ms": last * 1000}
+    found = {"count": len(times), "seconds": now() - began, "p50_ms": middle * 1000, "p99_ms": last * 1000}
+    return found | {"slowest_ms": [seconds * 1000 for seconds in times[-SLOWEST:]]}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import sys
 import time
 from collections.abc import Callable
@@ -14,12 +15,17 @@ from typing import Any
 
 import uvloop
 
+from agents import wire
+from agents.host.pace import Backoff, Pace
 from drivers.process import die_with_parent
 from tests.bench import callers, messages, visible
-from tests.bench.peer import Key, Peer, Refused, connect, key_of
+from tests.bench.peer import Address, Key, Peer, Refused, address, connect, key_of
 
 AT_ONCE = 256
 """Handshakes under way at a time where connecting is not what is measured; in a storm all are."""
+OPS = ("rescan", "logs")
+RETURN_S = 180.0
+BEAT_S = 8.0
 BEAT = '{{"type":"Beat","seq":{}}}'
 Say = Callable[[Peer], str]
 
@@ -30,13 +36,14 @@ class Load:
     def __init__(self) -> None:
         self.groups: dict[str, list[Peer]] = {}
         self.keys: dict[int, Key] = {}
+        self._came: list[tuple[int, float]] = []
         self.sequence = int(time.time())  # never lower than a seq that an earlier run has stored
 
     async def connect(self, group: str, port: int, count: int) -> dict[str, Any]:
         """Agents 0 … count-1, connected and welcomed, AT_ONCE handshakes at a time."""
         self._prepare_keys(count)
         began = time.perf_counter()
-        peers, refused = await self._connect(port, count, AT_ONCE, lambda peer: None)
+        peers, refused = await self._connect(address(port), count, AT_ONCE, lambda peer: None)
         self.groups[group] = peers
         return {"seconds": time.perf_counter() - began, "refused": refused}
 
@@ -45,18 +52,23 @@ class Load:
             self.keys[number] = key_of(number)
 
     async def _connect(
-        self, port: int, count: int, at_once: int, welcomed: Callable[[Peer], None]
+        self, where: Address, count: int, at_once: int, welcomed: Callable[[Peer], None], *, again: bool = False
     ) -> tuple[list[Peer], dict[str, int]]:
         gate, peers, refused = asyncio.Semaphore(at_once), [], dict[str, int]()
 
         async def one(number: int) -> None:
-            async with gate:
+            backoff = Backoff(Pace())
+            while True:
                 try:
-                    peer = await connect(port, number, self.keys[number])
+                    async with gate:
+                        peer = await connect(where, number, self.keys[number])
+                    break
                 except (Refused, OSError) as error:
                     reason = str(error)[:300]
                     refused[reason] = refused.get(reason, 0) + 1
+                if not again:
                     return
+                await asyncio.sleep(backoff.next())
             peers.append(peer)
             welcomed(peer)
 
@@ -140,12 +152,56 @@ class Load:
                 peer.send(messages.report(parts[peer.number], self._next()))
 
         began = now()
-        peers, refused = await self._connect(port, count, count, welcomed)
+        peers, refused = await self._connect(address(port), count, count, welcomed)
         self.groups[group] = peers
         if devices and not refused:
             async with asyncio.timeout(120):
                 await everyone.wait()
         return {"connected_s": last - began, "acked_s": now() - began, "acked": acked, "refused": refused}
+
+    async def back(self, group: str, port: int, count: int, fingerprint: str) -> dict[str, Any]:
+        """All agents connect at once, and beat from then on; who is refused tries again as the agent does.
+
+        With a `fingerprint` over TLS.
+        """
+        later, began = asyncio.get_running_loop().call_later, time.perf_counter()
+
+        def beat(peer: Peer) -> None:
+            if not peer.lost:
+                peer.send(BEAT.format(self._next()))
+                later(BEAT_S, beat, peer)
+
+        def welcomed(peer: Peer) -> None:
+            later(BEAT_S * random.random(), beat, peer)
+
+        async with asyncio.timeout(RETURN_S):
+            where = address(port, fingerprint)
+            self.groups[group], refused = await self._connect(where, count, count, welcomed, again=True)
+        return {"connected_s": time.perf_counter() - began, "refused": refused}
+
+    async def obey(self, group: str, port: int, count: int) -> dict[str, Any]:
+        """Agents that take commands connect; when each command came in is kept for `came`."""
+        self._prepare_keys(count)
+        hello = wire.encode(wire.Hello("bench", "bench", ("bench_driver",), OPS))
+
+        def take(peer: Peer, payload: bytes) -> None:
+            at = time.monotonic()
+            message = wire.decode_from_gateway(payload.decode())
+            if isinstance(message, wire.Command):
+                self._came.append((message.number, at))
+                peer.send(wire.encode(wire.Taken((message.number,))))
+
+        def begin(peer: Peer) -> None:
+            peer.on_message = take
+            peer.send(hello)
+
+        self.groups[group], refused = await self._connect(address(port), count, AT_ONCE, begin)
+        return {"refused": refused}
+
+    async def came(self) -> dict[str, Any]:
+        """The number of each command that came in since this was asked last, and the monotonic clock then."""
+        found, self._came = self._came, []
+        return {"came": found}
 
     async def visible(self, **arguments: Any) -> dict[str, Any]:
         """See `tests.bench.visible`."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
@@ -15,6 +16,7 @@ import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from agents import wire
+from agents.host import door
 from tests.bench import messages
 
 UPGRADE = (
@@ -35,6 +37,21 @@ class Key:
 
     private: Ed25519PrivateKey
     public: str
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where agents come in; with a certificate's fingerprint over TLS, which both sides sign."""
+
+    port: int
+    fingerprint: str = ""
+    tls: ssl.SSLContext | None = None
+
+
+def address(port: int, fingerprint: str = "") -> Address:
+    """As the agent connects there; it checks the certificate as the agent does."""
+    scheme = "https" if fingerprint else "http"
+    return Address(port, fingerprint, door.tls(door.Gateway(f"{scheme}://127.0.0.1:{port}", fingerprint)))
 
 
 def key_of(number: int) -> Key:
@@ -83,10 +100,10 @@ class Peer(asyncio.Protocol):
         """Whether the gateway has spoken."""
         return self._welcomed.done()
 
-    def prepare(self, nonce: str) -> None:
+    def prepare(self, nonce: str, fingerprint: str) -> None:
         """Sign the challenge."""
         host = messages.host_name(self.number)
-        signature = self._key.private.sign(wire.signed_bytes(host, host, 1, nonce, ""))
+        signature = self._key.private.sign(wire.signed_bytes(host, host, 1, nonce, fingerprint))
         sealed = base64.urlsafe_b64encode(signature).decode()
         header = wire.authorization(wire.Credential(host, host, 1, nonce, self._key.public, sealed))
         self._request = UPGRADE.format(path=wire.PATH, version=wire.VERSIONS[0], authorization=header).encode()
@@ -153,14 +170,14 @@ class Peer(asyncio.Protocol):
             self._welcomed.set_exception(Refused(reason))
 
 
-async def connect(port: int, number: int, key: Key) -> Peer:
+async def connect(where: Address, number: int, key: Key) -> Peer:
     """Challenge, signature, upgrade, Welcome; raises Refused or OSError."""
     loop = asyncio.get_running_loop()
     answered: asyncio.Future[str] = loop.create_future()
-    await loop.create_connection(lambda: _Question(answered), "127.0.0.1", port)
+    await loop.create_connection(lambda: _Question(answered), "127.0.0.1", where.port, ssl=where.tls)
     nonce = await answered
     welcomed: asyncio.Future[Peer] = loop.create_future()
     peer = Peer(number, key, welcomed)
-    peer.prepare(nonce)
-    await loop.create_connection(lambda: peer, "127.0.0.1", port)
+    peer.prepare(nonce, where.fingerprint)
+    await loop.create_connection(lambda: peer, "127.0.0.1", where.port, ssl=where.tls)
     return await welcomed

@@ -1,4 +1,4 @@
-"""Row of hot-plug: a card's uevent, on a simulated bus, until the API shows the card. The real agent, the real conductor.
+"""Row of hot-plug: from a card's uevent, on a simulated bus, until the API shows it. Real agent, real conductor.
 
 The clock starts before the uevent is sent; what collects a burst into one look (CYBORG_UEVENT_DEBOUNCE_MS) counts.
 """
@@ -83,17 +83,18 @@ def _host(lab: Lab, port: int) -> Iterator[Plug]:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, cwd=ROOT, env=environment
         )
     assert process.stdin and process.stdout
+    ask, answers = process.stdin, process.stdout
 
     def plug(number: int) -> float:
         bus, slot = divmod(number, 32)
-        process.stdin.write(f"0000:{bus + 1:02x}:{slot:02x}.0 {0x1000 + number:04x}\n")
-        process.stdin.flush()
-        if not (line := process.stdout.readline()):
+        ask.write(f"0000:{bus + 1:02x}:{slot:02x}.0 {0x1000 + number:04x}\n")
+        ask.flush()
+        if not (line := answers.readline()):
             raise CannotMeasure(f"the simulated host ended: {(lab.home / 'uevent.log').read_text()[-500:]}")
         return float(line)
 
     try:
         yield plug
     finally:
-        process.stdin.close()
+        ask.close()
         process.wait()

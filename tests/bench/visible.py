@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from tests.bench import messages
-from tests.bench.peer import Key, Peer, connect
+from tests.bench.peer import Key, Peer, address, connect
 
 DEADLINE_S = 20.0
 PAUSE_S = 0.002
@@ -44,7 +44,7 @@ class Api:
 
 async def probe(key: Key, port: int, token: str, samples: int) -> dict[str, Any]:
     """One agent changes one device of eight, `samples` times with pauses; milliseconds from Ack to answer, sorted."""
-    peer = await connect(port, 0, key)
+    peer = await connect(address(port), 0, key)
     api, loop, times = Api(port, token, messages.host_name(0)), asyncio.get_running_loop(), list[float]()
     looks: list[float] = []
     first = int(time.time())

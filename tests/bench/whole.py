@@ -17,7 +17,9 @@ from typing import Any
 
 from tests.bench.lab import ROOT, CannotMeasure, Lab
 
+AGENTS = re.compile(r"agents: https://127\.0\.0\.1:(\d+) \(certificate sha256:([0-9a-f]{64})\)")
 CONSOLE = re.compile(r"console: http://127\.0\.0\.1:(\d+)/")
+FREE_PORTS = {"CYBORG_LISTEN": "127.0.0.1:0", "CYBORG_AGENT_LISTEN": "127.0.0.1:0"}
 PATIENCE_S = 60.0
 
 
@@ -27,6 +29,9 @@ class Whole:
 
     supervisor: int
     port: int
+    tls_port: int
+    fingerprint: str
+    """Of the certificate at `tls_port`, which is for agents alone."""
 
     def child(self, word: str, of: int = 0) -> int:
         """The process id of the child whose command line holds `word`."""
@@ -40,7 +45,7 @@ class Whole:
 def running(lab: Lab, **settings: str) -> Iterator[Whole]:
     """From `python -m cyborgweb.serve` to its end; it dies with us."""
     said = lab.home / "serve.log"
-    environment = os.environ | {"CYBORG_LISTEN": "127.0.0.1:0", "PYTHONUNBUFFERED": "1"} | settings
+    environment = os.environ | FREE_PORTS | {"PYTHONUNBUFFERED": "1"} | settings
     with said.open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "cyborgweb.serve", "--leash"], stdout=log, stderr=log, cwd=ROOT, env=environment
@@ -49,7 +54,9 @@ def running(lab: Lab, **settings: str) -> Iterator[Whole]:
         found = wait_for(lambda: CONSOLE.search(said.read_text()), "its console's address", process)
         port = int(found[1])
         wait_for(lambda: _ready(port), "/readyz", process)
-        yield Whole(process.pid, port)
+        agents = AGENTS.search(said.read_text())
+        assert agents  # said before the console's
+        yield Whole(process.pid, port, int(agents[1]), agents[2])
     finally:
         process.send_signal(signal.SIGTERM)
         try:
@@ -59,14 +66,19 @@ def running(lab: Lab, **settings: str) -> Iterator[Whole]:
             process.wait()
 
 
-def wait_for(condition: Callable[[], Any], what: str, process: subprocess.Popen[bytes] | None = None) -> Any:
-    """What `condition` gives when it is true; raises CannotMeasure after PATIENCE_S, or when `process` has ended."""
-    end = time.monotonic() + PATIENCE_S
+def wait_for(
+    condition: Callable[[], Any],
+    what: str,
+    process: subprocess.Popen[bytes] | None = None,
+    patience_s: float = PATIENCE_S,
+) -> Any:
+    """What `condition` gives when it is true; raises CannotMeasure when it takes too long, or `process` has ended."""
+    end = time.monotonic() + patience_s
     while time.monotonic() < end and (process is None or process.poll() is None):
         if found := condition():
             return found
         time.sleep(0.02)
-    raise CannotMeasure(f"{what}: not within {PATIENCE_S:.0f} s")
+    raise CannotMeasure(f"{what}: not within {patience_s:.0f} s")
 
 
 def _ready(port: int) -> bool:

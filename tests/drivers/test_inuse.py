@@ -59,7 +59,7 @@ def test_nvme_multipath_holds_every_controller(host: Host) -> None:
 
 def test_swap_and_every_disk_of_a_btrfs(host: Host) -> None:
     host.block("zz0", "8:0", host.pci(DISK, "0x1000", "0x0097", "0x010700"))
-    host.write(host.proc / "swaps", "Filename Type Size Used Priority\n/dev/zz0 partition 1 0 -2\n")
+    host.file(host.proc / "swaps", "Filename Type Size Used Priority\n/dev/zz0 partition 1 0 -2\n")
     other = host.block("zz1", "8:1", host.pci(OTHER, "0x1000", "0x0097", "0x010700"))
     host.link(host.sys / "fs/btrfs/0b1a-22/devices/zz1", other)
     assert used_by_host(host.machine) == {

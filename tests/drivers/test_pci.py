@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from drivers.base import Findings
-from drivers.errors import Invalid
+from drivers.errors import Gone, Invalid
 from drivers.inuse import used_by_host
-from drivers.inventory import Attribute, Device, Fault
+from drivers.inventory import Attribute, Device, Fault, Sample
 from drivers.machine import Machine
 from drivers.pci import PciDriver
+from drivers.steps import Ask
 from tests.drivers.tree import Host
 
 T4 = "0000:3b:00.0"
@@ -133,26 +134,17 @@ def test_what_the_host_uses_is_a_fault_that_says_for_what(host: Host) -> None:
     assert reason(look(host, {"vendor": "144d"})) == "the host uses it: nvme0n1 is mounted at /"
 
 
-def test_a_card_split_into_virtual_functions_is_not_given_out_whole(host: Host) -> None:
-    card = host.pci("0000:af:00.0", "0x10de", "0x2235", "0x030200", sriov_numvfs="4")
-    virtual = host.pci("0000:af:00.4", "0x10de", "0x2235", "0x030200")
-    host.link(virtual / "physfn", card)
-    found = look(host, {"vendor": "10de"})
-    assert [device.address for device in found.devices] == ["0000:af:00.4"]
-    assert "4 virtual functions" in found.faults[0].reason
-
-
 def test_the_serial_number_is_the_identity_wherever_the_card_is_plugged(host: Host) -> None:
     serial = bytes.fromhex("000a1b2c3d4e5f60")
     for address in (T4, "0000:5e:00.0"):
-        host.write(host.pci(address, "0x10de", "0x1eb8", "0x030200") / "config", config(serial))
+        host.file(host.pci(address, "0x10de", "0x1eb8", "0x030200") / "config", config(serial))
     first, second = look(host, {"vendor": "10de"}).devices
     assert first.key == second.key == "serial:10de:000a1b2c3d4e5f60:0"
 
 
 @pytest.mark.parametrize("space", [config(bytes(8)), config(b"\xff" * 8), config(bytes(8))[:64], b"", b"\x10" * 4096])
 def test_a_blank_or_unreadable_serial_number_is_none(host: Host, space: bytes) -> None:
-    host.write(host.pci(T4, "0x10de", "0x1eb8", "0x030200") / "config", space)
+    host.file(host.pci(T4, "0x10de", "0x1eb8", "0x030200") / "config", space)
     assert one(look(host, {"vendor": "10de"})).key == f"pci:{T4}"
 
 
@@ -164,6 +156,54 @@ def test_a_narrow_link_is_degraded_and_a_dead_card_failed(host: Host) -> None:
     assert (narrow.status, narrow.status_reason) == ("degraded", "its PCIe link is x4, it could be x16")
     assert dead.status == "failed"
     assert idle.status == "ok"
+
+
+def test_health_has_the_readings_behind_the_verdict(host: Host) -> None:
+    port = host.pci("0000:00:1c.0", "0x8086", "0xa110", "0x060400", aer_dev_fatal="FCP 0\nTOTAL_ERR_FATAL 0")
+    errors = {"aer_dev_correctable": "RxErr 3\nBadTLP 4\nTOTAL_ERR_COR 7"}
+    widths = {"current_link_width": "4", "max_link_width": "16", "power_state": "D0"}
+    card = host.pci(T4, "0x10de", "0x1eb8", "0x030200", bus=f"pci0000:00/{port.name}", **errors, **widths)
+    sensor = card / "nvme/nvme0/hwmon3"
+    for name, text in {"temp1_input": "45850", "temp1_crit": "84850", "temp1_label": "Composite"}.items():
+        host.file(sensor / name, text)
+    host.link(host.sys / "class/hwmon/hwmon3", sensor)
+    host.file(host.sys / "devices/platform/hwmon1/temp1_input", "99000")
+    host.link(host.sys / "class/hwmon/hwmon1", host.sys / "devices/platform/hwmon1")
+    driver, ask = PciDriver(), Ask(f"pci:{T4}")
+    vitals = driver.health(host.machine, {}, ask)
+    assert (vitals.status, vitals.reason) == ("degraded", "its PCIe link is x4, it could be x16")
+    assert {(signal.name, signal.value, signal.limit) for signal in vitals.signals} == {
+        ("driver", "none", ""),
+        ("power_state", "D0", ""),
+        ("link_width", "4", "16"),
+        ("aer_correctable", "7", ""),
+        ("port_aer_fatal", "0", ""),
+        ("temperature Composite", "45.85", "84.85"),
+    }
+    assert driver.stats(host.machine, {}, ask) == (Sample(ask.key, "temperature_celsius", 45.85),)
+    with pytest.raises(Gone):
+        driver.health(host.machine, {}, Ask("pci:0000:99:00.0"))
+
+
+def test_a_device_with_a_serial_number_is_found_by_it(host: Host) -> None:
+    serial = bytes.fromhex("000a1b2c3d4e5f60")
+    host.file(host.pci(T4, "0x10de", "0x1eb8", "0x030200", power_state="error") / "config", config(serial))
+    host.pci("0000:5e:00.0", "0x10de", "0x1eb8", "0x030200")
+    assert PciDriver().health(host.machine, {}, Ask("serial:10de:000a1b2c3d4e5f60:0")).status == "failed"
+
+
+def test_what_the_host_lacks_is_said_with_what_to_do(host: Host) -> None:
+    rules = {"rules": [{"vendor": "10de", "bind": "vfio-pci"}]}
+    host.file(host.proc / "self/status", "Name:\tx\nUid:\t1000\t1000\t1000\t1000\nCapEff:\t0000000000000000\n")
+    host.file(host.proc / "self/mountinfo", "21 1 0:20 / /sys ro,nosuid - sysfs sysfs ro\n")
+    lacks = "\n".join(PciDriver().probe(host.machine, rules))
+    for words in ("CAP_DAC_OVERRIDE", "mounted read-only", "no IOMMU", "modprobe vfio-pci"):
+        assert words in lacks
+    host.file(host.proc / "self/status", "Uid:\t1000\nCapEff:\t0000000000000002\n")
+    host.file(host.proc / "self/mountinfo", "21 1 0:20 / /sys rw,nosuid - sysfs sysfs rw\n")
+    host.file(host.sys / "kernel/iommu_groups/0/type", "DMA")
+    host.file(host.sys / "bus/pci/drivers/vfio-pci/bind", "")
+    assert PciDriver().probe(host.machine, rules) == ()
 
 
 def test_one_bad_function_costs_only_itself(host: Host) -> None:
@@ -185,6 +225,9 @@ def test_one_bad_function_costs_only_itself(host: Host) -> None:
         ([{"vendr": "10de"}], "vendr"),
         ([{"vendor": "10de", "type": "TPU"}], "TPU"),
         ([{"vendor": "10de"}, {"type": "GPU"}], "rule 2 of pci_driver takes everything"),
+        ([{"vfs": 4, "bind": "vfio-pci"}], "rule 1 of pci_driver takes everything"),
+        ([{"vendor": "10de", "vfs": -1}], "vfs"),
+        ([{"vendor": "10de", "bind": "../x"}], "bind"),
         ("10de", "array"),
     ],
 )

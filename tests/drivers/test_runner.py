@@ -14,8 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from drivers.errors import Failed
 from drivers.inventory import DriverReport
 from drivers.runner import DriverProcess
+from drivers.steps import Ask
 
 MAX_RSS_KB = 26 * 1024
 ANSWER = """
@@ -66,6 +68,10 @@ def ask(driver: Callable[[], DriverProcess], times: int = 1) -> list[DriverRepor
         ("say(id=7, report={'driver': 'x'})", "rubbish: to question 7 in place of 1"),
         ("say(id=question['id'], report={'driver': 'y'})", "rubbish: in the name of 'y'"),
         ("say(error='cannot be loaded'); sys.exit(1)", "cannot be loaded"),
+        ("say(ready={'name': 'x'}); say(ready={'name': 'x', 'writes': ['/sys/*']})", "rubbish: a second manifest"),
+        ("say(ready={'name': 'y'})", "it speaks for 'y'"),
+        ("say(ready={'name': 'x', 'api': 2})", "by version 2 of the drivers' protocol, not 1"),
+        ("say(id=question['id'], plan={})", "rubbish: neither a report nor an error"),
     ],
 )
 def test_a_driver_that_misbehaves_is_a_report_with_the_reason(body: str, reason: str) -> None:
@@ -129,6 +135,40 @@ def test_a_broken_driver_waits_and_then_starts_again(tmp_path: Path, monkeypatch
     began = time.monotonic()
     asyncio.run(story())
     assert time.monotonic() - began > 0.6  # 0.2 s, then twice that
+
+
+def test_a_driver_that_broke_five_times_is_started_no_more_until_it_is_released(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("drivers.runner.FIRST_PAUSE_S", 0.01)
+    starts = tmp_path / "starts"
+
+    async def story() -> None:
+        command = ["sh", "-c", f"printf . >> {starts}; echo no licence >&2; exit 1"]
+        process = DriverProcess("x", "n", {}, command=command)
+        async with asyncio.timeout(20):
+            while "started no more" not in (error := (await process.discover()).error):
+                await asyncio.sleep(0.01)
+        assert "x: it broke 5 times within 10 minutes" in error
+        assert "(it said: no licence); when that is put right, have this host rescan with x, or restart" in error
+        await asyncio.sleep(0.2)  # longer than any pause before
+        with pytest.raises(Failed, match="started no more"):
+            await process.plan("install", Ask("k"))
+        assert starts.read_text() == "....."
+        process.release()
+        assert "started again after a pause" in (await process.discover()).error
+        assert starts.read_text() == "......"
+        await process.close()
+
+    asyncio.run(story())
+
+
+def test_breaks_that_lie_far_apart_are_forgiven(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("drivers.runner.FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr("drivers.runner.WITHIN_S", 0.0)
+    reports = ask(lambda: DriverProcess("x", "n", {}, command=["/nonexistent/python"]), times=6)
+    assert {report.error for report in reports} == {reports[0].error}
+    assert "started again" in reports[0].error
 
 
 def test_one_that_was_killed_between_two_looks_is_simply_started_again() -> None:

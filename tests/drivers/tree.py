@@ -16,11 +16,11 @@ class Host:
     def __init__(self, root: Path) -> None:
         self.sys, self.proc = root / "sys", root / "proc"
         (self.sys / "bus/pci/devices").mkdir(parents=True)
-        self.write(self.proc / "self/mountinfo", "")
+        self.file(self.proc / "self/mountinfo", "")
         self.machine = Machine("node-1", sys_root=str(self.sys), proc_root=str(self.proc))
 
     @staticmethod
-    def write(path: Path, text: str | bytes) -> None:
+    def file(path: Path, text: str | bytes) -> None:
         """A file with its folders."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -37,7 +37,7 @@ class Host:
         """A function; `more` are further attributes. Returns its directory."""
         path = self.sys / "devices" / bus / address
         for name, value in {"vendor": vendor, "device": device, "class": pci_class, **more}.items():
-            self.write(path / name, f"{value}\n")
+            self.file(path / name, f"{value}\n")
         self.link(self.sys / "bus/pci/devices" / address, path)
         return path
 
@@ -69,7 +69,7 @@ class Host:
 
     def default_route(self, interface: str) -> None:
         """IPv4."""
-        self.write(self.proc / "net/route", f"{ROUTES}{interface} 00000000 0102000A 0003 0 0 0 00000000 0 0 0\n")
+        self.file(self.proc / "net/route", f"{ROUTES}{interface} 00000000 0102000A 0003 0 0 0 00000000 0 0 0\n")
 
     def default_route6(self, interface: str) -> None:
         """IPv6, with the kernel's own reject route beside it."""
@@ -78,4 +78,4 @@ class Host:
             f"{nothing} 00 {nothing} 00 {gateway} 00000400 00000002 00000000 00000003 {interface}",
             f"{nothing} 00 {nothing} 00 {nothing} ffffffff 00000001 00000000 00200200 lo",
         )
-        self.write(self.proc / "net/ipv6_route", "\n".join(rows) + "\n")
+        self.file(self.proc / "net/ipv6_route", "\n".join(rows) + "\n")

@@ -11,8 +11,8 @@ from django.contrib.auth.models import User
 from django.http import HttpResponse
 from django.test import Client
 
-from accelerators import conductor
-from accelerators.models import AcceleratorRequest, AttachHandle, Device, DeviceProfile, Host
+from accelerators import commands, conductor
+from accelerators.models import AcceleratorRequest, AttachHandle, Device, DeviceProfile, Host, Image
 from cyborgweb.models import ApiToken
 from tests.support.reports import a_heard_host
 
@@ -52,7 +52,7 @@ def ask(client: Client, db: None) -> Ask:
 def fill(db: None) -> Fill:
     """`fill(devices)`: hosts cmp0, cmp1… of ten cards with two handles each; of every third handle a request is bound.
 
-    Requests belong to p1 and p2 in turn, each to an instance of INSTANCES.
+    Each host is told to look again, and there is an image. Requests belong to p1 and p2 in turn, to INSTANCES.
     """
 
     def make(devices: int, first: int = 0) -> list[Host]:
@@ -79,6 +79,8 @@ def fill(db: None) -> Fill:
                     .order_by("id")[::3]
                 )
             )
+            Image.objects.create(name="shell", size=1, sha256="0" * 64, source="upload")
+            commands.place([commands.Order("rescan", host=host.id, actor="olga") for host in hosts])
         return hosts
 
     return make

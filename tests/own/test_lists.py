@@ -24,6 +24,8 @@ COLLECTIONS = (
     "accelerators",
     "requests",
     "profiles",
+    "commands",
+    "images",
     "events",
 )
 ORDERS = {"hosts": "name", "agents": "host", "devices": "state", "profiles": "name", "events": "at"}

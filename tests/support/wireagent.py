@@ -6,6 +6,7 @@ import http.client
 import json
 import ssl
 from dataclasses import dataclass, field
+from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from websockets.exceptions import ConnectionClosed, InvalidStatus
@@ -70,10 +71,10 @@ class WireAgent:
         self.welcome = welcome
         return socket
 
-    def speaking(self) -> ClientConnection:
-        """Connected, welcomed, and its Hello sent."""
+    def speaking(self, ops: tuple[str, ...] = ()) -> ClientConnection:
+        """Connected, welcomed, and its Hello sent; `ops` are the commands it takes."""
         socket = self.connect()
-        socket.send(wire.encode(wire.Hello("9.9", self.boot_id)))
+        socket.send(wire.encode(wire.Hello("9.9", self.boot_id, (), ops)))
         return socket
 
     def refused(self, authorization: str | None = None) -> tuple[int, str]:
@@ -89,6 +90,39 @@ def ask(socket: ClientConnection, message: wire.Message | str) -> wire.Ack | wir
     """Send one message and take the next answer."""
     socket.send(message if isinstance(message, str) else wire.encode(message))
     return wire.decode_from_gateway(socket.recv(timeout=10))
+
+
+OPS = ("install", "uninstall", "attach", "detach", "program", "partition", "reset", "health", "rescan", "logs")
+
+
+def told(socket: ClientConnection, timeout: float = 10) -> wire.Command:
+    """The next command that arrives; what else comes is dropped."""
+    while True:
+        message = wire.decode_from_gateway(socket.recv(timeout=timeout))
+        if isinstance(message, wire.Command):
+            return message
+
+
+def take(socket: ClientConnection, timeout: float = 10) -> wire.Command:
+    """The next command, said to be taken."""
+    command = told(socket, timeout)
+    socket.send(wire.encode(wire.Taken((command.number,))))
+    return command
+
+
+def end(
+    socket: ClientConnection, command: wire.Command, outcome: str = "succeeded", text: str = "", **more: Any
+) -> None:
+    """Answer it; `more` are other fields of Result."""
+    socket.send(wire.encode(wire.Result(command.number, outcome, text, **more)))  # type: ignore[arg-type]
+
+
+def acknowledged(socket: ClientConnection, timeout: float = 10) -> int:
+    """The number of the next command whose Result is acknowledged; what else comes is dropped."""
+    while True:
+        message = wire.decode_from_gateway(socket.recv(timeout=timeout))
+        if isinstance(message, wire.Ack) and message.of == "Result":
+            return message.seq
 
 
 def is_closed(socket: ClientConnection) -> bool:

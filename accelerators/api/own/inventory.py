@@ -114,6 +114,10 @@ class DeviceSerializer(Chosen):
     draining = serializers.SerializerMethodField()
     held = serializers.IntegerField(read_only=True, help_text="How many requests hold one of its attach handles.")
     stale = serializers.SerializerMethodField()
+    to_install = serializers.SerializerMethodField()
+    acts = serializers.SerializerMethodField()
+    busy_with = Url("commands", allow_null=True, help_text="The command it does alone; nothing is bound meanwhile.")
+    commands = serializers.SerializerMethodField()
 
     class Meta:
         model = Device
@@ -136,6 +140,10 @@ class DeviceSerializer(Chosen):
             "draining",
             "held",
             "next_actions",
+            "to_install",
+            "acts",
+            "busy_with",
+            "commands",
             "status_reason",
             "status_since",
             "key",
@@ -155,6 +163,18 @@ class DeviceSerializer(Chosen):
     def get_draining(self, device: Device) -> dict[str, Any] | None:
         """What it becomes (`to`) when its last request is gone, and how many are left; null: it does not drain."""
         return {"to": device.drain_to, "left": device.held} if device.drain_to else None
+
+    def get_to_install(self, device: Device) -> list[str]:
+        """What its driver would do to the host to make it ready, step by step; none: it is as it should be."""
+        return device.to_install.splitlines()
+
+    def get_acts(self, device: Device) -> list[str]:
+        """What its driver can be asked for; people order what `/api/commands/` takes."""
+        return device.acts.split()
+
+    def get_commands(self, device: Device) -> str:
+        """The address of its commands."""
+        return f"{self.context.get('base', '')}/api/commands/?device={device.uuid}"
 
     def get_stale(self, device: Device) -> str:
         """Why what is shown may be out of date; empty when it is not."""

@@ -93,6 +93,14 @@ class Text(serializers.CharField):
         return super().to_internal_value(data)
 
 
+class Uuid(serializers.UUIDField):
+    """A uuid as text; a number is none."""
+
+    def to_internal_value(self, data: Any) -> Any:
+        """As it came."""
+        return super().to_internal_value(data) if isinstance(data, str) else self.fail("invalid", value=data)
+
+
 class Flag(serializers.BooleanField):
     """True or false; no word for it."""
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from accelerators.api.own.commands import CommandView
 from accelerators.api.own.demand import AcceleratorView, RequestView
+from accelerators.api.own.images import ImageView
 from accelerators.api.own.inventory import AttachHandleView, DeployableView, DeviceView, HostView
 from accelerators.api.own.profiles import ProfileView
 from accelerators.api.own.records import EventView
@@ -20,5 +22,7 @@ RESOURCES: Mapping[str, type[Collection]] = {
     "requests": RequestView,
     "profiles": ProfileView,
     "rules": RuleView,
+    "commands": CommandView,
+    "images": ImageView,
     "events": EventView,
 }

@@ -92,6 +92,8 @@ class Collection(GenericViewSet):
     answered by the method of that name. Its rule is that of changing a member."""
     dangerous: ClassVar[tuple[str, ...]] = ()
     """Verbs about which a page asks twice."""
+    parameters: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """What reading a member understands beside `fields`: `type` is a JSON schema, `description` a sentence."""
     shows: ClassVar[tuple[generations.Collection, ...]] = ()
     """The collections whose generations a page depends on; none: the page itself is its tag."""
 
@@ -203,7 +205,7 @@ class Collection(GenericViewSet):
         """The query string is a closed set; only reading has one."""
         known: tuple[str, ...] = ()
         if request.method in ("GET", "HEAD"):
-            known = ("fields",) if self.detail else (*page_parameters(), *self.filters())
+            known = ("fields", *self.parameters) if self.detail else (*page_parameters(), *self.filters())
         if unknown := sorted(set(request.query_params) - set(known)):
             there_are = f"known are {', '.join(sorted(known))}" if known else "there are none"
             raise ParseError(f"{', '.join(unknown)[:200]}: unknown here; {there_are}.")

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import re
+import threading
+from uuid import UUID
 
+from django.conf import settings
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from accelerators import safety
+from accelerators import commands, programming
 from accelerators.api.v2 import arguments, bodies
 from accelerators.api.v2.devices import SHOWN, held
 from accelerators.api.v2.faults import Fault, bad_input
 from accelerators.api.v2.resource import Column, Resource, links, moment, plain
 from accelerators.api.v2.views import DetailView, ListView, View
-from accelerators.models import Device
+from accelerators.models import Command, Device
+from accelerators.states import CommandState
 
 _PATH = re.compile(r"(?:/[\w-]+)+")
 _OPS = ("add", "replace", "remove")
 _INTERNAL = ("created_at", "id", "links", "updated_at", "uuid", "name", "num_accelerators")
+
+WAITERS = 4
+"""So many wait for the end of a programming at a time, in each process."""
+_turns = threading.BoundedSemaphore(WAITERS)
 
 # A JSON text inside a string, spaced as Python's json module does it.
 ATTRIBUTES = """(SELECT '[' || coalesce(
@@ -68,20 +76,46 @@ class DeployableProgram(View):
     policy_rules = {"PATCH": "cyborg:deployable:program"}
 
     def patch(self, request: Request, uuid: str) -> Response:
-        """Write a bitstream into a free device. No agent can be told to yet: 503, after everything else is right."""
+        """Have the host's agent write a bitstream into a free device, and wait for it: the deployable with its new
+        `bitstream_id`. Only so many may wait at a time; the others are not begun."""
         arguments.only(request.query_params.lists())
-        _check_program(bodies.read(request, "program_info"))
+        image = _image(bodies.read(request, "program_info"))
         arguments.check_uuid(uuid)
         there = arguments.stored(uuid) and DEPLOYABLES.exists("p.uuid = %(uuid)s", uuid=uuid)
         device = Device.objects.filter(deployables__uuid=uuid).first() if there else None
         if device is None:
             raise Fault(404, f"Deployable not found with uuid={uuid}")
-        safety.refuse_unless_free(device, "programmed")
-        raise Fault(503, "No agent can program devices yet: the agents of this release only report.")
+        if not _turns.acquire(blocking=False):
+            raise Fault(503, f"{WAITERS} devices are being programmed and waited for: try again in a moment.")
+        try:
+            command = commands.ask("program", device.uuid, request.user, image=image, deployable=UUID(uuid))
+            ended = programming.until_ended(command.uuid, settings.KEYS.program_wait_s)
+        finally:
+            _turns.release()
+        _refuse_unless_done(ended or command)
+        return Response(DEPLOYABLES.find(uuid, self.version, self.base))
 
 
-def _check_program(operations: object) -> None:
-    """Only the first operation is read, whatever its path says (contract section 2.5)."""
+def _refuse_unless_done(command: Command) -> None:
+    """In upstream's words where it has some (contract section 2.5), and the driver's reason."""
+    if command.state == CommandState.SUCCEEDED:
+        return
+    if command.ended_at is None:
+        seconds = settings.KEYS.program_wait_s
+        raise Fault(
+            500, f"FPGA programming is not over after {seconds} s: command {command.uuid} goes on ({_so(command)})."
+        )
+    if command.state == CommandState.REFUSED and "image" not in command.arguments:
+        raise Fault(400, f"The image cannot be programmed: {command.text}")
+    raise Fault(500, f"FPGA programming failed with return False. {command.text} (command {command.uuid})")
+
+
+def _so(command: Command) -> str:
+    return f"{command.state}; {command.progress}" if command.progress else command.state
+
+
+def _image(operations: object) -> UUID:
+    """Which image. Only the first operation is read, whatever its path says (contract section 2.5)."""
     shaped = isinstance(operations, list) and bool(operations) and isinstance(operations[0], dict)
     if not shaped:
         raise bad_input("program_info", str(operations)[:64], "It must be a list of operations.")
@@ -97,5 +131,6 @@ def _check_program(operations: object) -> None:
     image = value[0].get("image_uuid") if isinstance(value, list) and value and isinstance(value[0], dict) else None
     if not isinstance(image, str):
         raise bad_input("value", str(value)[:64], "It must be a list with an object that has an image_uuid.")
-    if arguments.canonical(image) is None:
+    if (found := arguments.canonical(image)) is None:
         raise Fault(400, f"Expected a uuid but received {image[:64]}.")
+    return UUID(found)

@@ -8,7 +8,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 from uuid import UUID
 
@@ -19,7 +19,10 @@ from django.forms.models import model_to_dict
 from accelerators import actions, lifecycle, rules
 from accelerators.actions import Action
 from accelerators.caller import Caller
+from accelerators.management import following
 from accelerators.models import AcceleratorRequest, Device, Event
+from accelerators.models import Command as Row
+from accelerators.models.commands import OPEN
 from accelerators.refusals import Refused
 from accelerators.states import DeviceState, DeviceType, Drain
 
@@ -28,16 +31,18 @@ EVENTS = 10
 LOTS = 1000
 """With more devices than these, progress is told on the way."""
 TEACHING = """\
-A device is found inactive. Enable it, and it is offered (ready); disable it, and it is in maintenance; what instances
-hold stays theirs. Drain takes it out of offer and says when its last request is gone; --then retired retires it then.
-Quarantine is for what is not to be trusted; release ends it. Retire is for good and refused while somebody holds the
-device; reinstate takes it back as inactive. Admit applies the admission rules to devices that are inactive now.
+A device is found inactive. Enable it, and it is offered (ready), or installing until its driver has made it so: --wait
+follows that to its end. Disable it, and it is in maintenance; what instances hold stays theirs. Drain takes it out of
+offer and says when its last request is gone; --then retired retires it then. Quarantine is for what is not to be
+trusted; release ends it. Retire is for good and refused while somebody holds the device; reinstate takes it back as
+inactive. Admit applies the admission rules to devices that are inactive now.
 
   manage.py device list --host cmp1.example --state inactive
   manage.py device enable 3f1c… 77ab… --reason "burnt in"
   manage.py device list --host cmp1.example --quiet | manage.py device drain - --then retired --reason "end of lease"
 
-Exit status 1: something was refused; the table says what, and why.
+Exit status 1: something was refused, or (--wait) could not be installed; the table says what, and why. What else its
+agent can be asked: `manage.py command --help`.
 """
 
 
@@ -65,6 +70,8 @@ class Command(BaseCommand):
             verb = verbs.add_parser(action.value, help=actions.MEANING[action])
             verb.add_argument("uuids", metavar="UUID", nargs="+", type=_uuid_or_dash, help="- reads them from stdin")
             verb.add_argument("--reason", default="", help="shown with the device and its events")
+            if action is Action.ENABLE:
+                verb.add_argument("--wait", action="store_true", help="until what has to be installed is, or is not")
             if action is Action.DRAIN:
                 verb.add_argument("--then", choices=[*Drain], default=Drain.MAINTENANCE, help="what it becomes then")
         admit = verbs.add_parser("admit", help="apply the admission rules to devices that are inactive now")
@@ -105,12 +112,16 @@ class Command(BaseCommand):
             }
             for event in Event.objects.filter(subject=device.uuid)[:EVENTS]
         ]
+        last = Row.objects.filter(device=device).select_related("host")[:EVENTS]
         if options["json"]:
-            self.stdout.write(json.dumps(facts | {"events": events}, default=str))
+            told = {"commands": [following.as_json(row) for row in last], "events": events}
+            self.stdout.write(json.dumps(facts | told, default=str))
             return
         for name, value in facts.items():
             if value not in ("", None):
                 self.stdout.write(f"{name:18} {value}")
+        for row in last:
+            self.stdout.write(f"{'command':18} {row.uuid} {row.op} {row.state} {row.text or row.progress}".rstrip())
         self.stdout.write("")
         self._print(events, ("at", "action", "by", "why"), False)
 
@@ -125,13 +136,25 @@ class Command(BaseCommand):
                     self.stderr.write(f"{len(results)} of {len(uuids)}")
         except Refused as refused:
             raise CommandError(refused.text) from None
+        failed = self._installed(results) if options.get("wait") else False
         rows = [asdict(result) | {"uuid": str(result.uuid)} for result in results]
         self._print(rows, ("uuid", "outcome", "state", "name", "host", "text"), options["json"])
         counts = Counter(result.outcome for result in results)
         if not options["json"]:
             self.stderr.write(", ".join(f"{number} {word}" for word, number in counts.items()))
-        if counts["refused"]:
+        if counts["refused"] or failed:
             sys.exit(1)
+
+    def _installed(self, results: list[lifecycle.Result]) -> bool:
+        """Wait for what is being installed, and put its end into the results; True when some was not."""
+        found = {result.uuid: n for n, result in enumerate(results) if result.outcome != "refused"}
+        installing = Row.objects.filter(OPEN, op="install", device__uuid__in=found)
+        ended = following.follow(list(installing.values_list("id", flat=True)), self.stderr)
+        texts = {row.device_id: row.text for row in ended}
+        for device in Device.objects.filter(pk__in=texts):
+            n = found[device.uuid]
+            results[n] = replace(results[n], state=device.state, text=texts[device.pk])
+        return not all(map(following.succeeded, ended))
 
     def _admit(self, options: dict[str, Any]) -> None:
         counts = rules.preview()

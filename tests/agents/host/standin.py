@@ -61,6 +61,11 @@ class StandIn:
     alive: list[wire.Alive] = field(default_factory=list)
     new_keys: list[wire.NewKey] = field(default_factory=list)
     acknowledge_keys: bool = True
+    taken: list[int] = field(default_factory=list)
+    progress: list[wire.Progress] = field(default_factory=list)
+    results: list[wire.Result] = field(default_factory=list)
+    acknowledge_results: bool = True
+    images: dict[str, bytes] = field(default_factory=dict)
     reports: list[wire.Report] = field(default_factory=list)
     beats: list[wire.Beat] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
@@ -97,6 +102,13 @@ class StandIn:
             self._nonces.add(nonce)
             body = msgspec.json.encode(wire.Challenge(nonce=nonce, seconds=30, versions=wire.VERSIONS))
             return connection.respond(http.HTTPStatus.OK, body.decode())
+        if request.path.startswith(wire.IMAGE_PATH):
+            self._note(request)
+            response = connection.respond(http.HTTPStatus.OK, "")
+            response.body = self.images[request.path.removeprefix(wire.IMAGE_PATH)]
+            del response.headers["Content-Length"]
+            response.headers["Content-Length"] = str(len(response.body))
+            return response
         if self.refuse:
             status, text, headers = self.refuse.pop(0)
             response = connection.respond(http.HTTPStatus(status), text)
@@ -113,6 +125,11 @@ class StandIn:
         key = Ed25519PublicKey.from_public_bytes(base64.urlsafe_b64decode(one.public_key))
         key.verify(base64.urlsafe_b64decode(one.signature), signed)
         self.credentials.append(one)
+
+    async def order(self, *commands: wire.Command) -> None:
+        """Send commands to the agent that is connected."""
+        for command in commands:
+            await self.sockets[-1].send(wire.encode(command))
 
     def _check(self, told: wire.NewKey) -> None:
         by = self.credentials[-1]
@@ -154,5 +171,15 @@ class StandIn:
                 await socket.send(wire.encode(wire.Ack(seq=0, of="NewKey")))
         elif isinstance(message, wire.Alive):
             self.alive.append(message)
+        elif isinstance(message, wire.Taken):
+            self.taken += message.numbers
+        elif isinstance(message, wire.Progress):
+            self.progress.append(message)
+        elif isinstance(message, wire.Result):
+            shown = max(((report.epoch, report.seq) for report in self.reports), default=(0, 0))
+            assert message.hash == self.applied_hash or (message.epoch, message.seq) <= shown, "the report goes first"
+            self.results.append(message)
+            if self.acknowledge_results:
+                await socket.send(wire.encode(wire.Ack(seq=message.number, of="Result")))
         elif isinstance(message, wire.Hello):
             self.hellos.append(message)

@@ -124,7 +124,7 @@ def test_a_power_cut_at_any_byte_of_the_log_leaves_some_committed_state(tmp_path
         journal.acknowledge(journal.seq)
         seen.add((journal.seq, journal.report.hash, True))
     database, log = (live / FILE).read_bytes(), (live / f"{FILE}-wal").read_bytes()
-    lengths = sorted({*range(0, len(log), max(1, len(log) // 150)), *range(0, 100, 7), len(log)})
+    lengths = sorted({*range(0, len(log), max(1, len(log) // 100)), *range(0, 100, 7), len(log)})
     reached = []
     for length in lengths:
         cut = tmp_path / "cut"
@@ -148,7 +148,7 @@ def test_a_file_cut_anywhere_opens_and_what_was_there_is_kept(tmp_path: Path) ->
     journal.record(content(1))
     journal.close()
     whole = (live / FILE).read_bytes()
-    for length in range(0, len(whole), 257):
+    for length in range(0, len(whole), max(257, len(whole) // 50)):
         cut = tmp_path / "cut"
         cut.mkdir()
         (cut / FILE).write_bytes(whole[:length])

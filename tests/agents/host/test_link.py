@@ -22,9 +22,11 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from agents import wire
 from agents.host.door import Gateway
 from agents.host.identity import load_or_make
+from agents.host.images import Images
 from agents.host.journal import Journal, open_journal
 from agents.host.link import Link
 from agents.host.pace import Pace
+from drivers.errors import DriverError
 from tests.agents.host.standin import QUICK, StandIn, found, until
 
 ONE = (found(keys=["a"]),)
@@ -340,6 +342,29 @@ def test_the_pinned_server_is_spoken_to(tmp_path: Path, certificate: tuple[ssl.S
         async with server.open(context), agent(tmp_path, server.gateway("s")) as host:
             host.sees(*ONE)
             await until(lambda: host.journal.acknowledged)
+
+    asyncio.run(story())
+
+
+def test_the_pinned_server_hands_out_images(tmp_path: Path, certificate: tuple[ssl.SSLContext, str]) -> None:
+    async def story() -> None:
+        context, fingerprint = certificate
+        server = StandIn(fingerprint=fingerprint, images={"i": b"bits"})
+        async with server.open(context):
+            keys = load_or_make(tmp_path, "cmp1.example", "cmp1")
+            ref = wire.ImageRef("i", 4, hashlib.sha256(b"bits").hexdigest())
+            images = Images(tmp_path / "images", server.gateway(), keys, lambda: 7)
+            async with images.lent(ref, lambda _: None) as image:
+                assert (Path(image.path).read_bytes(), Path(image.path).stat().st_mode & 0o777) == (b"bits", 0o600)
+                async with images.lent(ref, lambda _: None):
+                    assert len(server.credentials) == 1, "it is here already"
+                assert Path(image.path).exists()
+            assert not Path(image.path).exists()
+            assert [one.epoch for one in server.credentials] == [7]
+            other = replace(server.gateway(), fingerprint="ab" * 32)
+            with pytest.raises(DriverError, match="the join token pins"):
+                async with Images(tmp_path / "other", other, keys, lambda: 7).lent(ref, lambda _: None):
+                    raise AssertionError("never")
 
     asyncio.run(story())
 

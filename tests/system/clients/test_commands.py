@@ -12,6 +12,7 @@ import pytest
 
 from tests.system.clients.cloud import GROUPS, Cloud
 from tests.system.clients.lines import Partner
+from tests.system.clients.test_openstacksdk import uploaded
 
 pytestmark = pytest.mark.system
 Named = Callable[[str], str]
@@ -122,12 +123,13 @@ def test_deployable_list_and_show(openstack: Commands, cloud: Cloud) -> None:
 
 def test_deployable_program(openstack: Commands, cloud: Cloud) -> None:
     """Upstream answers 405. The plugin's never leaves the client: the SDK's `update_deployable` calls itself."""
-    words = ("deployable", "program", deployable(cloud), str(uuid.uuid4()))
-    complaint = openstack.refused("admin", *words)
+    image = uploaded(cloud)
+    words = ("deployable", "program", deployable(cloud))
     if openstack.kind == "in_tree":
-        assert "503" in complaint and "No agent can program" in complaint
+        assert openstack.read("admin", *words, image)["uuid"] == deployable(cloud)
+        assert "The image cannot be programmed" in openstack.refused("admin", *words, str(uuid.uuid4()))
     else:
-        assert "maximum recursion depth" in complaint
+        assert "maximum recursion depth" in openstack.refused("admin", *words, image)
 
 
 def test_device_profile_create_show_list_and_delete(openstack: Commands, named: Named) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import requests
 from keystoneauth1 import session
 from keystoneauth1.identity.v3 import Password
 from keystoneauth1.service_token import ServiceTokenAuthWrapper
@@ -46,6 +47,14 @@ def profile(cloud: Cloud, named: Named) -> Iterator[dict[str, Any]]:
     made = cloud.profile(named("sdk"))
     yield made
     cloud.http("admin", "DELETE", f"/device_profiles/{made['uuid']}")
+
+
+def uploaded(cloud: Cloud) -> str:
+    """A bitstream for the fake card, put there by the admin: its uuid."""
+    headers = {"X-Auth-Token": cloud.token("admin"), "Content-Type": "application/octet-stream"}
+    answer = requests.post(f"{cloud.url}/api/images/?name=bits", data=b"a bitstream", headers=headers, timeout=30)
+    assert answer.status_code == 201, answer.text
+    return str(answer.json()["uuid"])
 
 
 def test_devices(connect: Connect, cloud: Cloud) -> None:
@@ -90,16 +99,21 @@ def test_get_deployable(connect: Connect) -> None:
         accelerator.get_deployable("nope")
 
 
-def test_patch_deployable_reaches_programming(connect: Connect) -> None:
+def test_patch_deployable_programs(connect: Connect, cloud: Cloud) -> None:
     """Its path with the id twice is 405 upstream."""
-    accelerator = connect("admin").accelerator
+
+    def operations(image: object) -> list[dict[str, Any]]:
+        return [{"op": "replace", "path": "/program", "value": [{"image_uuid": str(image)}]}]
+
+    accelerator, image = connect("admin").accelerator, uploaded(cloud)
     (deployable,) = accelerator.deployables()
-    operations = [{"op": "replace", "path": "/program", "value": [{"image_uuid": str(uuid.uuid4())}]}]
-    with pytest.raises(exceptions.HttpException) as refused:
-        accelerator.patch_deployable(deployable.id, operations)
-    assert refused.value.status_code == 503, refused.value
+    assert accelerator.patch_deployable(deployable.id, operations(image)).id == deployable.id
+    shown = cloud.http("member", "GET", f"/deployables/{deployable.id}").json()
+    assert shown["bitstream_id"] == image and "CUSTOM_FPGA_FUNCTION_ID_" in shown["attributes_list"]
+    with pytest.raises(exceptions.BadRequestException, match="The image cannot be programmed: Glance has no bytes"):
+        accelerator.patch_deployable(deployable.id, operations(uuid.uuid4()))
     with pytest.raises(exceptions.ForbiddenException, match="cyborg:deployable:program"):
-        connect("member").accelerator.patch_deployable(deployable.id, operations)
+        connect("member").accelerator.patch_deployable(deployable.id, operations(image))
 
 
 def test_device_profiles(connect: Connect, profile: dict[str, Any]) -> None:

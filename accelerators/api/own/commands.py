@@ -1,0 +1,201 @@
+"""Commands to agents: what was asked of which device or host, by whom and why, how far it is, how it ended."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+from uuid import UUID
+
+import django_filters as filters
+from django.db.models import QuerySet
+from rest_framework import serializers
+from rest_framework.exceptions import ParseError
+from rest_framework.request import Request
+from rest_framework.response import Response
+
+from accelerators import commands, programming
+from accelerators.acts import OF_DEVICE, OF_HOST
+from accelerators.api.own.representation import Chosen, DeviceReference, HostReference, Text, Url, Uuid
+from accelerators.api.own.views import Collection
+from accelerators.lifecycle import MAX_REASON
+from accelerators.models import Command
+from accelerators.models.commands import OPEN
+from accelerators.refusals import Reason, Refused
+from accelerators.states import CommandState
+
+LONGEST_S = 30
+WAITERS = 2
+"""So many wait at a time in each process; whoever comes beyond is answered at once, and asks again."""
+_turns = threading.BoundedSemaphore(WAITERS)
+OPS = ("install", *OF_DEVICE, "attach", "detach", *OF_HOST)
+"""Installing is asked by enabling a device, attaching and detaching by binding a request."""
+
+
+class CommandFilter(filters.FilterSet):
+    """By where, what, and whether it has ended."""
+
+    host = filters.CharFilter(field_name="host__name", help_text="Exactly this host name.")
+    device = filters.UUIDFilter(field_name="device__uuid")
+    request = filters.UUIDFilter(help_text="The accelerator request that waits for it.")
+    op = filters.MultipleChoiceFilter(choices=[(word, word) for word in OPS], distinct=False)
+    state = filters.MultipleChoiceFilter(choices=[(word, word) for word in CommandState], distinct=False)
+    ended = filters.BooleanFilter(method="by_end", help_text="Whether nothing more is to be expected of it.")
+
+    def by_end(self, rows: QuerySet[Command], name: str, wanted: bool) -> QuerySet[Command]:
+        """Open ones have an index."""
+        return rows.exclude(OPEN) if wanted else rows.filter(OPEN)
+
+
+class Named(Uuid):
+    """A row that is written by its uuid and shown as a reference."""
+
+    def __init__(self, reference: type[serializers.Serializer], **options: Any) -> None:
+        self.reference = reference
+        super().__init__(required=False, allow_null=True, **options)
+
+    def to_representation(self, value: Any) -> Any:
+        """With its address."""
+        return self.reference(value, context=self.context).data
+
+
+class ImageField(Uuid):
+    """The image's uuid: known before the image itself is."""
+
+    def get_attribute(self, instance: Command) -> Any:
+        """None where there is none."""
+        said = instance.arguments
+        return (said.get("image") or {}).get("id") or (said.get("wanted") or {}).get("bitstream_id")
+
+    def to_representation(self, value: Any) -> str:
+        """As it is stored: text."""
+        return str(value)
+
+
+class CommandSerializer(Chosen):
+    """Something one host's agent does once. To order one, say `op` and `device`, or `op` and `host`."""
+
+    url = Url("commands", source="uuid")
+    op = serializers.ChoiceField(
+        OPS,
+        help_text=f"Of a device: {', '.join(OF_DEVICE)}; of a host: {', '.join(OF_HOST)}. Devices are installed by"
+        " enabling them, attached and detached by binding requests.",
+    )
+    device = Named(DeviceReference, help_text="Its uuid. Null when it is gone, or the command is its host's.")
+    host = Named(HostReference, help_text="Its uuid. A device's command shows its device's host.")
+    reason = Text(max_length=MAX_REASON, allow_blank=True, required=False, help_text="Shown with it and its events.")
+    layout = serializers.DictField(
+        child=Text(max_length=255),
+        source="arguments.layout",
+        default=dict,
+        help_text='Of partition: words of the driver, for example {"vfs": "4"}.',
+    )
+    image = ImageField(required=False, allow_null=True, help_text="Of program: the uuid of an image here or in Glance.")
+    deployable = Uuid(
+        required=False, write_only=True, allow_null=True, help_text="Of program: which part, if it has several."
+    )
+    driver = Text(
+        max_length=64,
+        source="arguments.driver",
+        default="",
+        allow_blank=True,
+        help_text="Of rescan: this driver alone, released if it is quarantined.",
+    )
+    by = serializers.CharField(source="actor", read_only=True, help_text="Who ordered it.")
+    detail = serializers.JSONField(read_only=True, help_text="What was asked for: health's signals, the log.")
+
+    class Meta:
+        model = Command
+        fields = (
+            "uuid",
+            "url",
+            "op",
+            "state",
+            "device",
+            "host",
+            "percent",
+            "progress",
+            "text",
+            "by",
+            "reason",
+            "device_name",
+            "layout",
+            "image",
+            "deployable",
+            "driver",
+            "request",
+            "detail",
+            "start_by",
+            "end_by",
+            "taken_at",
+            "started_at",
+            "answered_at",
+            "ended_at",
+            "created_at",
+        )
+        read_only_fields = tuple(
+            {*fields} - {"op", "device", "host", "reason", "layout", "image", "deployable", "driver"}
+        )
+
+    def validate(self, said: dict[str, Any]) -> dict[str, Any]:
+        """What belongs together."""
+        said = {name: value for name, value in (said | said.pop("arguments", {})).items() if value}
+        allowed = {"device": OF_DEVICE, "host": OF_HOST}
+        about = [name for name in allowed if name in said]
+        if len(about) != 1 or said["op"] not in allowed[about[0]]:
+            raise serializers.ValidationError(
+                {"op": f"Say one of {', '.join(OF_DEVICE)} with a device, or one of {', '.join(OF_HOST)} with a host."}
+            )
+        takes = {"partition": {"layout"}, "program": {"image", "deployable"}, "rescan": {"driver"}}.get(
+            said["op"], set()
+        )
+        if extra := {"layout", "image", "deployable", "driver"} & {*said} - takes:
+            raise serializers.ValidationError({min(extra): f"{said['op']} takes none."})
+        return said
+
+
+class CommandView(Collection):
+    """Commands to agents, newest first; those that ended 30 days ago are forgotten."""
+
+    policy = "command"
+    default_order = "-created"
+    parameters = {
+        "wait": {
+            "type": {"type": "integer", "minimum": 0, "maximum": LONGEST_S},
+            "description": "Answer when it has ended, or after so many seconds; at once if too many wait already.",
+        }
+    }
+    shows = ("commands", "devices", "hosts")
+    serializer_class = CommandSerializer
+    filterset_class = CommandFilter
+    queryset = Command.objects.select_related("device", "host")
+
+    def retrieve(self, request: Request, **kwargs: str) -> Response:
+        """One of them; `wait` follows it to its end."""
+        text = request.query_params.get("wait", "0")
+        if not (text.isascii() and text.isdecimal() and len(text) <= 2 and int(text) <= LONGEST_S):
+            raise ParseError(f"wait: say a number of seconds from 0 to {LONGEST_S}.")
+        if int(text) and _turns.acquire(blocking=False):
+            try:
+                programming.until_ended(UUID(kwargs["uuid"]), int(text))
+            finally:
+                _turns.release()
+        return super().retrieve(request, **kwargs)
+
+    def create(self, request: Request) -> Response:
+        """Order one; what it came to is shown by the command that is answered."""
+        serializer = self.get_serializer(data=request.data)
+        serializer.is_valid(raise_exception=True)
+        said = dict(serializer.validated_data)
+        op, device, host = said.pop("op"), said.pop("device", None), said.pop("host", None)
+        try:
+            made = (
+                commands.ask(op, device, self.caller, **said)
+                if device
+                else commands.ask_host(op, host, self.caller, **said)
+            )
+        except Refused as refused:
+            if refused.reason is Reason.UNKNOWN:
+                raise serializers.ValidationError({"device" if device else "host": refused.text}) from refused
+            raise
+        shown = self.get_serializer(self.get_queryset().get(pk=made.pk)).data
+        return Response(shown, 201, headers={"Location": shown["url"]})

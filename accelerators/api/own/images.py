@@ -1,0 +1,136 @@
+"""Images that devices are programmed with: uploaded ones, and the copies of Glance's that are here."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import django_filters as filters
+from rest_framework import serializers
+from rest_framework.exceptions import ParseError
+from rest_framework.request import Request
+from rest_framework.response import Response
+
+from accelerators import images
+from accelerators.api.browsable import Browsable
+from accelerators.api.own import errors
+from accelerators.api.own.representation import Chosen, Url
+from accelerators.api.own.views import Collection
+from accelerators.groups import FUNCTION
+from accelerators.models import Image, ImageSource
+from accelerators.states import Source
+
+MEDIA = "application/octet-stream"
+PROPERTY = rf"^[^=\x00]{{1,{images.MAX_KEY}}}=[^\x00]{{0,{images.MAX_VALUE}}}$"
+UPLOADS = 2
+"""So many are taken at a time by each process."""
+_turns = threading.BoundedSemaphore(UPLOADS)
+
+
+class ImageFilter(filters.FilterSet):
+    """By name, where it came from, or what it makes of a device."""
+
+    name = filters.CharFilter(help_text="Exactly this name.")
+    source = filters.ChoiceFilter(choices=[(word, word) for word in ImageSource])
+    function = filters.CharFilter(method="by_function", help_text="Its property accel:function_id.")
+
+    def by_function(self, rows: Any, name: str, value: str) -> Any:
+        """Exactly this one."""
+        return rows.filter(properties__contains={FUNCTION: value})
+
+
+class ImageSerializer(Chosen):
+    """Bytes that a device can be programmed with, complete and checked."""
+
+    url = Url("images", source="uuid")
+    size = serializers.IntegerField(read_only=True, help_text="In bytes.")
+    properties = serializers.DictField(child=serializers.CharField(), read_only=True, help_text="accel:function_id …")
+
+    class Meta:
+        model = Image
+        fields = ("uuid", "url", "name", "size", "sha256", "properties", "source", "by", "used_at", "created_at")
+        read_only_fields = fields
+
+
+class ImageView(Collection):
+    """Images. To upload one, POST its bytes as application/octet-stream to `/api/images/?name=…&property=KEY=VALUE`,
+    `property` as often as needed; whoever may program devices may."""
+
+    policy = "image"
+    default_order = "-created"
+    serializer_class = ImageSerializer
+    filterset_class = ImageFilter
+    queryset = Image.objects.all()
+    sends: ClassVar[str] = MEDIA
+    """What the body of a creation is, and what its query says (name → JSON schema, sentence)."""
+    sent_with: ClassVar[Mapping[str, tuple[dict[str, Any], str]]] = {
+        "name": ({"type": "string", "maxLength": 255, "pattern": "^[^\\x00]*$"}, "How people call it."),
+        "property": (
+            {"type": "array", "maxItems": images.MAX_PROPERTIES, "items": {"type": "string", "pattern": PROPERTY}},
+            "KEY=VALUE; accel:function_id names what the image makes of a device.",
+        ),
+    }
+
+    @property
+    def policy_rules(self) -> dict[str, str]:
+        """Those of what images are for."""
+        read = "cyborg:inventory:get_one" if self.detail else "cyborg:inventory:get_all"
+        return {"GET": read, "HEAD": read, **dict.fromkeys(("POST", "DELETE"), "cyborg:deployable:program")}
+
+    @property
+    def allowed_methods(self) -> list[str]:
+        """A page cannot send an image."""
+        page = isinstance(getattr(self.request, "accepted_renderer", None), Browsable)
+        return [method for method in super().allowed_methods if method != "POST" or not page]
+
+    def initial(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        """An image may be larger than other bodies, and is described by the query."""
+        if self.action == "create":
+            super(Collection, self).initial(request, *args, **kwargs)
+        else:
+            super().initial(request, *args, **kwargs)
+
+    def create(self, request: Request) -> Response:
+        """Keep the bytes that are sent, as they arrive."""
+        name, properties = _described(request)
+        size = _size(request)
+        if not _turns.acquire(blocking=False):
+            raise errors.Refused(503, f"{UPLOADS} images are being uploaded already: try again in a moment.")
+        try:
+            image = images.upload(_pieces(request), size, name, properties, self.caller, Source.API)
+        finally:
+            _turns.release()
+        shown = self.get_serializer(Image.objects.get(pk=image.pk)).data
+        return Response(shown, 201, headers={"Location": shown["url"]})
+
+    def destroy(self, request: Request, **kwargs: str) -> Response:
+        """Remove one that no open command is to use. Glance's own stays there."""
+        images.remove(self.get_object().uuid, self.caller, Source.API)
+        return Response(status=204)
+
+
+def _described(request: Request) -> tuple[str, dict[str, str]]:
+    if unknown := sorted(set(request.query_params) - {*ImageView.sent_with}):
+        raise ParseError(f"{', '.join(unknown)[:200]}: unknown here; known are {', '.join(ImageView.sent_with)}.")
+    pairs = (text.partition("=") for text in request.query_params.getlist("property"))
+    return request.query_params.get("name", ""), images.check_properties((key, value) for key, _, value in pairs)
+
+
+def _size(request: Request) -> int:
+    if request.content_type.partition(";")[0].strip().lower() != MEDIA:
+        raise errors.Refused(415, f"Send the image's bytes as {MEDIA}.")
+    length = request.META.get("CONTENT_LENGTH") or ""
+    if not length.isdecimal():
+        raise errors.Refused(411, "Say in Content-Length how many bytes the image has.")
+    if int(length) > images.limit():
+        raise errors.Refused(413, f"An image has at most {images.limit()} bytes here (CYBORG_IMAGE_MAX_BYTES).")
+    return int(length)
+
+
+def _pieces(request: Request) -> Iterator[bytes]:
+    try:
+        while piece := request._request.read(images.CHUNK):
+            yield piece
+    except OSError:
+        return  # whoever sent it has gone: it is too short

@@ -1,0 +1,168 @@
+"""`manage.py command`: what agents are asked to do, at a shell, for people (a bar, a sentence) and scripts."""
+
+from __future__ import annotations
+
+import argparse
+import getpass
+import json
+import sys
+from typing import Any
+from uuid import UUID
+
+from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.db.models import Q, QuerySet
+
+from accelerators import acts, commands
+from accelerators.acts import ACTS, Act
+from accelerators.caller import Caller
+from accelerators.management import following
+from accelerators.models import Command as Row
+from accelerators.models import Host
+from accelerators.models.commands import OPEN
+from accelerators.refusals import Refused
+from accelerators.states import Source
+
+ROWS = 50
+TEACHING = """\
+A command is done once by the agent of one host. It is ordered here and goes on by itself; --wait follows it until it
+has ended and tells how. What is destructive (reset, partition, program, uninstall) is refused while anybody holds the
+device. Devices are installed by `manage.py device enable`, attached and detached by binding requests.
+
+  manage.py command health 3f1c… --wait
+  manage.py command partition 3f1c… --layout vfs=4 --reason "four instances" --wait
+  manage.py command program 3f1c… --image 77ab… --wait
+  manage.py command rescan cmp1.example --driver pci_driver
+  manage.py command logs cmp1.example --wait
+  manage.py command list --host cmp1.example --open
+
+Exit status: 0 ordered, with --wait succeeded; 1 refused, failed, expired or unknown; the last line says why.
+"""
+
+
+class Command(BaseCommand):
+    help = (
+        "Ask a host's agent to do something, and follow it: health, reset, partition, program, uninstall, rescan, logs."
+    )
+
+    def create_parser(self, prog_name: str, subcommand: str, **kwargs: Any) -> CommandParser:
+        """With the teaching below the options, its lines kept."""
+        kwargs |= {"formatter_class": argparse.RawDescriptionHelpFormatter, "epilog": TEACHING}
+        return super().create_parser(prog_name, subcommand, **kwargs)
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        verbs = parser.add_subparsers(dest="verb", required=True, metavar="OP", parser_class=argparse.ArgumentParser)
+        for act in ACTS.values():
+            verb = verbs.add_parser(act.op, help=act.meaning, description=act.meaning)
+            if act.of == "device":
+                verb.add_argument(
+                    "target", metavar="DEVICE", type=_uuid, help="its uuid, as `manage.py device list` says"
+                )
+            else:
+                verb.add_argument("target", metavar="HOST", help="its name or uuid")
+            _takes(verb, act)
+            verb.add_argument("--reason", default="", help="shown with the command and its events")
+            verb.add_argument("--wait", action="store_true", help="until it has ended; the exit status is its success")
+        listing = verbs.add_parser("list", help=f"the newest {ROWS} commands")
+        listing.add_argument("--host", help="of this host alone, by name")
+        listing.add_argument("--device", type=_uuid, help="of this device alone")
+        listing.add_argument("--open", action="store_true", help="those alone that have not ended")
+        show = verbs.add_parser("show", help="one command: how far it is, how it ended, what came back")
+        show.add_argument("uuid", metavar="UUID", type=_uuid)
+        show.add_argument("--wait", action="store_true", help="until it has ended; the exit status is its success")
+        for verb in verbs.choices.values():
+            verb.add_argument("--json", action="store_true", help="for scripts: JSON on standard output")
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        if options["verb"] == "list":
+            return self._list(options)
+        if options["verb"] == "show":
+            return self._tell(_one(options["uuid"]), options)
+        self._tell(self._order(ACTS[options["verb"]], options), options)
+
+    def _order(self, act: Act, options: dict[str, Any]) -> Row:
+        who, reason = Caller(getpass.getuser(), "", frozenset(), ""), options["reason"]
+        try:
+            if act.of == "host":
+                host, driver = _host(options["target"]), options.get("driver", "")
+                return commands.ask_host(act.op, host, who, driver=driver, reason=reason, source=Source.PERSON)
+            said = {name: options[name] for name in ("image", "deployable") if options.get(name)}
+            if act.takes == "layout":
+                said["layout"] = acts.layout(options["layout"])
+            return commands.ask(act.op, options["target"], who, reason=reason, source=Source.PERSON, **said)
+        except Refused as refused:
+            raise CommandError(refused.text) from None
+
+    def _tell(self, row: Row, options: dict[str, Any]) -> None:
+        if options["wait"]:
+            (row,) = following.follow([row.pk], self.stderr)
+        elif options["verb"] != "show" and not options["json"]:
+            self.stdout.write(f"ordered: {row.uuid}; `manage.py command show {row.uuid} --wait` follows it")
+            return
+        if options["json"]:
+            self.stdout.write(json.dumps(following.as_json(row), default=str))
+        else:
+            for line in following.told(row):
+                self.stdout.write(line)
+        if options["wait"] and not following.succeeded(row):
+            sys.exit(1)
+
+    def _list(self, options: dict[str, Any]) -> None:
+        asked = Q(host__name=options["host"]) if options["host"] else Q()
+        asked &= Q(device__uuid=options["device"]) if options["device"] else Q()
+        asked &= OPEN if options["open"] else Q()
+        rows: QuerySet[Row] = Row.objects.filter(asked).select_related("host").order_by("-id")[:ROWS]
+        if options["json"]:
+            self.stdout.write(json.dumps([following.as_json(row) for row in rows], default=str))
+            return
+        lines = [("uuid", "state", "%", "what", "of", "host", "by", "said")]
+        lines += [
+            (
+                str(row.uuid),
+                row.state,
+                str(row.percent),
+                row.op,
+                row.device_name,
+                row.host.name,
+                row.actor,
+                row.text or row.progress,
+            )
+            for row in rows
+        ]
+        widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+        for line in lines:
+            self.stdout.write("  ".join(map(str.ljust, line, widths)).rstrip())
+
+
+def _takes(verb: argparse.ArgumentParser, act: Act) -> None:
+    match act.takes:
+        case "layout":
+            verb.add_argument("--layout", metavar="K=V", nargs="+", required=True, help="words of its driver: vfs=4")
+        case "image":
+            verb.add_argument("--image", metavar="UUID", type=_uuid, required=True, help="an image here or in Glance")
+            verb.add_argument("--deployable", metavar="UUID", type=_uuid, help="which part, if the device has several")
+        case "driver":
+            verb.add_argument("--driver", default="", help="this one alone; out of quarantine, if it is there")
+
+
+def _one(uuid: UUID) -> Row:
+    row = Row.objects.select_related("host").filter(uuid=uuid).first()
+    if row is None:
+        raise CommandError(f"there is no command {uuid}; `manage.py command list` shows the newest")
+    return row
+
+
+def _host(named: str) -> UUID:
+    found = Host.objects.filter(name=named).values_list("uuid", flat=True).first()
+    if found:
+        return found
+    try:
+        return UUID(named)
+    except ValueError:
+        raise CommandError(f"there is no host {named[:255]!r}") from None
+
+
+def _uuid(text: str) -> UUID:
+    try:
+        return UUID(text.strip())
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no uuid") from None

@@ -1,0 +1,113 @@
+"""`manage.py image`: the images that devices are programmed with, at a shell; `--json` for scripts."""
+
+from __future__ import annotations
+
+import argparse
+import getpass
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+from django.core.management.base import BaseCommand, CommandError, CommandParser
+
+from accelerators import images
+from accelerators.caller import Caller
+from accelerators.models import Image
+from accelerators.refusals import Refused
+from accelerators.states import Source
+
+EPILOG = """examples:
+  manage.py image upload shell.bin --property accel:function_id=AFU-1
+  manage.py image list --json
+  manage.py image remove 6ed7c4e6-3f3a-4f0b-9d6b-1f0a3ab3e1a5
+
+Devices are programmed with these, and with images of Glance by their ids, which are copied here when they are needed:
+  manage.py command program DEVICE --image IMAGE --wait
+"""
+BAR = 30
+
+
+class Command(BaseCommand):
+    """Upload, list and remove images."""
+
+    help = "The images that devices are programmed with."
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        parser.epilog, parser.formatter_class = EPILOG, argparse.RawDescriptionHelpFormatter
+        verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=argparse.ArgumentParser)
+        upload = verbs.add_parser("upload", help="keep a file as an image; prints its uuid")
+        upload.add_argument("file", metavar="FILE", type=Path)
+        upload.add_argument("--name", help="by default the file's")
+        upload.add_argument(
+            "--property", action="append", default=[], metavar="KEY=VALUE", help="accel:function_id=…; repeatable"
+        )
+        verbs.add_parser("list", help="the images that are here")
+        verbs.add_parser("remove", help="forget one").add_argument("uuid", metavar="UUID", type=_uuid)
+        for verb in verbs.choices.values():
+            verb.add_argument("--json", action="store_true", help="for scripts: JSON on standard output")
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        try:
+            getattr(self, f"_{options['verb']}")(options)
+        except Refused as refused:
+            raise CommandError(refused.text) from None
+
+    def _upload(self, options: dict[str, Any]) -> None:
+        path: Path = options["file"]
+        pairs = [text.partition("=") for text in options["property"]]
+        if wrong := next((key for key, sign, _ in pairs if not sign), ""):
+            raise CommandError(f"--property {wrong}: write KEY=VALUE")
+        properties = images.check_properties((key, value) for key, _, value in pairs)
+        name = path.name if options["name"] is None else options["name"]
+        try:
+            size = path.stat().st_size
+            with path.open("rb") as file:
+                pieces = self._shown(iter(lambda: file.read(images.CHUNK), b""), size)
+                image = images.upload(pieces, size, name, properties, _caller(), Source.PERSON)
+        except OSError as error:
+            raise CommandError(f"{path} cannot be read: {error.strerror}") from None
+        self.stdout.write(json.dumps(_row(image)) if options["json"] else str(image.uuid))
+
+    def _shown(self, pieces: Iterator[bytes], size: int) -> Iterator[bytes]:
+        """The same, with a bar for who watches."""
+        done, watched = 0, self.stderr.isatty()
+        for piece in pieces:
+            yield piece
+            done += len(piece)
+            if watched:
+                full = BAR * done // max(size, 1)
+                self.stderr.write(f"\r[{'#' * full}{'.' * (BAR - full)}] {done >> 20} of {size >> 20} MiB", ending="")
+        if watched:
+            self.stderr.write("")
+
+    def _list(self, options: dict[str, Any]) -> None:
+        rows = [_row(image) for image in Image.objects.all()]
+        if options["json"]:
+            self.stdout.write(json.dumps(rows))
+            return
+        for row in rows:
+            words = " ".join(f"{key}={value}" for key, value in row["properties"].items())
+            self.stdout.write(f"{row['uuid']}  {row['source']:6}  {row['size']:>12}  {row['name']}  {words}".rstrip())
+
+    def _remove(self, options: dict[str, Any]) -> None:
+        images.remove(options["uuid"], _caller(), Source.PERSON)
+        self.stdout.write(json.dumps({"removed": str(options["uuid"])}) if options["json"] else "removed")
+
+
+def _row(image: Image) -> dict[str, Any]:
+    row = images.as_ref(image)
+    return {"uuid": row.pop("id"), **row, "source": image.source, "by": image.by}
+
+
+def _uuid(text: str) -> UUID:
+    try:
+        return UUID(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no uuid; `manage.py image list` shows them") from None
+
+
+def _caller() -> Caller:
+    """The person at the shell."""
+    return Caller(getpass.getuser(), "", frozenset(), "")

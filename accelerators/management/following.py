@@ -1,0 +1,72 @@
+"""Commands followed at a shell until they have ended: a bar on a terminal, lines elsewhere.
+
+Called by `manage.py command` and `manage.py device enable --wait`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from django.core.management.base import CommandError, OutputWrapper
+
+from accelerators.models import Command
+from accelerators.states import CommandState
+
+EVERY_S = 0.25
+BAR = 24
+
+
+def follow(numbers: Sequence[int], out: OutputWrapper) -> list[Command]:
+    """Wait for these commands to end, telling on `out` how they get on; returns them, in order.
+
+    Raises CommandError when somebody breaks it off; the commands go on.
+    """
+    told: dict[int, str] = {}
+    terminal = out.isatty() and len(numbers) == 1
+    try:
+        while True:
+            rows = list(Command.objects.filter(pk__in=numbers).select_related("host").order_by("id"))
+            for row in rows:
+                if told.get(row.pk) != (line := _line(row, terminal)):
+                    told[row.pk] = line
+                    out.write(f"\r\x1b[K{line}" if terminal else line, str, "" if terminal else "\n")
+                    out.flush()
+            if all(row.ended_at for row in rows):
+                if terminal:
+                    out.write("")
+                return rows
+            time.sleep(EVERY_S)
+    except KeyboardInterrupt:
+        raise CommandError("not waited for any longer; what was ordered goes on: `manage.py command list`") from None
+
+
+def _line(command: Command, terminal: bool) -> str:
+    name = f"{command.op} {command.device_name or command.host.name}"
+    said = "" if command.ended_at else command.progress
+    if not terminal:
+        return f"{name}: {command.state}" + (f" {command.percent} %" if command.percent else "") + (said and f" {said}")
+    bar = "#" * (command.percent * BAR // 100)
+    return f"{name} [{bar:<{BAR}}] {command.percent:3} % {said or command.state}"
+
+
+def succeeded(command: Command) -> bool:
+    """Whether it did what was asked."""
+    return command.state == CommandState.SUCCEEDED
+
+
+def as_json(command: Command) -> dict[str, Any]:
+    """For scripts."""
+    names = ("uuid", "op", "state", "device_name", "actor", "reason", "percent", "progress", "text", "detail")
+    times = ("created_at", "started_at", "ended_at")
+    facts = {name: getattr(command, name) for name in (*names, *times)}
+    return facts | {"host": command.host.name}
+
+
+def told(command: Command) -> Iterator[str]:
+    """How it ended, in a sentence, or how far it is; and what was asked for."""
+    said = command.text if command.ended_at else f"{command.percent} % {command.progress}".strip()
+    yield f"{command.state}: {said or 'nothing more was said'}"
+    for name, value in sorted(command.detail.items()):
+        yield f"{name}:\n{value}" if "\n" in value else f"{name}: {value}"

@@ -1,0 +1,143 @@
+"""`manage.py command` and `manage.py device enable --wait` as an operator uses them."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from django.core.management import CommandError, call_command
+
+from accelerators import commands, outcomes
+from accelerators.management import following
+from accelerators.models import Command, Device, Event
+from accelerators.models.commands import OPEN
+from tests.support.reports import a_host, answer, apply, card
+
+pytestmark = pytest.mark.django_db
+
+ACTS = "attach detach health partition program reset uninstall"
+IMAGE = "11111111-2222-4333-8444-555555555555"
+
+
+@pytest.fixture(autouse=True)
+def device() -> Device:
+    """A card that has to be installed, and can do everything."""
+    apply(a_host(), answer(card(1, acts=ACTS, to_install="make 4 virtual functions"), card(2)))
+    return Device.objects.get(address="0000:01:00.0")
+
+
+@pytest.fixture
+def agent(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """`agent(outcome, text, **detail)`: whenever somebody waits, one step is done; in the end it answers so."""
+
+    def plays(outcome: str = "succeeded", text: str = "done", **detail: str) -> None:
+        def step(seconds: float) -> None:
+            command = Command.objects.filter(OPEN).first()
+            if command.percent < 50:
+                commands.progressed([commands.Progress(command.host_id, command.id, 50, "half of it")])
+                return
+            commands.answer([commands.Answer(command.host_id, command.id, outcome, text, detail)])
+            outcomes.settle()
+
+        monkeypatch.setattr(following.time, "sleep", step)
+
+    return plays
+
+
+class Terminal(io.StringIO):
+    """Where a bar is drawn."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def said(*words: str, terminal: bool = False) -> tuple[int, str, str]:
+    """Exit status, standard output, standard error."""
+    out, err, status = io.StringIO(), Terminal() if terminal else io.StringIO(), 0
+    try:
+        call_command(*words, stdout=out, stderr=err)
+    except SystemExit as ended:
+        status = int(ended.code or 0)
+    return status, out.getvalue(), err.getvalue()
+
+
+def test_it_is_ordered_and_can_be_followed_later(device: Device, agent: Callable[..., None]) -> None:
+    status, out, _ = said("command", "health", str(device.uuid), "--reason", "looks ill")
+    command = Command.objects.get()
+    assert status == 0 and out.startswith(f"ordered: {command.uuid}; ")
+    assert Event.objects.get(action="command.ordered").source == "person" and command.reason == "looks ill"
+    assert said("command", "show", str(command.uuid))[1] == "queued: 0 %\n"
+    agent("succeeded", "it is well", temperature="41 °C")
+    status, out, err = said("command", "show", str(command.uuid), "--wait")
+    assert (status, out.splitlines()) == (0, ["succeeded: it is well", "temperature: 41 °C"])
+    name = "health 1044 0000:01:00.0"
+    assert err.splitlines() == [f"{name}: queued", f"{name}: started 50 % half of it", f"{name}: succeeded 100 %"]
+
+
+def test_waiting_shows_a_bar_on_a_terminal_and_ends_with_1_if_it_failed(
+    device: Device, agent: Callable[..., None]
+) -> None:
+    agent("failed", "no memory for them")
+    words = ("command", "partition", str(device.uuid), "--layout", "vfs=4", "size=2", "--wait")
+    status, out, err = said(*words, terminal=True)
+    assert (status, out) == (1, "failed: no memory for them\n")
+    assert Command.objects.get().arguments["layout"] == {"vfs": "4", "size": "2"}
+    assert "[############            ]  50 % half of it" in err and err.count("\r") == 3 and err.endswith("failed\n")
+
+
+def test_scripts_get_json(device: Device, agent: Callable[..., None]) -> None:
+    agent(log="line\nline")
+    status, out, _ = said("command", "logs", "cmp1", "--wait", "--json")
+    told = json.loads(out)
+    assert (status, told["op"], told["state"], told["detail"]) == (0, "logs", "succeeded", {"log": "line\nline"})
+    assert json.loads(said("command", "rescan", "cmp1", "--driver", "d", "--json")[1])["state"] == "queued"
+    rows = json.loads(said("command", "list", "--host", "cmp1", "--json")[1])
+    assert [row["op"] for row in rows] == ["rescan", "logs"]
+    assert [row["op"] for row in json.loads(said("command", "list", "--open", "--json")[1])] == ["rescan"]
+    head, line, *_ = said("command", "list")[1].splitlines()
+    assert head.split()[:3] == ["uuid", "state", "%"] and line.split()[1:4] == ["queued", "0", "rescan"]
+
+
+def test_a_program_waits_for_its_image(device: Device) -> None:
+    said("command", "program", str(device.uuid), "--image", IMAGE)
+    assert Command.objects.get().arguments["wanted"] == {"bitstream_id": IMAGE}
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("health", "00000000-0000-4000-8000-000000000000"), "Device not found"),
+        (("logs", "nowhere"), "there is no host 'nowhere'"),
+        (("logs", "00000000-0000-4000-8000-000000000000"), "Host not found"),
+        (("partition", "DEVICE", "--layout", "vfs"), "words of the driver such as vfs=4"),
+        (("health", "DEVICE", "--reason", "x" * 501), "at most 500 characters"),
+        (("show", "00000000-0000-4000-8000-000000000000"), "there is no command"),
+    ],
+)
+def test_what_is_refused_is_said(device: Device, words: tuple[str, ...], says: str) -> None:
+    with pytest.raises(CommandError, match=says):
+        said("command", *(str(device.uuid) if word == "DEVICE" else word for word in words))
+
+
+def test_who_stops_waiting_is_told_that_it_goes_on(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(following.time, "sleep", stop)
+    with pytest.raises(CommandError, match="what was ordered goes on"):
+        said("command", "reset", str(device.uuid), "--wait")
+    assert Command.objects.filter(OPEN).count() == 1
+
+
+@pytest.mark.parametrize(("outcome", "status", "state"), [("succeeded", 0, "ready"), ("failed", 1, "failed")])
+def test_enabling_can_be_waited_for(agent: Callable[..., None], outcome: str, status: int, state: str) -> None:
+    agent(outcome, "so it went")
+    uuids = [str(uuid) for uuid in Device.objects.order_by("id").values_list("uuid", flat=True)]
+    ended, out, _ = said("device", "enable", *uuids, "--wait", "--json")
+    rows: list[dict[str, Any]] = json.loads(out)
+    assert ended == status
+    assert [(row["state"], row["text"]) for row in rows] == [(state, "so it went"), ("ready", "")]
+    assert "install" in said("device", "show", uuids[0])[1]

@@ -1,0 +1,144 @@
+"""The guard before the act: whose device it is, who has it, what the operator allows."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from agents.host.fence import unattached
+from agents.host.settings import allowed_acts
+from drivers.configuration import ConfigurationError
+from drivers.errors import Busy
+from drivers.steps import Ask, Plan, Step, Write
+from tests.agents.host.workshop import HANDLE, HOME, OTHER, Scripted, command, once, step, workshop
+from tests.support.modelmachine import ModelMachine
+
+SECOND = f"/sys/bus/pci/devices/{OTHER}"
+
+
+def test_an_attachment_guards_its_device_until_it_is_detached(tmp_path: Path) -> None:
+    async def story() -> None:
+        def attach(ask: Ask) -> Plan:
+            path = f"/state/{ask.uuid}"
+            made = (tmp_path / path.lstrip("/")).exists()
+            return Plan() if made else Plan((Step("make it", Write(path, ask.consumer)),))
+
+        driver = Scripted({"attach": attach, "detach": once(Step("remove it", Write("/state/u1", "")))})
+        wanted = {"uuid": "u1", "handle": HANDLE, "consumer": "vm1"}
+        async with workshop(tmp_path, driver) as host:
+            assert (await host.do(command(1, "attach", **wanted))).outcome == "succeeded"
+            assert host.file("/state/u1") == "vm1"
+            assert (await host.do(command(2, "attach", **wanted))).text == "nothing had to be done"
+            for number, op in enumerate(("program", "partition", "reset", "uninstall"), 3):
+                result = await host.do(command(number, op))
+                assert (result.outcome, result.text) == (
+                    "refused",
+                    "its handle u1 is attached to vm1: detach that first",
+                )
+            for number, op in ((7, "attach"), (8, "detach")):
+                result = await host.do(command(number, op, **(wanted | {"consumer": "vm2"})))
+                assert result.text == "the handle u1 is attached to vm1: that has to be detached first"
+            assert (await host.do(command(9, "reset", key="other"))).outcome == "succeeded"
+        async with workshop(tmp_path, driver) as host:
+            assert (await host.do(command(10, "reset"))).outcome == "refused", "also after a restart"
+            assert (await host.do(command(11, "detach", **wanted))).outcome == "succeeded"
+            assert not (tmp_path / "state/u1").exists()
+            assert (await host.do(command(12, "reset"))).outcome == "succeeded"
+
+    asyncio.run(story())
+
+
+def test_an_attachment_that_failed_guards_only_when_it_may_be_there(tmp_path: Path) -> None:
+    async def story() -> None:
+        bad = step("absent", "1")
+        driver = Scripted({"attach": once(step("mode", "1", undo="0"), bad)})
+        async with workshop(tmp_path, driver) as host:
+            assert (await host.do(command(1, "attach", uuid="u", handle=HANDLE, consumer="vm1"))).outcome == "failed"
+            assert host.journal.ledger.applied() == []
+            driver.plans["attach"] = once(step("mode", "1"), bad)
+            assert (await host.do(command(2, "attach", uuid="u", handle=HANDLE, consumer="vm1"))).outcome == "failed"
+            assert (await host.do(command(3, "reset"))).text == "its handle u is attached to vm1: detach that first"
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        Write("/sys/kernel/x", "1"),
+        Write(f"{SECOND}/mode", "1"),
+        Write("/sys/bus/pci/drivers/vfio-pci/bind", OTHER),
+        Write("/sys/bus/pci/drivers_probe", OTHER),
+        Write(f"{HOME}/peer/mode", "1"),
+    ],
+)
+def test_what_is_not_the_devices_is_not_touched(tmp_path: Path, wrong: Write) -> None:
+    async def story() -> None:
+        driver = Scripted({"install": once(Step("reach out", wrong))})
+        driver.manifest = msgspec.structs.replace(driver.manifest, writes=(*driver.manifest.writes, f"{HOME}/*/*"))
+        async with workshop(tmp_path, driver) as host:
+            os.symlink(tmp_path / SECOND.lstrip("/"), tmp_path / HOME.lstrip("/") / "peer")
+            result = await host.do(command(1, "install"))
+            assert result.outcome == "refused"
+            assert wrong.path in result.text
+            assert host.file(f"{SECOND}/mode") == "0"
+
+    asyncio.run(story())
+
+
+def test_virtual_functions_and_bindings_by_address_are_the_devices(tmp_path: Path) -> None:
+    async def story() -> None:
+        virtual = "0000:01:00.1"
+        home = tmp_path / f"sys/bus/pci/devices/{virtual}"
+        steps = (
+            Step("set its VF", Write(f"/sys/bus/pci/devices/{virtual}/mode", "1")),
+            Step("bind its VF", Write("/sys/bus/pci/drivers/vfio-pci/bind", virtual)),
+        )
+        async with workshop(tmp_path, Scripted({"install": once(*steps)})) as host:
+            host.file(f"/sys/bus/pci/devices/{virtual}/mode", "0")
+            host.file("/sys/bus/pci/drivers/vfio-pci/bind", "")
+            os.symlink(home, tmp_path / HOME.lstrip("/") / "virtfn0")
+            assert (await host.do(command(1, "install"))).outcome == "succeeded"
+            assert host.file("/sys/bus/pci/drivers/vfio-pci/bind") == virtual
+
+    asyncio.run(story())
+
+
+def test_a_step_is_not_begun_while_a_guest_has_the_device(tmp_path: Path) -> None:
+    async def story() -> None:
+        model = ModelMachine(tmp_path)
+        model.load("nvme", "1b36:0010")
+        model.pci("0000:01:00.0", "1b36", "0010", "010802", vfs=4)
+        file = f"{HOME}/sriov_numvfs"
+        driver = Scripted({"install": once(Step("make VFs", Write(file, "2"), idle=("/dev/vfio/7",)))})
+        async with workshop(tmp_path, driver, hand=lambda _: model.hand(), machine=model.machine) as host:
+            with model.holding("/dev/vfio/7"):
+                result = await host.do(command(1, "install"))
+            assert (result.outcome, host.file(file)) == ("refused", "0\n")
+            assert result.text == "make VFs: not begun, since /dev/vfio/7 is open: somebody uses the device"
+
+    asyncio.run(story())
+
+
+def test_who_may_not_be_harmed() -> None:
+    mine, other = Ask(key="k", uuid="u1", consumer="vm1"), Ask(key="k", uuid="u2", consumer="vm2")
+    unattached("program", mine, {"u1": "vm1"})  # an attachment that programs first, said again
+    unattached("install", Ask(key="k"), {"u1": "vm1"})
+    unattached("attach", other, {"u1": "vm1"})
+    unattached("detach", Ask(key="k", uuid="u1"), {"u1": "vm1"})
+    with pytest.raises(Busy, match="its handle u1 is attached to vm1"):
+        unattached("program", other, {"u1": "vm1"})
+
+
+def test_the_operator_says_what_may_be_done_here() -> None:
+    tables: dict[str, dict[str, Any]] = {"a": {"acts": ["attach", "detach"], "rules": []}, "b": {}}
+    assert allowed_acts(tables) == {"a": frozenset({"attach", "detach"})}
+    assert tables == {"a": {"rules": []}, "b": {}}
+    for wrong in ("attach", ["dance"], [1]):
+        with pytest.raises(ConfigurationError, match="is no list of install, uninstall"):
+            allowed_acts({"a": {"acts": wrong}})

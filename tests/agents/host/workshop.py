@@ -1,0 +1,205 @@
+"""A host in a directory with one scripted driver, and the executor at work on it: a seam for the tests of commands.
+
+The hand, the journal, the reporter and the fence are the real ones; only the driver says what the test wants.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid as uuids
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from agents import wire
+from agents.host.door import Gateway
+from agents.host.executor import Executor
+from agents.host.identity import load_or_make
+from agents.host.images import Images
+from agents.host.journal import Journal, open_journal
+from agents.host.link import Link
+from agents.host.orders import OPS
+from agents.host.perform import Site, Writer
+from agents.host.report import Reporter
+from drivers.child import Ready
+from drivers.errors import DriverError
+from drivers.hand import Hand
+from drivers.inventory import AttachHandle, Device, DriverReport
+from drivers.machine import Machine
+from drivers.steps import Act, Ask, Plan, Step, Vitals, Write
+from tests.agents.host.standin import QUICK, until
+
+HOST = "cmp1.example"
+CARD, OTHER = "0000:01:00.0", "0000:02:00.0"
+HOME = f"/sys/bus/pci/devices/{CARD}"
+WRITES = ("/sys/bus/pci/devices/*/*", "/sys/bus/pci/drivers/*/*", "/sys/bus/pci/drivers_probe", "/state/*")
+HANDLE = AttachHandle("MDEV", '{"asked_type": "t"}')
+
+
+def step(file: str, value: str, *, undo: str = "", **more: object) -> Step:
+    """Write one file of the card; `undo` is the value that takes it back."""
+    path = file if file.startswith("/") else f"{HOME}/{file}"
+    back = (Write(path, undo),) if undo else ()
+    return msgspec.structs.replace(Step(f"set {file} to {value}", Write(path, value), undo=back), **more)
+
+
+def command(number: int, op: str, **more: object) -> wire.Command:
+    """For the card, unless it says otherwise; its id goes with its number."""
+    values = {"driver": "drv", "key": "card", "start_s": 30.0, "end_s": 60.0} | more
+    return wire.Command(number=number, id=str(uuids.UUID(int=number)), op=op, **values)  # type: ignore[arg-type]
+
+
+Planned = Callable[[Ask], Plan | DriverError]
+
+
+@dataclass
+class Scripted:
+    """A driver: `plans` says what each act needs, asked anew each time; an error is raised."""
+
+    plans: dict[str, Planned] = field(default_factory=dict)
+    devices: dict[str, str] = field(default_factory=lambda: {"card": CARD, "other": OTHER})
+    asked: list[tuple[str, Ask]] = field(default_factory=list)
+    looks: int = 0
+    released: int = 0
+    manifest: Ready = field(default_factory=lambda: Ready(name="drv", writes=WRITES))
+
+    async def discover(self) -> DriverReport:
+        self.looks += 1
+        return DriverReport(
+            "drv",
+            devices=tuple(
+                Device(key, "GPU", "v", f"look {self.looks}", address=address) for key, address in self.devices.items()
+            ),
+        )
+
+    async def plan(self, act: Act, ask: Ask) -> Plan:
+        self.asked.append((act, ask))
+        answer = self.plans[act](ask) if act in self.plans else Plan()
+        if isinstance(answer, DriverError):
+            raise answer
+        return answer
+
+    async def health(self, ask: Ask) -> Vitals:
+        return Vitals("degraded", "warm")
+
+    def release(self) -> None:
+        self.released += 1
+
+    async def close(self) -> None:
+        return None
+
+
+@dataclass
+class Workshop:
+    """The parts, open."""
+
+    root: Path
+    driver: Scripted
+    journal: Journal
+    reporter: Reporter
+    executor: Executor
+
+    def file(self, name: str, value: str | None = None) -> str:
+        """A file of the card (or an absolute path); given a value, it is made."""
+        path = self.root / (name if name.startswith("/") else f"{HOME}/{name}").lstrip("/")
+        if value is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(value)
+        return path.read_text()
+
+    async def result(self, number: int) -> wire.Result:
+        """Of this command, as soon as it is owed."""
+        owed = self.journal.ledger.owed
+        await until(lambda: number in owed)
+        return owed[number]
+
+    async def do(self, *commands: wire.Command) -> wire.Result:
+        """Give the commands; the result of the last."""
+        for one in commands:
+            self.executor.take(one)
+        return await self.result(commands[-1].number)
+
+
+def once(*steps: Step) -> Planned:
+    """A plan that wants these steps the first time it is asked for."""
+    left = [Plan(steps, "as wanted")]
+    return lambda _: left.pop() if left else Plan()
+
+
+def always(*steps: Step) -> Planned:
+    """A plan that wants these steps every time."""
+    return lambda _: Plan(steps)
+
+
+def errors(error: DriverError) -> Planned:
+    """No plan."""
+    return lambda _: error
+
+
+def status(host: Workshop, key: str = "card") -> tuple[str, str]:
+    """Health of a device as it is reported, and why."""
+    assert host.journal.report is not None
+    (device,) = (one for one in host.journal.report.drivers[0].devices if one.key == key)
+    return device.status, device.status_reason
+
+
+def tree(root: Path) -> None:
+    """Two cards with a file each."""
+    for address in (CARD, OTHER):
+        home = root / f"sys/bus/pci/devices/{address}"
+        home.mkdir(parents=True, exist_ok=True)
+        for name in ("numvfs", "mode"):
+            if not (home / name).exists():
+                (home / name).write_text("0")
+
+
+@asynccontextmanager
+async def workshop(
+    root: Path,
+    driver: Scripted,
+    *,
+    boot: str = "boot1",
+    gateway: Gateway | None = None,
+    connect: bool = False,
+    hand: Callable[[str], Writer] | None = None,
+    machine: Machine | None = None,
+    rules: dict[str, frozenset[str]] | None = None,
+    prepare_s: float = 5.0,
+) -> AsyncIterator[Workshop]:
+    """Everything but a connection, running; the same root is the same host."""
+    tree(root)
+    journal = open_journal(root, HOST)
+    roots = {"/sys": str(root / "sys"), "/state": str(root / "state")}
+    reporter = Reporter({"drv": driver}, journal, together_s=0.2, retry_s=0.02, pause_s=0.05)
+    site = Site(
+        drivers={"drv": driver},
+        machine=lambda _: machine or Machine("cmp1", sys_root=roots["/sys"], state_root=roots["/state"]),
+        hand=hand or (lambda _: Hand(roots)),
+        device=reporter.device,
+        ledger=journal.ledger,
+        boot=boot,
+    )
+    gateway = gateway or Gateway("http://127.0.0.1:1", "")
+    keys = load_or_make(root, HOST, "cmp1")
+    images = Images(root / "images", gateway, keys, lambda: journal.epoch)
+    executor = Executor(site, reporter, images, rules=rules, logs=lambda: "line 1\nline 2", retry_s=0.02)
+    link = Link(journal, keys, gateway, wire.Hello("1", boot, ("drv",), OPS), reporter.limit, QUICK, executor)
+    executor.on_news = link.wake.set
+
+    async def work() -> None:
+        await executor.prepare(prepare_s)
+        await asyncio.gather(reporter.run(link.offer), executor.run())
+
+    works = [work()] + ([link.run()] if connect else [])
+    task = asyncio.gather(*works)
+    try:
+        await until(lambda: link.looked or task.done())
+        yield Workshop(root, driver, journal, reporter, executor)
+        assert not task.done(), task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        journal.close()

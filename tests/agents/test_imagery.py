@@ -1,0 +1,146 @@
+"""The images that agents fetch: only by a signed challenge, only what an open command of theirs names."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket as sockets
+import ssl
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from accelerators import commands, conductor, images
+from accelerators.caller import Caller
+from accelerators.commands import Order
+from accelerators.models import Command, Device, Event, Image
+from accelerators.states import Source
+from agents import wire
+from agents.gateway import Gateway
+from agents.models import Agent
+from cyborgweb import asgi, tls
+from cyborgweb.settings.keys import Keys
+from tests.support.reports import a_host, answer, apply, card
+from tests.support.webserver import serving, until
+from tests.support.wireagent import WireAgent
+
+pytestmark = pytest.mark.django_db(transaction=True)
+BITS = bytes(range(256)) * 3000
+
+
+@pytest.fixture(autouse=True)
+def keys(settings: Any, tmp_path: Path) -> Keys:
+    settings.KEYS = Keys(state_dir=str(tmp_path), lease_flush_s=0.05)
+    return settings.KEYS
+
+
+@pytest.fixture
+def gateway(keys: Keys) -> Iterator[Gateway]:
+    made = Gateway(keys)
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def port(gateway: Gateway) -> Iterator[int]:
+    with serving(asgi.Http(gateway, None, None)) as port:  # type: ignore[arg-type]
+        yield port
+
+
+@pytest.fixture
+def image() -> Image:
+    return images.upload([BITS], len(BITS), "shell", {}, Caller("rita", "u", frozenset(), "p"), Source.API)
+
+
+def enrolled(port: int, host: str = "cmp1", **more: Any) -> WireAgent:
+    agent = WireAgent(port, host, host, **more)
+    Agent.objects.create(host=a_host(host), public_key=agent.public_key)
+    return agent
+
+
+def ordered(image: Image, host: str = "cmp1") -> Command:
+    apply(a_host(host), answer(card(1)))
+    with conductor.writing():
+        order = Order("program", Device.objects.get().uuid, arguments={"image": images.as_ref(image)})
+        return commands.place([order])[0]
+
+
+def fetch(agent: WireAgent, image: object, authorization: str = "", method: str = "GET") -> tuple[int, bytes]:
+    kind = http.client.HTTPSConnection if agent.tls else http.client.HTTPConnection
+    more = {"context": agent.tls} if agent.tls else {}
+    connection = kind("127.0.0.1", agent.port, timeout=10, **more)  # type: ignore[arg-type]
+    header = authorization or agent.credential(agent.challenge())
+    connection.request(method, f"{wire.IMAGE_PATH}{image}", headers={"Authorization": header})
+    response = connection.getresponse()
+    content = response.read()
+    connection.close()
+    return response.status, content
+
+
+def refused(*asked: Any) -> tuple[int, str]:
+    status, content = fetch(*asked)
+    said = json.loads(content)
+    assert said["error"]
+    return status, said["code"]
+
+
+def test_an_agent_gets_the_image_that_its_command_names_while_it_is_open(port: int, image: Image) -> None:
+    agent, command = enrolled(port), ordered(image)
+    assert fetch(agent, image.uuid) == fetch(agent, image.uuid) == (200, BITS)
+    with conductor.writing():
+        Command.objects.filter(pk=command.pk).update(ended_at=command.created_at)
+    assert refused(agent, image.uuid) == (403, "not-ordered")
+
+
+def test_nobody_else_does(port: int, image: Image, gateway: Gateway) -> None:
+    agent, other = enrolled(port), enrolled(port, "cmp2")
+    ordered(image)
+    used = agent.credential(agent.challenge())
+    assert fetch(agent, image.uuid, used)[0] == 200
+    assert refused(agent, image.uuid, used) == (401, "challenge"), "a nonce is good once"
+    assert refused(agent, image.uuid, "Bearer x") == (401, "credential")
+    forged = agent.credential(agent.challenge(), host="cmp2")
+    assert refused(agent, image.uuid, forged) == (401, "signature")
+    assert refused(WireAgent(port), image.uuid) == (403, "not-enrolled")
+    assert refused(replace(agent, host="cmp2"), image.uuid) == (403, "not-enrolled")
+    assert refused(other, image.uuid) == (403, "not-ordered")
+    assert refused(agent, uuid4()) == (403, "not-ordered")
+    assert refused(agent, "..%2f..%2fsecret-key") == refused(agent, "../secret-key") == (404, "no-image")
+    assert fetch(agent, image.uuid, method="POST")[0] == 405
+    Agent.objects.filter(host__name="cmp1").update(barred="revoked", barred_reason="stolen")
+    assert refused(agent, image.uuid) == (403, "revoked")
+    gateway.refusals.flush()
+    told = Event.objects.filter(action="agent.refused", host="cmp2").values_list("changes__code", flat=True)
+    assert {code for _, code in told} == {"signature", "not-enrolled", "not-ordered"}
+
+
+def test_who_has_gone_costs_nothing_who_comes_too_often_is_sent_away_and_what_is_gone_is_said(
+    port: int, image: Image, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = enrolled(port)
+    ordered(image)
+    with sockets.create_connection(("127.0.0.1", port), 10) as raw:
+        header = agent.credential(agent.challenge())
+        raw.sendall(f"GET {wire.IMAGE_PATH}{image.uuid} HTTP/1.0\r\nAuthorization: {header}\r\n\r\n".encode())
+        assert b" 200 OK" in raw.recv(512)
+    until(lambda: fetch(agent, image.uuid) == (200, BITS))
+    monkeypatch.setattr("agents.imagery.AT_ONCE", 0)
+    assert refused(agent, image.uuid) == (503, "busy")
+    monkeypatch.undo()
+    images.path(image.uuid).unlink()
+    assert refused(agent, image.uuid) == (404, "no-image")
+
+
+def test_the_tls_listener_serves_them_too(keys: Keys, gateway: Gateway, image: Image) -> None:
+    pin, pem = tls.fingerprint(keys), Path(keys.state_dir) / tls.FILE
+    blind = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    blind.check_hostname, blind.verify_mode = False, ssl.CERT_NONE
+    ordered(image)
+    with serving(asgi.AgentsOnly(gateway, pin), ssl_certfile=pem, ssl_keyfile=pem) as port:
+        agent = enrolled(port, tls=blind, fingerprint=pin)
+        assert fetch(agent, image.uuid) == (200, BITS)
+        assert refused(replace(agent, fingerprint="ab" * 32), image.uuid) == (401, "signature")

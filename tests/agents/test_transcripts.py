@@ -1,0 +1,217 @@
+"""Promise C2: what another release says is understood, and it is told nothing it cannot read. Replayed for ever.
+
+`transcripts/before_commands.jsonl` was recorded between that release's own agent and gateway; `after_commands.jsonl` is
+invented: today's messages with fields, and types, that nobody knows yet. Each line is a message of either end; the
+first says what the release can read. One test plays the agent to our gateway, the other the gateway to our agent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from websockets.asyncio.server import ServerConnection
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import ClientConnection, connect
+
+from accelerators import commands, conductor, outcomes
+from accelerators.commands import Order
+from accelerators.models import Command, Device
+from agents import tasks, trust, wire
+from agents.gateway import Gateway
+from agents.models import Agent
+from cyborgweb.settings.keys import Keys
+from tests.agents.conftest import House
+from tests.agents.host.standin import StandIn, until
+from tests.agents.host.test_link import ONE, TWO, agent
+from tests.support import webserver
+from tests.support.reports import a_host, answer, apply, card
+from tests.support.wireagent import WireAgent
+
+TRANSCRIPTS = sorted((Path(__file__).parent / "transcripts").glob("*.jsonl"))
+Line = dict[str, Any]
+every_release = pytest.mark.parametrize("path", TRANSCRIPTS, ids=lambda path: path.stem)
+
+
+def read(path: Path) -> tuple[dict[str, Any], list[Line]]:
+    """What the release is, and what was said."""
+    head, *lines = [json.loads(text) for text in path.read_text().splitlines()]
+    return head, lines
+
+
+def reads(recorded: Line, said: Line) -> bool:
+    """Whether who knew `recorded` can read `said`: every field is there still, with a value of its kind."""
+    return all(
+        name in said and type(said[name]) is type(value) for name, value in recorded.items() if value is not None
+    )
+
+
+@pytest.fixture
+def gateway(house: House, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gateway]:
+    monkeypatch.setattr("agents.spool.LOOK_S", 0.05)
+    house.gateway = Gateway(Keys(lease_flush_s=0.05))
+    yield house.gateway
+    house.gateway.stop()
+
+
+def dial(head: dict[str, Any], gateway: Gateway, port: int) -> ClientConnection:
+    """As that release's agent does, with the very credential that it has signed."""
+    if not head["authorization"]:
+        caller = WireAgent(port, epoch=1_795_260_445)
+        Agent.objects.create(host=a_host(), public_key=caller.public_key)
+        header = caller.credential(caller.challenge())
+    else:
+        header = head["authorization"]
+        credential = wire.parse_authorization(header)
+        gateway._challenges._open[credential.nonce] = time.monotonic() + 60  # the challenge that it answered then
+        Agent.objects.create(host=a_host(), public_key=credential.public_key)
+    where = f"ws://127.0.0.1:{port}{wire.PATH}"
+    return connect(where, additional_headers={"Authorization": header}, subprotocols=head["speaks"], compression=None)
+
+
+def hear(socket: ClientConnection, head: dict[str, Any], wanted: Line, inbox: list[Line]) -> None:
+    """Wait for a message like the `wanted` one; what else comes is put into `inbox`. The release reads all of it."""
+    known = {name: value for name, value in wanted.items() if name in wire_fields(wanted["type"])}
+    exact = {"type", "seq", "of", "code"} & known.keys()
+    while not (found := [said for said in inbox if all(said.get(name) == known[name] for name in exact)]):
+        said = json.loads(socket.recv(timeout=10))
+        assert said["type"] in head["agent_reads"], "it cannot read this"
+        inbox.append(said)
+    assert reads(known, found[0])
+    inbox.remove(found[0])
+
+
+def wire_fields(name: str) -> set[str]:
+    """The fields that we know of a message."""
+    return {"type", *getattr(wire, name).__struct_fields__}
+
+
+@pytest.mark.django_db(transaction=True)
+@every_release
+def test_C2_our_gateway_and_the_agent_of_another_release(path: Path, gateway: Gateway, house: House) -> None:
+    head, lines = read(path)
+    apply(a_host(), answer(card(1, acts="reset"), driver="pci_driver"))
+    with conductor.writing():
+        (command,) = commands.place([Order("reset", Device.objects.get().uuid)])
+    takes_commands, inbox = "Command" in head["agent_reads"], list[Line]()
+    with dial(head, gateway, house.port) as socket:
+        for line in lines:
+            message = line["message"]
+            if line["from"] == "agent":
+                socket.send(json.dumps(message))
+            elif message["type"] in ("Welcome", "Ack"):
+                if message.get("of") in (None, "Beat", "Report", "NewKey", "Result"):
+                    hear(socket, head, message, inbox)
+            elif message["type"] == "Rotate":
+                trust.ask_rotation(trust.find("cmp1"), "olga")
+                hear(socket, head, message, inbox)
+            elif message["type"] == "Command":
+                hear(socket, head, message, inbox)
+            elif message["type"] == "Refuse":
+                tasks.merge()
+                if not takes_commands:
+                    webserver.until(lambda: outcomes.settle() or Command.objects.get().ended_at)
+                trust.revoke(trust.find("cmp1"), "olga", "")
+                hear(socket, head, message, inbox)
+    command.refresh_from_db()
+    assert (command.state == "refused" and "takes no commands" in command.text) != takes_commands
+    known = {name for line in lines if line["from"] == "agent" for name in [line["message"]["type"]]}
+    assert gateway.counters["unknown_types"] == len([name for name in known if not hasattr(wire, name)])
+    reported = [line["message"] for line in lines if line["message"]["type"] == "Report"][-1]["drivers"]
+    keys = {device["key"] for driver in reported for device in driver.get("devices", ())}
+    assert {*Device.objects.exclude(state="missing").values_list("key", flat=True)} == keys
+    told = reported[0]["devices"][0]
+    assert Device.objects.get(key=told["key"]).status == told.get("status", "ok")
+    assert a_host().applied_hash or Agent.objects.get().barred
+
+
+@dataclass
+class Release(StandIn):
+    """A gateway that says what was recorded, line by line, to the first agent that comes."""
+
+    head: dict[str, Any] = field(default_factory=dict)
+    lines: list[Line] = field(default_factory=list)
+    played: bool = False
+    heard: dict[str, list[Line]] = field(default_factory=dict)
+
+    async def _session(self, socket: ServerConnection) -> None:
+        self.sockets.append(socket)
+        last: dict[str, Line] = {}
+        try:
+            for line in [] if self.played else self.lines:
+                message = line["message"]
+                if line["from"] == "gateway":
+                    number = last.get(message.get("of", ""), message).get("seq")
+                    seq = {"seq": number} if number is not None else {}
+                    await socket.send(json.dumps(message | seq))
+                elif message["type"] in self.expected:
+                    last[message["type"]] = await self._hear(socket, message)
+            self.played = True
+            await socket.wait_closed()
+        except ConnectionClosed:
+            return
+
+    @property
+    def expected(self) -> set[str]:
+        """What an agent without drivers says of itself."""
+        return {"Hello", "Report", "Beat", "Alive", "NewKey"}
+
+    async def _hear(self, socket: ServerConnection, wanted: Line) -> Line:
+        waiting = self.heard.setdefault(wanted["type"], [])
+        while not waiting:
+            said = json.loads(await socket.recv())
+            assert said["type"] in self.head["gateway_reads"], "it cannot read this"
+            self.heard.setdefault(said["type"], []).append(said)
+        said = waiting.pop(0)
+        assert reads({name: value for name, value in wanted.items() if name in wire_fields(wanted["type"])}, said)
+        return said
+
+
+@dataclass
+class Desk:
+    """Notes the commands that come."""
+
+    taken: list[wire.Command] = field(default_factory=list)
+    progress: dict[int, wire.Progress] = field(default_factory=dict)
+
+    def take(self, command: wire.Command) -> None:
+        self.taken.append(command)
+
+
+@every_release
+def test_C2_our_agent_and_the_gateway_of_another_release(path: Path, tmp_path: Path) -> None:
+    head, lines = read(path)
+    reports = sum(line["message"]["type"] == "Report" for line in lines)
+    ours = {line["message"]["type"] for line in lines if line["from"] == "gateway"}
+
+    async def story() -> None:
+        async with Release(head=head, lines=lines).open() as server, agent(tmp_path, server.gateway("s")) as host:
+            host.link.desk = desk = Desk()
+            before = host.link.keys.current.public_key
+            for seen in (ONE, TWO)[:reports]:
+                host.sees(*seen)
+                await until(lambda: host.journal.acknowledged)
+            await until(lambda: server.played and len(server.sockets) > 1)
+            assert (host.link.keys.current.public_key != before) == ("Rotate" in ours)
+            assert [command.op for command in desk.taken] == (["defragment"] if "Command" in ours else [])
+            assert host.link.unknown == len([name for name in ours if not hasattr(wire, name)])
+
+    asyncio.run(story())
+
+
+def test_what_that_release_signed_is_what_we_verify() -> None:
+    for path in TRANSCRIPTS:
+        head, lines = read(path)
+        if head["authorization"]:
+            one = wire.parse_authorization(head["authorization"])
+            signed = wire.signed_bytes(one.host, one.node, one.epoch, one.nonce, "")
+            assert wire.is_signed(one.public_key, one.signature, signed)
+            told = next(line["message"] for line in lines if line["message"]["type"] == "NewKey")
+            data = wire.rotation_bytes(one.host, one.public_key, told["public_key"], "")
+            assert wire.is_signed(one.public_key, told["signature"], data)

@@ -1,0 +1,221 @@
+"""Programming a deployable over v2 (contract section 2.5): asked, waited for, told; and what is known of it then."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from uuid import UUID, uuid4
+
+import pytest
+from django.db import connection
+from msgspec import structs
+
+from accelerators import attributes, commands, conductor, fetching, images, outcomes, programming, traits
+from accelerators.api.v2 import deployables
+from accelerators.caller import Caller
+from accelerators.commands import Answer
+from accelerators.models import Attribute, Command, Deployable, Event, Host, Image, Intent
+from accelerators.refusals import Reason, Refused
+from accelerators.states import Source
+from agents.gateway import Gateway
+from agents.models import Agent
+from cyborgweb import asgi
+from cyborgweb.settings.keys import Keys
+from cyborgweb.wsgi import application as wsgi
+from drivers.inventory import Attribute as Fact
+from drivers.inventory import Device
+from tests.api.conftest import Call, reason
+from tests.support.reports import answer, apply, card
+from tests.support.webserver import serving, until
+
+BITS = b"a bitstream" * 100
+OPERATOR = Caller("rita", "u1", frozenset({"admin"}), "p1")
+Offered = Callable[..., str]
+
+
+@pytest.fixture(autouse=True)
+def _here(settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings.KEYS = Keys(state_dir=str(tmp_path))
+    monkeypatch.setattr(fetching, "_services", [])
+
+
+def upload(**properties: str) -> Image:
+    return images.upload([BITS], len(BITS), "shell", properties, OPERATOR, Source.API)
+
+
+def program(image: object) -> list[dict[str, object]]:
+    return [{"op": "replace", "path": "/program", "value": [{"image_uuid": str(image)}]}]
+
+
+def takes_commands(host: Host) -> None:
+    Agent.objects.get_or_create(host=host, defaults={"public_key": f"key of {host.name}", "ops": "program"})
+
+
+@contextmanager
+def hosts(outcome: str = "succeeded", text: str = "") -> Iterator[None]:
+    """What the job and all agents do, while the test asks: every command is prepared, taken, answered, settled."""
+
+    def work() -> None:
+        while not over.wait(0.01):
+            fetching.run()
+            for command in Command.objects.filter(state="queued", answered_at__isnull=True):
+                commands.answer([Answer(command.host_id, command.pk, outcome, text)])
+            outcomes.settle()
+        connection.close()
+
+    over = threading.Event()
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(10)
+
+
+@pytest.fixture
+def part(offered: Offered) -> Deployable:
+    """A ready card that can be programmed, on a host whose agent takes commands."""
+    offered(acts="program")
+    found = Deployable.objects.select_related("device__host").get()
+    takes_commands(found.device.host)
+    return found
+
+
+@pytest.mark.django_db(transaction=True)
+def test_the_answer_is_the_deployable_with_its_new_bitstream_and_function(call: Call, part: Deployable) -> None:
+    image = upload(**{"accel:function_id": "dma-1"})
+    with hosts():
+        for address in ("/program", f"/program/{part.uuid}"):
+            response = call("PATCH", f"/v2/deployables/{part.uuid}{address}", program(image.uuid))
+            assert response.status_code == 200, response.content
+            shown = json.loads(response.content)
+            assert shown["bitstream_id"] == str(image.uuid)
+            function = {"trait_function": "CUSTOM_FPGA_FUNCTION_ID_TEST_DMA_1"}
+            assert json.loads(shown["attributes_list"])[-1] == function
+    assert Attribute.objects.get(key="trait_function").origin == "conductor"
+    assert Intent.objects.filter(kind="provider", key=str(part.device.host.uuid)).exists()
+    first = Event.objects.filter(action="device.programmed").earliest("id")
+    assert first.changes[f"{part.name} bitstream"] == [None, str(image.uuid)] and first.subject == part.device.uuid
+
+
+@pytest.mark.django_db(transaction=True)
+def test_what_goes_wrong_is_told_in_upstreams_words_and_the_drivers(
+    call: Call, part: Deployable, settings: Any
+) -> None:
+    image, where = upload(), f"/v2/deployables/{part.uuid}/program"
+    with hosts("failed", "the region did not come back; undone"):
+        response = call("PATCH", where, program(image.uuid))
+    assert response.status_code == 500
+    assert reason(response).startswith("FPGA programming failed with return False. the region did not come back")
+    with hosts():
+        response = call("PATCH", where, program(uuid4()))
+    assert (response.status_code, "The image cannot be programmed: no image" in reason(response)) == (400, True)
+    settings.KEYS = Keys(state_dir=settings.KEYS.state_dir, program_wait_s=0)
+    response = call("PATCH", where, program(image.uuid))
+    assert response.status_code == 500 and str(Command.objects.latest("id").uuid) in reason(response)
+    busy = call("PATCH", where, program(image.uuid))
+    assert (busy.status_code, "is busy with program" in reason(busy)) == (409, True)
+
+
+def threads_in_the_database() -> int:
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT count(*) FROM pg_stat_activity WHERE datname = current_database()")
+        return cursor.fetchone()[0]
+
+
+@pytest.mark.django_db(transaction=True)
+def test_while_as_many_wait_as_may_lists_still_answer_and_no_connection_is_held(
+    call: Call, offered: Offered, token: str
+) -> None:
+    image = upload()
+    for n in range(1, deployables.WAITERS + 1):
+        offered(n=n, acts="program")
+    parts = [*Deployable.objects.select_related("device__host")]
+    for one in parts:
+        takes_commands(one.device.host)
+    call("GET", "/v2/devices")
+    from cyborgweb.models import ApiToken
+
+    secret = ApiToken.make("admin", ApiToken.objects.latest("id").user, ["admin"], "p1")
+    statuses: list[int] = []
+
+    def ask(method: str, path: str, body: object = None) -> http.client.HTTPResponse:
+        client = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        sent = {"X-Auth-Token": secret, "Content-Type": "application/json"}
+        client.request(method, path, json.dumps(body) if body else None, sent)
+        response = client.getresponse()
+        response.read()
+        client.close()
+        return response
+
+    def wait(uuid: UUID) -> None:
+        statuses.append(ask("PATCH", f"/v2/deployables/{uuid}/program", program(image.uuid)).status)
+
+    short, long = asgi.BoundedThreads(wsgi, 1, 1), asgi.BoundedThreads(wsgi, asgi.LONG_THREADS, 1)
+    gateway = Gateway(Keys())
+    with serving(asgi.Http(gateway, short, long)) as port:
+        clients = [threading.Thread(target=wait, args=[one.uuid], daemon=True) for one in parts]
+        for client in clients:
+            client.start()
+        until(lambda: Command.objects.count() == deployables.WAITERS)
+        assert ask("GET", "/v2/devices").status == 200
+        full = ask("PATCH", f"/v2/deployables/{parts[0].uuid}/program", program(image.uuid))
+        assert (full.status, full.headers["Retry-After"]) == (503, "1")
+        mine = 4  # this one, the hub's, and of those who have answered: a list's, a refusal's
+        until(lambda: threads_in_the_database() <= mine)
+        assert not statuses
+        with hosts():
+            for client in clients:
+                client.join(20)
+    assert statuses == [200] * deployables.WAITERS
+
+
+@pytest.fixture
+def reported(part: Deployable) -> Device:
+    """As the card is reported by a driver that knows what was in it before."""
+    old = Fact("trait1", "CUSTOM_FPGA_FUNCTION_ID_TEST_OLD")
+    deployable = card(1).deployables[0]
+    with_old = structs.replace(deployable, attributes=(*deployable.attributes, old))
+    found = card(1, acts="program", deployables=(with_old,))
+    apply(part.device.host, answer(found), seq=2)
+    with conductor.writing():
+        image = {"id": str(uuid4()), "properties": {"accel:function_id": "new"}}
+        programming.programmed(part.device, part.name, image, "rita")
+    return found
+
+
+def functions() -> list[tuple[str, str]]:
+    found = Attribute.objects.filter(value__startswith=traits.FUNCTION_ID).order_by("id")
+    return [*found.values_list("value", "origin")]
+
+
+@pytest.mark.django_db
+def test_a_deployable_has_one_function_whoever_said_the_one_before(reported: Device) -> None:
+    assert functions() == [("CUSTOM_FPGA_FUNCTION_ID_TEST_NEW", "conductor")]
+
+
+@pytest.mark.django_db
+def test_a_report_brings_no_second_function_back(reported: Device, part: Deployable) -> None:
+    apply(part.device.host, answer(reported, card(2)), seq=3)
+    assert functions() == [("CUSTOM_FPGA_FUNCTION_ID_TEST_NEW", "conductor")]
+
+
+@pytest.mark.django_db
+def test_what_programming_wrote_is_changed_by_programming_only(call: Call, part: Deployable) -> None:
+    uuid = str(uuid4())
+    with conductor.writing():
+        programming.programmed(part.device, part.name, {"id": uuid, "properties": {}}, "rita")
+    found = Attribute.objects.get(key="trait_function")
+    assert found.value == f"CUSTOM_FPGA_FUNCTION_ID_TEST_{uuid.upper().replace('-', '_')}"
+    body = {"deployable_id": part.pk, "key": "trait_function", "value": "CUSTOM_OTHER"}
+    for response in (call("POST", "/v2/attributes", body), call("DELETE", f"/v2/attributes/{found.uuid}")):
+        assert (response.status_code, "says what was programmed" in reason(response)) == (409, True)
+    with pytest.raises(Refused) as refused:
+        attributes.remove(found.uuid, OPERATOR)
+    assert refused.value.reason == Reason.CONFLICT

@@ -1,0 +1,134 @@
+"""Images over our own API and at the shell: sent as they are, larger than any other body, listed, removed."""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from django.contrib.auth.models import User
+from django.core.management import CommandError, call_command
+from django.test import Client
+
+from accelerators import images, traits
+from accelerators.api.own import images as own
+from accelerators.models import Image
+from agents.gateway import Gateway
+from cyborgweb import asgi
+from cyborgweb.models import ApiToken
+from cyborgweb.settings.keys import Keys
+from cyborgweb.wsgi import application as wsgi
+from tests.support.webserver import serving
+
+LARGE = bytes(range(256)) * 6144
+
+
+@pytest.fixture(autouse=True)
+def _here(settings: Any, tmp_path: Path) -> None:
+    settings.KEYS = Keys(state_dir=str(tmp_path), image_max_bytes=2_000_000)
+
+
+def secret(*roles: str) -> str:
+    user, _ = User.objects.get_or_create(username="rita")
+    return ApiToken.make("rita's", user, list(roles), "p1")
+
+
+def send(client: Client, query: str = "", content: bytes = b"bits", roles: str = "admin", **more: Any) -> Any:
+    sent = {"content_type": "application/octet-stream", "headers": {"X-Auth-Token": secret(*roles.split())}} | more
+    return client.generic("POST", f"/api/images/{query}", content, **sent)
+
+
+@pytest.mark.django_db(transaction=True)
+def test_an_image_larger_than_other_bodies_is_streamed_to_the_disk() -> None:
+    threads = asgi.BoundedThreads(wsgi, 1, 1)
+    with serving(asgi.Http(Gateway(Keys()), threads, threads)) as port:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        sent = {"X-Auth-Token": secret("admin"), "Content-Type": "application/octet-stream"}
+        query = "name=shell&property=accel:function_id=AFU-1&property=vendor=a=b"
+        connection.request("POST", f"/api/images/?{query}", LARGE, sent)
+        response = connection.getresponse()
+        shown = json.loads(response.read())
+        connection.close()
+    assert response.status == 201 and response.headers["Location"] == shown["url"]
+    assert shown["sha256"] == hashlib.sha256(LARGE).hexdigest() and shown["size"] == len(LARGE)
+    assert shown["properties"] == {"accel:function_id": "AFU-1", "vendor": "a=b"}
+    assert (shown["name"], shown["source"], shown["by"]) == ("shell", "upload", "rita's")
+    assert images.path(shown["uuid"]).read_bytes() == LARGE
+
+
+@pytest.mark.django_db
+def test_images_are_listed_shown_and_removed(client: Client) -> None:
+    made = json.loads(send(client, "?name=a&property=accel:function_id=F").content)
+    send(client, "?name=b")
+    reader = {"X-Auth-Token": secret("manager")}
+    for query, names in (("", ["b", "a"]), ("?function=F", ["a"]), ("?name=b&source=upload", ["b"])):
+        listed = json.loads(client.get(f"/api/images/{query}", headers=reader).content)["results"]
+        assert [one["name"] for one in listed] == names
+    where = f"/api/images/{made['uuid']}/"
+    assert json.loads(client.get(where, headers=reader).content) == made
+    assert client.delete(where, headers=reader).status_code == 403
+    assert client.get("/api/images/", headers={"X-Auth-Token": secret("reader")}).status_code == 403
+    assert client.delete(where, headers={"X-Auth-Token": secret("admin")}).status_code == 204
+    assert [one.name for one in Image.objects.all()] == ["b"]
+
+
+@pytest.mark.django_db
+@pytest.mark.parametrize(
+    ("asked", "status", "says"),
+    [
+        ({"roles": "manager"}, 403, "cyborg:deployable:program"),
+        ({"content_type": "application/json"}, 415, "application/octet-stream"),
+        ({"CONTENT_LENGTH": "0"}, 400, "1 to 2000000 bytes"),
+        ({"content": b"x" * 2_000_001}, 413, "at most 2000000 bytes"),
+        ({"CONTENT_LENGTH": ""}, 411, "Content-Length"),
+        ({"query": "?nmae=x"}, 400, "known are name, property"),
+        ({"query": "?property==x"}, 400, "KEY=VALUE"),
+        ({"query": f"?name={'x' * 256}"}, 400, "at most 255"),
+    ],
+)
+def test_uploads_that_are_refused(client: Client, asked: dict[str, Any], status: int, says: str) -> None:
+    response = send(client, **asked)
+    assert response.status_code == status, response.content
+    assert says in json.loads(response.content)["error"]["message"]
+    assert not Image.objects.exists() and not [*images.directory().iterdir()]
+
+
+@pytest.mark.django_db
+def test_only_so_many_are_taken_at_a_time(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(own.UPLOADS):
+        assert own._turns.acquire(blocking=False)
+    assert send(client).status_code == 503
+    own._turns.release(own.UPLOADS)
+    assert send(client).status_code == 201
+
+
+@pytest.mark.django_db
+def test_at_the_shell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "shell.bin"
+    file.write_bytes(LARGE)
+    call_command("image", "upload", str(file), "--property", "accel:function_id=AFU-1")
+    uuid = capsys.readouterr().out.strip()
+    call_command("image", "list")
+    assert capsys.readouterr().out.split() == [
+        *(uuid, "upload", str(len(LARGE)), "shell.bin", "accel:function_id=AFU-1"),
+    ]
+    call_command("image", "list", "--json")
+    assert json.loads(capsys.readouterr().out)[0]["uuid"] == uuid
+    call_command("image", "remove", uuid, "--json")
+    assert json.loads(capsys.readouterr().out) == {"removed": uuid}
+    for words, says in (
+        (["remove", uuid], "Image not found"),
+        (["upload", str(tmp_path / "nothing")], "cannot be read: No such file"),
+        (["upload", str(file), "--property", "x"], "write KEY=VALUE"),
+    ):
+        with pytest.raises(CommandError, match=says):
+            call_command("image", *words)
+
+
+def test_a_functions_trait_has_only_characters_that_a_trait_may_have() -> None:
+    assert traits.function_trait("intel", "d8424dc4-a4a3") == "CUSTOM_FPGA_FUNCTION_ID_INTEL_D8424DC4_A4A3"
+    assert traits.function_trait("x.y", "ß é" * 200)[:36] == "CUSTOM_FPGA_FUNCTION_ID_X_Y_SS__SS__"
+    assert len(traits.function_trait("intel", "f" * 400)) == 255

@@ -1,0 +1,61 @@
+"""A driver that does what each question says, run as `drivers.child` runs any other. Used by `test_protocol`.
+
+`settings["see"]` is an expression for what it discovers, `ask.layout["do"]` one for its plan.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import ClassVar
+
+from drivers import catalogue, child
+from drivers.base import Driver, Findings, Settings
+from drivers.machine import Machine
+from drivers.runner import DriverProcess
+from drivers.steps import Act, Ask, Plan
+
+WORDS = """
+import os, socket, subprocess, threading, time
+from drivers.errors import *
+from drivers.inventory import *
+from drivers.steps import *
+from drivers.base import Findings
+def throw(error): raise error
+def to(path, **more): return Plan((Step("a step", Write(path, "1"), **more),))
+"""
+WRITES = ("/sys/bus/pci/devices/*/sriov_numvfs", "/state/*")
+
+
+class Actor(Driver):
+    """Everything a hostile or broken driver could be."""
+
+    name: ClassVar[str] = "actor"
+    writes: ClassVar[tuple[str, ...]] = WRITES
+    acts: ClassVar[tuple[Act, ...]] = ("install",)
+
+    def discover(self, machine: Machine, settings: Settings) -> Findings:
+        """As told."""
+        return said(str(settings["see"]))  # type: ignore[return-value]
+
+    def install(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
+        """As told."""
+        return said(ask.layout["do"])  # type: ignore[return-value]
+
+
+def said(expression: str) -> object:
+    """What it comes to."""
+    names: dict[str, object] = {}
+    exec(WORDS, names)
+    return eval(expression, names)
+
+
+def actor(see: str = "Findings()", deadline_s: float = 10.0) -> DriverProcess:
+    """Seen from the agent."""
+    command = [sys.executable, str(Path(__file__)), "actor"]
+    return DriverProcess("actor", "n", {"see": see}, deadline_s=deadline_s, command=command)
+
+
+if __name__ == "__main__":
+    catalogue.load = lambda name: Actor()
+    sys.exit(child.main())

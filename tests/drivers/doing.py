@@ -1,0 +1,72 @@
+"""Plans done on a ModelMachine as the agent does them, without waiting: for tests of what drivers plan."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+from drivers.base import Driver, Settings
+from drivers.errors import Busy, DriverError, Failed, from_os
+from drivers.steps import Act, Ask, Check, Plan, Step, stray
+from tests.support.modelmachine import ModelMachine
+
+ROUNDS = 4
+
+
+class Doer:
+    """One driver on one host; `first` holds what was there before our first write, `told` what was done."""
+
+    def __init__(self, host: ModelMachine, driver: Driver, **settings: object) -> None:
+        self.host, self.driver, self.settings = host, driver, Settings(settings)
+        self.first: dict[str, str] = {}
+        self.told: list[str] = []
+
+    def plan(self, act: Act, ask: Ask) -> Plan:
+        """What is left to do."""
+        plan: Plan = getattr(self.driver, act)(self.host.machine, self.settings, ask)
+        assert not stray(plan, self.driver.writes)
+        return plan
+
+    def do(self, act: Act, ask: Ask) -> int:
+        """Plan and do until nothing is left; how often that took. A failure takes back what was done and is raised."""
+        for count in range(ROUNDS):
+            plan = self.plan(act, ask)
+            if not plan.steps:
+                return count
+            self._steps(plan)
+            if act in ("uninstall", "reset"):
+                return count + 1
+        assert not self.plan(act, ask).steps
+        return ROUNDS
+
+    def _steps(self, plan: Plan) -> None:
+        for number, step in enumerate(plan.steps):
+            if wrong := self._wrong(step.expect) or next(filter(self.host.machine.is_open, step.idle), ""):
+                raise Busy(wrong)
+            self._note(step.write.path)
+            self.told.append(step.does)
+            try:
+                self.host.write(step.write.path, step.write.value)
+            except OSError as error:
+                self._undo(plan.steps[:number])
+                raise from_os(error, step.does) from None
+            if wrong := self._wrong(step.seen):
+                self._undo(plan.steps[: number + 1])
+                raise Failed(f"{step.does}: {wrong}")
+
+    def _undo(self, done: Sequence[Step]) -> None:
+        for step in reversed(done):
+            for write in step.undo:
+                self.host.write(write.path, write.value)
+
+    def _note(self, path: str) -> None:
+        with contextlib.suppress(DriverError):  # files such as `unbind` are only for writing
+            if text := self.host.machine.text(path):
+                self.first.setdefault(path, text)
+
+    def _wrong(self, checks: tuple[Check, ...]) -> str:
+        for check in checks:
+            look = self.host.machine.link if check.link else self.host.machine.text
+            if look(check.path) != check.value:
+                return f"{check.path} is {look(check.path)!r}, not {check.value!r}"
+        return ""

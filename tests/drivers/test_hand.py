@@ -1,0 +1,215 @@
+"""Writing to the host: one value, whole, with a deadline, and every refusal in words."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import signal
+import threading
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from drivers.errors import Busy, Denied, DriverError, Failed, Gone, Invalid, Timeout, Unsupported
+from drivers.hand import Hand, _problem
+from drivers.steps import Image
+
+SLOT = "/sys/class/firmware/secure-update0"
+
+
+def with_hand(root: Path, work: Callable[[Hand], Awaitable[None]]) -> None:
+    async def story() -> None:
+        hand = Hand({"/sys": str(root / "sys"), "/state": str(root / "state")})
+        try:
+            await work(hand)
+        finally:
+            await hand.close()
+            assert not hand.stuck
+
+    asyncio.run(story())
+
+
+def attribute(root: Path, path: str, value: str = "0") -> Path:
+    file = root / path.lstrip("/")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(value)
+    return file
+
+
+def test_a_value_is_written_into_what_is_there_and_nothing_is_made(tmp_path: Path) -> None:
+    file = attribute(tmp_path, "/sys/a/numvfs")
+
+    async def work(hand: Hand) -> None:
+        await hand.write("/sys/a/numvfs", "4", 5)
+        assert file.read_text() == "4"
+        with pytest.raises(Gone, match="/sys/a/other: No such file"):
+            await hand.write("/sys/a/other", "4", 5)
+        with pytest.raises(Denied, match="/dev/sda is no place"):
+            await hand.write("/dev/sda", "4", 5)
+        assert [path.name for path in file.parent.iterdir()] == ["numvfs"]
+
+    with_hand(tmp_path, work)
+
+
+def test_the_drivers_own_files_are_made_replaced_and_removed(tmp_path: Path) -> None:
+    async def work(hand: Hand) -> None:
+        await hand.write("/state/b/0/on", "1", 5)
+        await hand.write("/state/b/0/on", "two", 5)
+        folder = tmp_path / "state/b/0"
+        assert [(path.name, path.read_text()) for path in folder.iterdir()] == [("on", "two")]
+        for _ in range(2):
+            await hand.write("/state/b/0/on", "", 5)
+        assert list(folder.iterdir()) == []
+
+    with_hand(tmp_path, work)
+
+
+def test_a_write_that_hangs_is_ended_and_the_next_one_goes_on(tmp_path: Path) -> None:
+    attribute(tmp_path, "/sys/a/mode")
+    os.mkfifo(tmp_path / "sys/a/reset")  # without a reader, opening it waits
+
+    async def work(hand: Hand) -> None:
+        with pytest.raises(
+            Timeout, match=r"/sys/a/reset: the kernel did not answer within 0.3 s; the outcome is unknow"
+        ):
+            await hand.write("/sys/a/reset", "1", 0.3)
+        assert not hand.stuck
+        await hand.write("/sys/a/mode", "1", 5)
+        assert hand._pipe is not None
+        os.kill(hand._pipe.pid, signal.SIGSTOP)
+        with pytest.raises(Timeout):
+            await hand.write("/sys/a/mode", "2", 0.1)
+        await hand.write("/sys/a/mode", "3", 5)
+
+    with_hand(tmp_path, work)
+
+
+def test_a_worker_that_is_killed_leaves_the_outcome_unknown(tmp_path: Path) -> None:
+    attribute(tmp_path, "/sys/mode")
+    os.mkfifo(tmp_path / "sys/wait")
+
+    async def work(hand: Hand) -> None:
+        await hand.write("/sys/mode", "1", 10)
+        assert hand._pipe is not None
+        asked = asyncio.ensure_future(hand.write("/sys/wait", "1", 10))
+        await asyncio.sleep(0.01)
+        os.kill(hand._pipe.pid, signal.SIGKILL)
+        with pytest.raises(Timeout, match="the worker that wrote it is gone"):
+            await asked
+
+    with_hand(tmp_path, work)
+
+
+def test_who_no_longer_waits_leaves_no_worker(tmp_path: Path) -> None:
+    attribute(tmp_path, "/sys/mode")
+    os.mkfifo(tmp_path / "sys/wait")
+
+    async def work(hand: Hand) -> None:
+        await hand.write("/sys/mode", "1", 10)
+        assert hand._pipe is not None
+        asked = asyncio.ensure_future(hand.write("/sys/wait", "1", 10))
+        await asyncio.sleep(0.01)
+        pid = hand._pipe.pid
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        assert not Path(f"/proc/{pid}").exists()
+
+    with_hand(tmp_path, work)
+
+
+@pytest.mark.parametrize(
+    ("code", "at", "kind", "words"),
+    [
+        (errno.EBUSY, "write", Busy, "Device or resource busy"),
+        (errno.ERANGE, "write", Invalid, "out of range"),
+        (errno.ENOENT, "open", Gone, "No such file"),
+        (errno.ENOENT, "write", Unsupported, "the kernel's driver of this device cannot do that"),
+        (errno.EROFS, "open", Denied, "mounted read-only for this agent"),
+        (errno.EACCES, "open", Denied, "run the agent as root, or with CAP_DAC_OVERRIDE"),
+        (errno.EIO, "write", Failed, "Input/output error"),
+    ],
+)
+def test_what_the_kernel_refuses_is_said_in_our_words(code: int, at: str, kind: type[DriverError], words: str) -> None:
+    problem = _problem({"errno": code, "at": at, "path": "/somewhere"}, "/sys/x")
+    assert type(problem) is kind
+    assert str(problem).startswith("/sys/x: ")
+    assert words in str(problem)
+
+
+def image(root: Path, data: bytes) -> Image:
+    file = root / "image"
+    file.write_bytes(data)
+    return Image(str(file), len(data), "0" * 64)
+
+
+def test_an_image_is_copied_whole(tmp_path: Path) -> None:
+    data = os.urandom(200_000)
+
+    async def work(hand: Hand) -> None:
+        await hand.upload("/state/b/image", "copy", image(tmp_path, data), 5, lambda _: None)
+        assert (tmp_path / "state/b/image").read_bytes() == data
+        with pytest.raises(Gone):
+            await hand.upload("/state/b/image", "copy", Image("/nowhere", 1, "0" * 64), 5, lambda _: None)
+        assert (tmp_path / "state/b/image").read_bytes() == data
+
+    with_hand(tmp_path, work)
+
+
+@pytest.mark.parametrize(("error", "raised"), [("", None), ("programming:hw-error", Failed)])
+def test_firmware_goes_through_the_kernels_upload_class(
+    tmp_path: Path, error: str, raised: type[DriverError] | None
+) -> None:
+    files = {name: attribute(tmp_path, f"{SLOT}/{name}", "") for name in ("remaining_size", "error")}
+    status = attribute(tmp_path, f"{SLOT}/status", "idle")
+    loading, data = (tmp_path / SLOT.lstrip("/") / name for name in ("loading", "data"))
+    for path in (loading, data):
+        os.mkfifo(path)  # as in the kernel, nothing goes on before it has been read
+    done = threading.Event()
+    taken: list[bytes] = []
+
+    def kernel() -> None:
+        taken.append(loading.read_bytes())
+        status.write_text("programming")
+        files["remaining_size"].write_text("50")
+        taken.append(data.read_bytes())
+        taken.append(loading.read_bytes())
+        done.wait(5)
+        files["error"].write_text(error)
+        status.write_text("idle")
+
+    async def work(hand: Hand) -> None:
+        thread = threading.Thread(target=kernel, daemon=True)
+        thread.start()
+        told: list[int] = []
+
+        def progress(percent: int) -> None:
+            told.append(percent)
+            done.set()
+
+        try:
+            await hand.upload(SLOT, "firmware", image(tmp_path, b"x" * 100), 10, progress)
+            assert raised is None
+        except DriverError as problem:
+            assert raised is not None
+            assert isinstance(problem, raised)
+            assert error in str(problem)
+        thread.join(5)
+        assert 50 in told
+        assert taken == [b"1", b"x" * 100, b"0"]
+
+    with_hand(tmp_path, work)
+
+
+def test_a_second_upload_is_not_begun_while_one_runs(tmp_path: Path) -> None:
+    attribute(tmp_path, f"{SLOT}/status", "programming")
+    loading = attribute(tmp_path, f"{SLOT}/loading", "0")
+
+    async def work(hand: Hand) -> None:
+        with pytest.raises(Busy, match="is programming: another upload runs"):
+            await hand.upload(SLOT, "firmware", image(tmp_path, b"x"), 5, lambda _: None)
+        assert loading.read_text() == "0"
+
+    with_hand(tmp_path, work)

@@ -1,0 +1,91 @@
+"""What pci_driver plans, done by the agent's own executor: its fence, its journal, its rounds, its undoing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from drivers import sriov
+from drivers.child import Ready
+from drivers.errors import DriverError
+from drivers.inventory import DriverReport
+from drivers.pci import PciDriver
+from drivers.steps import Act, Ask, Plan, Vitals
+from tests.agents.host.workshop import CARD, HOME, Workshop, command, workshop
+from tests.support.modelmachine import ModelMachine
+
+KEY = f"pci:{CARD}"
+
+
+class InProcess:
+    """The driver without its process: the executor cannot tell."""
+
+    def __init__(self, host: ModelMachine, **rule: object) -> None:
+        self._host, self._driver = host, PciDriver()
+        self._settings: dict[str, object] = {"rules": [{"vendor": "1b36", **rule}]}
+        self.manifest = Ready(name="drv", writes=PciDriver.writes)
+
+    async def discover(self) -> DriverReport:
+        try:
+            return DriverReport("drv", devices=self._driver.discover(self._host.machine, self._settings).devices)
+        except DriverError as error:
+            return DriverReport("drv", error=str(error))
+
+    async def plan(self, act: Act, ask: Ask) -> Plan:
+        plan: Plan = getattr(self._driver, act)(self._host.machine, self._settings, ask)
+        return plan
+
+    async def health(self, ask: Ask) -> Vitals:
+        return self._driver.health(self._host.machine, self._settings, ask)
+
+    def release(self) -> None:
+        return None
+
+    async def close(self) -> None:
+        return None
+
+
+def on(root: Path, story: Callable[[ModelMachine, Workshop], Awaitable[None]], gives: int = 4) -> None:
+    """A host with one card that can have four virtual functions, of which its driver `gives` some."""
+
+    async def told() -> None:
+        host = ModelMachine(root)
+        host.load("nvme", "1b36:0010", gives=gives)
+        host.pci(CARD, "0x1b36", "0x0010", "0x010802", group=7, vfs=4)
+        driver = InProcess(host, vfs=4, bind="vfio-pci")
+        async with workshop(root, driver, hand=lambda _: host.hand()) as shop:  # type: ignore[arg-type]
+            await story(host, shop)
+
+    asyncio.run(told())
+
+
+def test_install_and_uninstall(tmp_path: Path) -> None:
+    async def story(host: ModelMachine, shop: Workshop) -> None:
+        result = await shop.do(command(1, "install", key=KEY))
+        assert (result.outcome, result.text) == ("succeeded", "4 virtual functions, bound to vfio-pci")
+        assert {host.driver_of(f"0000:01:00.{number}") for number in range(1, 5)} == {"vfio-pci"}
+        device = shop.reporter.device("drv", KEY)
+        assert device and (device.deployables[0].num_accelerators, device.to_install) == (4, "")
+        result = await shop.do(command(2, "uninstall", key=KEY))
+        assert result.outcome == "succeeded"
+        assert [shop.file("sriov_numvfs"), shop.file("sriov_drivers_autoprobe")] == ["0\n", "1\n"]
+        assert (await shop.do(command(3, "reset", key=KEY))).outcome == "succeeded"
+        assert host.resets == [CARD]
+
+    on(tmp_path, story)
+
+
+def test_a_partition_whose_number_is_not_made_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sriov, "MAKE_S", 0.2)
+    monkeypatch.setattr(sriov, "EACH_S", 0.0)
+
+    async def story(host: ModelMachine, shop: Workshop) -> None:
+        result = await shop.do(command(1, "partition", key=KEY, layout={"vfs": "3"}))
+        assert result.outcome == "failed"
+        assert f"{HOME}/sriov_numvfs is '2', wanted '3'" in result.text
+        assert shop.file("sriov_numvfs") == "0\n"
+
+    on(tmp_path, story, gives=2)

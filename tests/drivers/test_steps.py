@@ -1,0 +1,71 @@
+"""Which paths a plan may write, and how a machine is read where only a real one has the files."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from drivers.errors import Denied
+from drivers.machine import Machine
+from drivers.steps import Plan, Step, Write, stray, within
+
+FUNCTION = "/sys/bus/pci/devices/0000:3b:00.0"
+GLOBS = ("/sys/bus/pci/devices/*:*:*.*/sriov_numvfs", "/state/*/[a-z]*")
+
+
+@pytest.mark.parametrize(
+    ("path", "inside"),
+    [
+        (f"{FUNCTION}/sriov_numvfs", True),
+        (f"{FUNCTION}/../x:y:z.0/sriov_numvfs", False),
+        (f"{FUNCTION}/sriov_numvfs/x", False),
+        (f"{FUNCTION}/reset", False),
+        ("/state/0/word", True),
+        ("/state/0/1", False),
+        ("/state/0/a/word", False),
+        ("/state/word", False),
+        ("/State/0/word", False),
+    ],
+)
+def test_a_star_takes_no_slash(path: str, inside: bool) -> None:
+    assert within(path, GLOBS) is inside
+    assert not within(path, ())
+
+
+def test_what_is_undone_lies_within_too() -> None:
+    good, bad = Write("/state/0/a", "1"), Write("/sys/power/state", "mem")
+    assert stray(Plan((Step("s", good, undo=(good,)),)), GLOBS) == stray(Plan(), ()) == ""
+    assert stray(Plan((Step("s", good), Step("s", good, undo=(good, bad)))), GLOBS) == bad.path
+    assert stray(Plan((Step("s", bad),)), GLOBS) == bad.path
+
+
+@pytest.mark.parametrize(
+    ("code", "is_open"), [(0, False), (errno.EBUSY, True), (errno.ENOENT, False), (errno.ENODEV, False)]
+)
+def test_a_node_that_only_one_may_open_is_open_or_not(
+    code: int, is_open: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node, kernel = tmp_path / "vfio/12", os.open
+    node.parent.mkdir()
+    node.touch()
+
+    def answer(path: str, flags: int) -> int:
+        assert path == str(node)
+        if code:
+            raise OSError(code, os.strerror(code))
+        return kernel(path, flags)
+
+    monkeypatch.setattr("os.open", answer)
+    assert Machine("n", dev_root=str(tmp_path)).is_open("/dev/vfio/12") is is_open
+
+
+def test_a_node_that_cannot_be_asked_is_not_called_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: str, flags: int) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("os.open", refuse)
+    with pytest.raises(Denied, match="/dev/vfio/12"):
+        Machine("n", dev_root=str(tmp_path)).is_open("/dev/vfio/12")

@@ -1,0 +1,78 @@
+"""Run below `umockdev-wrapper` by `test_hotplug`: a plan is done on a simulated kernel, and its uevents are seen.
+
+The agent's own watch and the driver in its own process; only the kernel is not real. Prints what each look showed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+
+from agents.host.watch import Watch
+from drivers.inventory import Device
+from drivers.process import die_with_parent
+from drivers.runner import DriverProcess
+from drivers.steps import Act, Ask
+from tests.support.kernel import Kernel
+
+CARD = "0000:01:00.0"
+RULE = {"vendor": "1b36", "vfs": 2, "bind": ""}
+DEADLINE_S = 20.0
+
+
+class Host:
+    """A host with one card."""
+
+    def __init__(self) -> None:
+        self.kernel = Kernel()
+        self.kernel.load("nvme", "1b36:0010")
+        self.kernel.pci(CARD, "0x1b36", "0x0010", "0x010802", group=7, vfs=4)
+        self.driver = DriverProcess("pci_driver", "n", {"rules": [RULE]})
+        self.watch = Watch({"pci_driver": self.driver}, debounce_s=0.05, rescan_s=3600)
+
+    async def do(self, act: Act, ask: Ask) -> None:
+        """Plan it and write it."""
+        hand = self.kernel.hand()
+        for step in (await self.driver.plan(act, ask)).steps:
+            await hand.write(step.write.path, step.write.value, step.timeout_s)
+
+    async def look(self) -> Device:
+        """What the driver sees of the card."""
+        report = await self.driver.discover()
+        assert report.devices, report
+        return report.devices[0]
+
+    async def until(self, so: Callable[[Device], bool]) -> Device:
+        """Look when the watch says so, for no other reason, until the card is so."""
+        async with asyncio.timeout(DEADLINE_S):
+            while True:
+                await self.watch.changed()
+                if so(device := await self.look()):
+                    return device
+
+
+def show(device: Device) -> None:
+    """The line that the test reads."""
+    (deployable,) = device.deployables
+    functions = [json.loads(handle.info)["function"] for handle in deployable.handles]
+    print(deployable.num_accelerators, functions, device.to_install.replace("\n", "; ") or "as wanted", flush=True)
+
+
+async def main() -> None:
+    """Make two virtual functions, take them away."""
+    host = Host()
+    host.watch.start()
+    show(await host.look())
+    await host.do("install", Ask(f"pci:{CARD}"))
+    show(await host.until(lambda device: not device.to_install))
+    await host.do("uninstall", Ask(f"pci:{CARD}", first={f"/sys/bus/pci/devices/{CARD}/sriov_numvfs": "0"}))
+    show(await host.until(lambda device: not device.deployables[0].handles))
+    host.watch.close()
+    await host.driver.close()
+    host.kernel.close()
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    asyncio.run(main())

@@ -1,0 +1,153 @@
+"""A compute host with a real kernel and QEMU's hardware, the agent inside, the product outside. One for all tests."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.qemu import boot, prepare
+from tests.qemu.boot import SHARE, Guest
+from tests.system.conftest import fresh
+from tests.system.product import ROOT, Product, running
+
+HOST = "guest1"
+DISK = "0000:01:00.0"
+"""The disk that can be split; it is there from the start."""
+START_S = 60.0
+"""For the agent to start inside, or to see a change: every instruction is translated."""
+DRIVERS = f"""\
+[pci_driver]
+rules = [
+  {{ address = "{DISK}", vfs = 2, bind = "vfio-pci" }},
+  {{ vendor = "1b36", product = "0010" }},
+]
+"""
+
+_guest: pytest.StashKey[Guest] = pytest.StashKey()
+
+
+@dataclass
+class Lab:
+    """The guest as a compute host of a product."""
+
+    guest: Guest
+    product: Product
+    token: str
+
+    @property
+    def ended(self) -> Path:
+        """There when the agent has ended, with its exit status."""
+        return self.guest.share / "agent.ended"
+
+    def ask(self, path: str, **said: Any) -> Any:
+        """Our own API: GET, or POST when something is said."""
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.product.port}/api/{path}",
+            data=json.dumps(said).encode() if said else None,
+            headers={"X-Auth-Token": self.token, "Content-Type": "application/json", "Accept": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return json.load(answer)
+
+    def devices(self) -> dict[str, dict[str, Any]]:
+        """What the API lists of this host, by PCI address."""
+        return {one["address"]: one for one in self.ask(f"devices/?host={HOST}")["results"]}
+
+    def order(self, op: str, **about: Any) -> dict[str, Any]:
+        """Order a command, and wait for its end."""
+        made = self.ask("commands/", op=op, **about)
+
+        def ended() -> dict[str, Any] | None:
+            self.check_agent()
+            command: dict[str, Any] = self.ask(f"commands/{made['uuid']}/")
+            return command if command["ended_at"] else None
+
+        command: dict[str, Any] = self.product.until(ended, START_S, f"{op} has not ended")
+        return command
+
+    def functions(self) -> dict[str, str]:
+        """The virtual functions of the disk in the guest's kernel, and their drivers."""
+        told = self.guest.run(
+            f"cd /sys/bus/pci/devices/{DISK}; for one in virtfn*; do"
+            " [ -e $one ] && echo $(readlink $one) $(readlink $one/driver); done; true"
+        )
+        words = [[Path(word).name for word in line.split()] for line in told.splitlines()]
+        return {name: "".join(driver) for name, *driver in words}
+
+    def offered(self) -> dict[str, tuple[str, str]]:
+        """The attach handles of the disk that are there: PCI address → uuid, and when it last changed."""
+        found = self.ask(f"attach_handles/?device={self.devices()[DISK]['uuid']}&missing=false")["results"]
+        address = "{domain}:{bus}:{device}.{function}"
+        return {address.format(**one["info"]): (one["uuid"], one["updated_at"]) for one in found}
+
+    def check_agent(self) -> None:
+        """It must not have ended."""
+        assert not self.ended.exists(), f"the agent has ended with {self.ended.read_text()}"
+
+    def until(self, address: str, **fields: str) -> dict[str, Any]:
+        """Wait until the API shows the device, and these fields so; the device."""
+
+        def so() -> dict[str, Any] | None:
+            self.check_agent()
+            device = self.devices().get(address)
+            return device if device and device.items() >= fields.items() else None
+
+        found: dict[str, Any] = self.product.until(so, START_S, lambda: f"{address} {fields}: {self.devices()}")
+        return found
+
+    def start_agent(self, **environment: str) -> None:
+        """`cyborg-agent` as an operator starts it. It joins with CYBORG_JOIN_TOKEN, later it needs none."""
+        words = environment | {
+            "CYBORG_AGENT_STATE_DIR": f"{SHARE}/agent",
+            "CYBORG_ENABLED_DRIVERS": "pci_driver",
+            "CYBORG_DRIVER_SETTINGS": f"{SHARE}/drivers.toml",
+        }
+        agent = Path(sys.executable).parent / "cyborg-agent"
+        variables = " ".join(f"{name}='{value}'" for name, value in words.items())
+        begin = f"cd {ROOT}; {variables} {agent} >>{SHARE}/agent.log 2>&1 & echo $! >{SHARE}/agent.pid"
+        self.ended.unlink(missing_ok=True)
+        self.guest.run(f"({begin}; wait $!; echo $? >{SHARE}/{self.ended.name}) >/dev/null 2>&1 &")
+
+    def kill_agent(self) -> None:
+        """SIGKILL; gone on return."""
+        self.guest.run(f"kill -9 $(cat {SHARE}/agent.pid)")
+        self.product.until(self.ended.exists, START_S, "the agent has not ended")
+
+
+@pytest.fixture(scope="session")
+def lab(pytestconfig: pytest.Config) -> Iterator[Lab]:
+    """Both started and joined; what the agent finds is not waited for."""
+    if why := prepare.missing():
+        pytest.skip(f"SKIPPED LEVEL 3: {why}")
+    with fresh() as folder, boot.running(HOST, folder) as guest:
+        pytestconfig.stash[_guest] = guest
+        # What is compiled here need not be compiled inside, where it takes twenty times as long.
+        subprocess.run([sys.executable, "-m", "compileall", "-q", "agents", "drivers"], check=True, cwd=ROOT)
+        (guest.share / "drivers.toml").write_text(DRIVERS)
+        with running(Product(folder / "state", {"CYBORG_ENABLED_DRIVERS": "fake_driver"})) as product:
+            address = f"http://10.0.2.2:{product.port}"
+            join = product.manage("join_token", HOST, "--address", address)[-1]
+            started = Lab(guest, product, product.manage("api_token", "tester")[-1])
+            guest.until_up()
+            started.start_agent(CYBORG_JOIN_TOKEN=join)
+            yield started
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A failure shows what the guest said."""
+    report = yield
+    guest = item.config.stash.get(_guest, None)
+    if report.failed and guest:
+        report.sections.append(("the guest", guest.log()))
+    return report

@@ -1,0 +1,171 @@
+"""`make deps-sim`: Debian's packages for simulated hardware, a Debian kernel, and the initramfs that boots it.
+
+The kernel's package is unpacked into `.sim/` of the checkout, never installed. Run with any Python, before there is
+a virtual environment; `boot` takes from here where things are, the tests whether they are there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import lzma
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+CACHE = ROOT / ".sim"
+PACKAGES = ("umockdev", "qemu-system-x86", "busybox-static")
+EMULATOR = "qemu-system-x86_64"
+KERNEL = "linux-image-amd64"
+MODULES = ("virtio_pci", "virtio_net", "9pnet_virtio", "9p", "nvme", "vfio-pci", "vfio_iommu_type1")
+"""What the guest loads. What one of them needs comes before it; what is not there is built in."""
+
+INIT = r"""#!/bin/busybox sh
+/bin/busybox --install -s /bin
+export PATH=/bin:/sbin:/usr/bin:/usr/sbin
+mount -t proc proc /proc; mount -t sysfs sys /sys; mount -t devtmpfs dev /dev
+while read module; do insmod /modules/$module || echo "insmod $module failed"; done </modules/order
+share=trans=virtio,version=9p2000.L,msize=262144
+mount -t 9p -o $share,ro,cache=loose root /host || exec poweroff -f
+for one in proc sys dev; do mount --rbind /$one /host/$one; done
+mount -t tmpfs run /host/run; mkdir /host/run/share; export TMPDIR=/run
+mount -t 9p -o $share,cache=mmap share /host/run/share || exec poweroff -f
+hostname $GUEST_NAME
+ip link set lo up; ip link set eth0 up; ip address add 10.0.2.15/24 dev eth0; ip route add default via 10.0.2.2
+echo "guest: $(uname -r) after $(cut -d' ' -f1 /proc/uptime) s"
+cd /; nc 10.0.2.2 $GUEST_PORT -e /bin/chroot /host /bin/sh
+poweroff -f
+"""
+"""The kernel's first process: the tester's files as root (read-only), one shared folder, one shell.
+
+Unknown words NAME=VALUE of the kernel's command line are its environment. The shell is the tester's, over TCP.
+"""
+
+
+class Unavailable(Exception):
+    """Something that cannot be had, in one sentence."""
+
+
+def stamp() -> str:
+    """Names the recipe: what was built by another one is built anew."""
+    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+
+
+def missing() -> str:
+    """Why level 3 cannot be simulated here, '' when it can."""
+    if not shutil.which(EMULATOR):
+        return "there is no QEMU here (make deps-sim)"
+    if not (CACHE / "stamp").exists() or (CACHE / "stamp").read_text() != stamp():
+        return "there is no kernel to boot in .sim (make deps-sim)"
+    return ""
+
+
+def _absent() -> list[str]:
+    command = ["dpkg-query", "-W", "-f", "${Package} ${db:Status-Status}\n", *PACKAGES]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return list(PACKAGES)
+    present = {line.split()[0] for line in done.stdout.splitlines() if line.endswith(" installed")}
+    return [name for name in PACKAGES if name not in present]
+
+
+def _run(*command: str | Path, refused: str, cwd: Path | None = None) -> str:
+    """What the command prints; `refused` is the sentence for its failure, the command's last line the reason."""
+    environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive", "LC_ALL": "C.UTF-8"}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, env=environment)
+    except FileNotFoundError as error:
+        raise Unavailable(f"{refused}: there is no {error.filename} here") from None
+    if done.returncode:
+        raise Unavailable(f"{refused}: {(done.stderr.strip() or str(done.returncode)).splitlines()[-1]}")
+    return done.stdout
+
+
+def install(absent: list[str]) -> None:
+    """The packages, where we may install them."""
+    if os.geteuid() or not shutil.which("apt-get"):
+        raise Unavailable(f"missing, and only root can install them: apt-get install {' '.join(absent)}")
+    _run(
+        *("apt-get", "install", "-y", "-qq", "--no-install-recommends", *absent),
+        refused=f"apt-get cannot install {' '.join(absent)}",
+    )
+
+
+def fetch(into: Path) -> None:
+    """Debian's kernel, downloaded and unpacked."""
+    depends = _run("apt-cache", "depends", KERNEL, refused=f"apt does not know {KERNEL}")
+    package = re.search(r"Depends: (linux-image-\d\S+)", depends)
+    if not package:
+        raise Unavailable(f"apt does not know {KERNEL}: its package lists are empty or of another architecture")
+    _run("apt-get", "download", "-qq", package[1], cwd=into, refused=f"{package[1]} cannot be downloaded")
+    [archive] = into.glob("*.deb")
+    _run("dpkg-deb", "-x", archive, into, refused=f"{archive.name} cannot be unpacked")
+
+
+def _in_order(modules: dict[str, Path]) -> dict[str, bytes]:
+    """The modules to load, each after those it needs."""
+    order: dict[str, bytes] = {}
+
+    def take(name: str) -> None:
+        path = modules.get(name.replace("-", "_"))
+        if path is None or path.name in order:
+            return
+        content = lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()
+        needs = re.search(rb"\0depends=([^\0]*)\0", content)
+        for need in needs[1].decode().split(",") if needs else ():
+            take(need)
+        order[path.name] = content
+
+    for name in MODULES:
+        take(name)
+    return order
+
+
+def build(unpacked: Path, tree: Path) -> None:
+    """The kernel and the initramfs, into the cache."""
+    found: Iterator[Path] = (unpacked / "lib" / "modules").rglob("*.ko*")
+    modules = _in_order({path.name.split(".")[0].replace("-", "_"): path for path in found})
+    for name in ("bin", "modules", "proc", "sys", "dev", "host"):
+        (tree / name).mkdir(parents=True)
+    shutil.copy("/bin/busybox", tree / "bin")
+    for name, content in modules.items():
+        (tree / "modules" / name).write_bytes(content)
+    (tree / "modules" / "order").write_text("".join(f"{name}\n" for name in modules))
+    (tree / "init").write_text(INIT)
+    (tree / "init").chmod(0o755)
+    pack = f"find . | busybox cpio -o -H newc >{CACHE}/initrd"
+    _run("sh", "-c", pack, cwd=tree, refused="the initramfs cannot be packed")
+    [kernel] = (unpacked / "boot").glob("vmlinuz-*")
+    shutil.copy(kernel, CACHE / "vmlinuz")
+    (CACHE / "stamp").write_text(stamp())
+
+
+def main() -> int:
+    """Exit status 0 when every level can be simulated."""
+    absent = _absent()
+    if not absent and not missing():
+        return 0
+    try:
+        if not os.geteuid() and shutil.which("apt-get"):
+            _run("apt-get", "update", "-qq", refused="Debian's package lists cannot be had")
+        if absent:
+            install(absent)
+        shutil.rmtree(CACHE, ignore_errors=True)
+        CACHE.mkdir()
+        with tempfile.TemporaryDirectory(dir=CACHE) as folder:
+            fetch(Path(folder))
+            build(Path(folder), Path(folder) / "tree")
+    except (Unavailable, OSError) as error:
+        print(f"deps-sim: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""A disk is there, another is plugged in and pulled out, the agent is killed: what an operator's programs see of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.qemu import prepare
+from tests.qemu.conftest import DISK, HOST, Lab
+from tests.support.webserver import until
+from tests.system import processes
+from tests.system.product import ROOT
+
+pytestmark = pytest.mark.qemu
+
+PLUGGED = "0000:02:00.0"
+"""Where a device in the slot `free1` is."""
+
+
+def test_the_disk_is_a_device_of_its_host(lab: Lab) -> None:
+    disk = lab.until(DISK, status="ok")
+    assert (disk["host"]["name"], disk["type"], disk["vendor"], disk["state"]) == (HOST, "SSD", "1b36", "inactive")
+    assert disk["kernel_driver"] == "nvme"
+
+
+def test_a_plugged_disk_appears_and_a_pulled_one_is_missing(lab: Lab) -> None:
+    lab.until(DISK)
+    lab.guest.qmp("device_add", driver="nvme", id="hot", bus="free1", serial="HOT1")
+    appeared = lab.until(PLUGGED, state="inactive")
+    assert appeared["type"] == "SSD"
+    lab.guest.qmp("device_del", id="hot")
+    lab.until(PLUGGED, state="missing")
+    assert lab.until(DISK)["state"] == "inactive"
+
+
+def test_an_agent_that_was_killed_goes_on_where_it_was(lab: Lab) -> None:
+    before = lab.until(DISK)
+    lab.kill_agent()
+    lab.guest.qmp("device_add", driver="nvme", id="meanwhile", bus="free2", serial="HOT2")
+    lab.start_agent()
+    lab.until("0000:03:00.0", state="inactive")
+    after = lab.until(DISK)
+    assert (after["uuid"], after["state_since"]) == (before["uuid"], before["state_since"])
+    [agent] = [one for one in lab.ask("agents/")["results"] if one["host"]["name"] == HOST]
+    assert agent["state"] == "up"
+
+
+def test_a_guest_dies_with_its_tester(tmp_path: Path) -> None:
+    if why := prepare.missing():
+        pytest.skip(f"SKIPPED LEVEL 3: {why}")
+    code = (
+        "import sys, time; from pathlib import Path; from tests.qemu.boot import Guest\n"
+        "guest = Guest('g', Path(sys.argv[1])); guest.start(); guest.until_up(); time.sleep(600)"
+    )
+    tester = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT)
+    until(lambda: [one for one in processes.below(tester.pid) if one.command.startswith("qemu")])
+    guests = processes.below(tester.pid)
+    os.kill(tester.pid, signal.SIGKILL)
+    tester.wait()
+    until(lambda: not processes.alive(guests))

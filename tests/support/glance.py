@@ -1,0 +1,111 @@
+"""A stand-in Glance on a real socket: images by id and by property, bytes in ranges; it can fail, stall and lie.
+
+Just enough of the image API v2 for openstacksdk. The system lane's neighbours have another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+from uuid import uuid4
+
+
+@dataclass
+class Glance:
+    """What the stand-in knows. `fails_with` answers everything with that status; `cut` ends a transfer after so many
+    bytes; without `ranges` every transfer begins at 0; `held` keeps the bytes back until it is set."""
+
+    port: int = 0
+    documents: dict[str, dict[str, Any]] = field(default_factory=dict)
+    contents: dict[str, bytes] = field(default_factory=dict)
+    calls: Counter[str] = field(default_factory=Counter)
+    fails_with: int = 0
+    cut: int | None = None
+    ranges: bool = True
+    held: threading.Event | None = None
+
+    @property
+    def url(self) -> str:
+        """Its endpoint."""
+        return f"http://127.0.0.1:{self.port}/v2"
+
+    def add(self, content: bytes, **more: Any) -> str:
+        """A new image, active; `more` replaces or adds what it says of itself. Returns its id."""
+        uuid = str(uuid4())
+        digest = hashlib.sha512(content).hexdigest()
+        said = {"id": uuid, "name": "an image", "status": "active", "size": len(content), "visibility": "public"}
+        self.documents[uuid] = said | {"os_hash_algo": "sha512", "os_hash_value": digest} | more
+        self.contents[uuid] = content
+        return uuid
+
+
+@contextmanager
+def glance() -> Iterator[Glance]:
+    """A running one."""
+    known = Glance()
+
+    class Handler(_Handler):
+        glance = known
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    known.port = server.server_address[1]
+    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    try:
+        yield known
+    finally:
+        if known.held:
+            known.held.set()
+        server.shutdown()
+        server.server_close()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    wbufsize = -1
+    glance: Glance
+
+    def do_GET(self) -> None:
+        url = urlsplit(self.path)
+        parts = url.path.strip("/").split("/")
+        if self.glance.fails_with:
+            self._answer(self.glance.fails_with, b"no")
+        elif parts in (["v2"], [""]):
+            here = {"id": "v2.16", "status": "CURRENT", "links": [{"rel": "self", "href": f"{self.glance.url}/"}]}
+            self._answer(200, json.dumps({"versions": [here]}).encode())
+        elif parts == ["v2", "images"]:
+            wanted = {name: value for name, value in parse_qsl(url.query) if name != "limit"}
+            found = [one for one in self.glance.documents.values() if wanted.items() <= one.items()]
+            self._answer(200, json.dumps({"images": found}).encode(), "list")
+        elif (document := self.glance.documents.get(parts[2])) is None:
+            self._answer(404, b"no such image", "show")
+        elif parts[3:] == ["file"]:
+            self._file(self.glance.contents[parts[2]])
+        else:
+            self._answer(200, json.dumps(document).encode(), "show")
+
+    def _file(self, content: bytes) -> None:
+        begin = int(match[1]) if (match := re.match(r"bytes=(\d+)-", self.headers.get("Range", ""))) else 0
+        begin = begin if self.glance.ranges else 0
+        if self.glance.held:
+            self.glance.held.wait(20)
+        self._answer(206 if begin else 200, content[begin:], f"file from {begin}", self.glance.cut)
+
+    def _answer(self, status: int, body: bytes, what: str = "version", cut: int | None = None) -> None:
+        self.glance.calls[what] += 1
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body[:cut])
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing."""

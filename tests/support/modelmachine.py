@@ -1,0 +1,265 @@
+"""A host in a directory whose /sys answers writes as the kernel does: simulation level 0, for drivers and executor.
+
+    host = ModelMachine(tmp_path)
+    host.load("nvme", "1b36:0010")
+    host.pci("0000:01:00.0", "0x1b36", "0x0010", "0x010802", group=7, vfs=4)
+    host.write("/sys/bus/pci/devices/0000:01:00.0/sriov_numvfs", "2")      # or OSError with the kernel's errno
+    driver.install(host.machine, settings, ask); await host.hand().write(path, value, timeout_s)
+
+The rules are functions of `modelpci` (functions, drivers, SR-IOV) and `modelkinds` (mdev, firmware upload, QAT); what
+is so lies in the files, so a Machine sees it. A change is complete, with its uevents, when `write` returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import threading
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from drivers.errors import Denied, DriverError, Failed, Timeout, Unsupported, from_os
+from drivers.machine import MAX_READ, Machine
+from drivers.steps import Image
+from tests.drivers.tree import Host
+from tests.support import modelkinds, modelpci
+from tests.support.modelpci import KernelDriver, Rule, refuse
+
+RULES: dict[str, Rule] = modelpci.RULES | modelkinds.RULES
+WRITE_ONLY = frozenset({"bind", "unbind", "drivers_probe", "rescan", "remove", "reset", "create", "cancel"})
+
+
+class Model(Machine):
+    """The Machine of a model: that a node is open is known to the model, since files do not refuse a second opening."""
+
+    def __init__(self, host: ModelMachine, **roots: str) -> None:
+        super().__init__("node-1", **roots)
+        self._host = host
+
+    def read_bytes(self, path: str, limit: int = MAX_READ) -> bytes:
+        """As `Machine.read_bytes`; root may read every file here, but not so in /sys."""
+        if path.rpartition("/")[2] in WRITE_ONLY:
+            raise Denied(f"{path}: Permission denied")
+        return super().read_bytes(path, limit)
+
+    def is_open(self, path: str) -> bool:
+        """As `Machine.is_open`."""
+        return path in self._host.held
+
+
+class ModelMachine(Host):
+    """Builds as `Host` does, and then lives.
+
+    `privileged` False: writes end with EACCES; `read_only`: with EROFS. `writes` has every one that was tried.
+    `event(action, path)` is told of every uevent in the kernel's order.
+    """
+
+    def __init__(self, root: Path, event: Callable[[str, str], None] = lambda action, path: None) -> None:
+        super().__init__(root)
+        self.dev, self.state = root / "dev", root / "state"
+        roots = {"sys_root": self.sys, "proc_root": self.proc, "dev_root": self.dev, "state_root": self.state}
+        self.machine: Machine = Model(self, **{name: str(path) for name, path in roots.items()})
+        self.event = event
+        self.privileged, self.read_only = True, False
+        self.writes: list[tuple[str, str]] = []
+        self.resets: list[str] = []
+        self.held: set[str] = set()
+        self.drivers: dict[str, KernelDriver] = {}
+        self.uploads: dict[str, str] = {}
+        self.mdev_rooms: dict[Path, int] = {}
+        self.exclusive: set[Path] = set()
+        self._slow: set[str] = set()
+        self._free = threading.Condition()
+        for name in ("drivers_probe", "rescan"):
+            self.file(self.sys / "bus/pci" / name, "")
+        self.load("vfio-pci")
+
+    # What the tests do to it.
+
+    def pci(
+        self,
+        address: str,
+        vendor: str,
+        device: str,
+        pci_class: str,
+        *,
+        bus: str = "pci0000:00",
+        group: int | None = None,
+        vfs: int = 0,
+        vf_device: str = "",
+        offset: int = 1,
+        **more: str,
+    ) -> Path:
+        """Plug in a function; a kernel driver that takes it binds. `vfs` is how many virtual functions it can have."""
+        path = super().pci(address, vendor, device, pci_class, bus=bus, **{"reset": "", **more})
+        modelpci.link_function(self, path)
+        if group is not None:
+            modelpci.join_group(self, path, group)
+        if vfs:
+            modelpci.make_physical(self, path, vfs, vf_device or device, offset)
+        modelpci.probe(self, path)
+        return path
+
+    def unplug(self, address: str) -> None:
+        """Pull it out; a rescan does not find it."""
+        modelpci.take_out(self, (self.sys / modelpci.DEVICES / address).resolve(), keep=False)
+
+    def driver_of(self, address: str) -> str:
+        """What a function is bound to, ''."""
+        return self.machine.link(f"/sys/bus/pci/devices/{address}/driver")
+
+    def load(self, name: str, *takes: str, sriov: bool = True, gives: int = 65535) -> KernelDriver:
+        """A kernel driver's module. Functions that are there stay as they are."""
+        for file in ("bind", "unbind"):
+            self.file(self.sys / "bus/pci/drivers" / name / file, "")
+        self.drivers[name] = KernelDriver(name, takes, sriov, gives)
+        return self.drivers[name]
+
+    @contextlib.contextmanager
+    def holding(self, node: str) -> Iterator[None]:
+        """Somebody (a guest) has `/dev/vfio/N`, or an mdev by its uuid, open: taking it away blocks or is EBUSY."""
+        self.held.add(node)
+        try:
+            yield
+        finally:
+            self._end(self.held, node)
+
+    @contextlib.contextmanager
+    def slow(self, path: str) -> Iterator[None]:
+        """Writes to this path hang in the kernel until the block ends; then they are done."""
+        self._slow.add(path)
+        try:
+            yield
+        finally:
+            self._end(self._slow, path)
+
+    def write(self, path: str, value: str) -> None:
+        """One os.write into an attribute of /sys: an OSError, or done."""
+        self.writes.append((path, value))
+        file = self.real(path)
+        if not file.is_file():
+            raise refuse(errno.ENOENT, path)
+        if self.read_only:
+            raise refuse(errno.EROFS, path)
+        rule = _rule(str(file.resolve().relative_to(self.sys.resolve())))
+        if rule is None or not self.privileged:
+            raise refuse(errno.EACCES, path)
+        self.until(lambda: path not in self._slow)
+        if value:  # a write of nothing never reaches an attribute
+            rule(self, file.resolve(), value if file.name == "data" else value.strip())
+
+    def hand(self) -> ModelHand:
+        """What writes for the executor."""
+        return ModelHand(self)
+
+    # What the rules use.
+
+    def real(self, path: str) -> Path:
+        """Where a path of the host lies."""
+        _, top, *rest = path.split("/")
+        return {"sys": self.sys, "proc": self.proc, "dev": self.dev, "state": self.state}[top].joinpath(*rest)
+
+    def until(self, free: Callable[[], bool]) -> None:
+        """Hang as the kernel does, without a deadline."""
+        with self._free:
+            self._free.wait_for(free)
+
+    def unlink(self, path: Path) -> None:
+        """What leads to a device, in the places where the kernel puts links."""
+        for folder in ("bus/*/devices", "bus/pci/drivers/*", "kernel/iommu_groups/*/devices", "class/mdev_bus"):
+            for link in self.sys.glob(f"{folder}/{path.name}"):
+                link.unlink()
+
+    def relink(self, path: Path, target: Path | None) -> None:
+        """A link anew, or none."""
+        path.unlink(missing_ok=True)
+        if target is not None:
+            self.link(path, target)
+
+    def _end(self, reasons: set[str], one: str) -> None:
+        with self._free:
+            reasons.discard(one)
+            self._free.notify_all()
+
+
+class ModelHand:
+    """`drivers.hand.Hand` for a model: the same promises and errors; what hangs, hangs in a thread that nobody joins.
+
+    `stuck`: a write outlived its deadline and has not ended.
+    """
+
+    def __init__(self, host: ModelMachine) -> None:
+        self._host = host
+        self._running = 0
+
+    @property
+    def stuck(self) -> bool:
+        """Whether a write hangs in the kernel."""
+        return self._running > 0
+
+    async def write(self, path: str, value: str, timeout_s: float) -> None:
+        """As `Hand.write`: raises an error of `drivers.errors`."""
+        await self._do(path, lambda: self._write(path, value), timeout_s)
+
+    async def upload(
+        self, path: str, kind: str, image: Image, timeout_s: float, progress: Callable[[int], None]
+    ) -> None:
+        """As `Hand.upload`; `progress` gets percent."""
+        await self._do(path, lambda: self._upload(path, kind, Path(image.path).read_bytes()), timeout_s)
+        progress(100)
+
+    async def close(self) -> None:
+        """As `Hand.close`."""
+
+    def _write(self, path: str, value: str) -> None:
+        if not path.startswith("/state/"):
+            return self._host.write(path, value)
+        file = self._host.real(path)
+        if not value:
+            return file.unlink(missing_ok=True)
+        self._host.file(file, value)
+
+    def _upload(self, path: str, kind: str, data: bytes) -> None:
+        if kind == "copy":
+            self._host.file(self._host.real(path), data)
+        elif error := modelkinds.uploaded(self._host, path, data):
+            raise Failed(f"{path}: {error}")
+
+    async def _do(self, path: str, work: Callable[[], Any], timeout_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[BaseException | None] = loop.create_future()
+
+        def run() -> None:
+            error: BaseException | None = None
+            try:
+                work()
+            except OSError as refused:
+                error = _meant(refused, path)
+            except DriverError as failed:
+                error = failed
+            self._running -= 1
+            with contextlib.suppress(RuntimeError):  # its test is over
+                loop.call_soon_threadsafe(lambda: done.done() or done.set_result(error))
+
+        self._running += 1
+        threading.Thread(target=run, daemon=True).start()
+        try:
+            error = await asyncio.wait_for(done, timeout_s)
+        except TimeoutError:
+            raise Timeout(f"{path}: no answer within {timeout_s:g} s, the outcome is unknown") from None
+        if error:
+            raise error
+
+
+def _meant(refused: OSError, path: str) -> DriverError:
+    """As `Hand`: an attribute that is there and says ENOENT has a driver that cannot do it."""
+    if refused.errno == errno.ENOENT and str(refused.filename) != path:
+        return Unsupported(f"{path}: the kernel's driver of this device cannot do that")
+    return from_os(refused, path)
+
+
+def _rule(path: str) -> Rule | None:
+    return next((rule for glob, rule in RULES.items() if fnmatchcase(path, glob)), None)

@@ -1,0 +1,289 @@
+"""The rules of a ModelMachine's PCI core: binding, reset, remove and rescan, virtual functions.
+
+Sources: drivers/pci/{pci-driver,pci-sysfs,iov}.c, drivers/base/{bus,dd}.c, drivers/vfio of Linux 6.12;
+Documentation/ABI/testing/sysfs-bus-pci.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tests.support.modelmachine import ModelMachine
+
+Rule = Callable[["ModelMachine", Path, str], None]
+"""What a write of a value into a file does; raises OSError (`refuse`)."""
+DEVICES = "bus/pci/devices"
+IDS = ("vendor", "device", "class")
+PULLED = "pulled"
+"""Beside /sys: functions that are plugged in but were removed; a rescan finds them."""
+
+
+@dataclass
+class KernelDriver:
+    """A PCI driver of the kernel. `takes` are globs over `vendor:device`; with none it binds by `driver_override` only.
+
+    `gives` is the largest number of virtual functions it makes, silently; `sriov` False: it makes none, ENOENT.
+    `refuses` is the errno of its probe.
+    """
+
+    name: str
+    takes: tuple[str, ...] = ()
+    sriov: bool = True
+    gives: int = 65535
+    refuses: int = 0
+
+
+def refuse(code: int, subject: object) -> OSError:
+    """The kernel's no."""
+    return OSError(code, os.strerror(code), str(subject))
+
+
+def read(path: Path) -> str:
+    """An attribute without its newline."""
+    return path.read_text().strip()
+
+
+def link_function(host: ModelMachine, path: Path) -> None:
+    """A function's directory becomes a device: links, its bus's and its IOMMU group's, and the uevent."""
+    host.relink(host.sys / DEVICES / path.name, path)
+    host.relink(path / "subsystem", host.sys / "bus/pci")
+    host.file(path / "uevent", f"PCI_SLOT_NAME={path.name}\n")
+    host.file(path / "driver_override", "(null)\n")
+    host.file(path / "remove", "")
+    host.event("add", str(path))
+
+
+def join_group(host: ModelMachine, path: Path, group: int) -> None:
+    """What the IOMMU cannot tell apart."""
+    folder = host.sys / "kernel/iommu_groups" / str(group)
+    host.file(folder / "type", "DMA-FQ\n")
+    host.link(folder / "devices" / path.name, path)
+    host.link(path / "iommu_group", folder)
+
+
+def make_physical(host: ModelMachine, path: Path, total: int, vf_device: str, offset: int) -> None:
+    """The function can be divided into `total`."""
+    values = {"totalvfs": total, "numvfs": 0, "offset": offset, "stride": 1, "drivers_autoprobe": 1}
+    for name, value in {**values, "vf_device": vf_device.removeprefix("0x")}.items():
+        host.file(path / f"sriov_{name}", f"{value}\n")
+
+
+def attach(host: ModelMachine, path: Path, driver: KernelDriver) -> None:
+    """Bind; an OSError is what the driver's probe says."""
+    parent = path / "physfn"
+    override = read(path / "driver_override") != "(null)"
+    if parent.is_symlink() and read(parent.resolve() / "sriov_drivers_autoprobe") == "0" and not override:
+        raise refuse(errno.ENODEV, path)  # pci_device_can_probe
+    if driver.refuses:
+        raise refuse(driver.refuses, path)
+    if driver.name == "vfio-pci":
+        if not (path / "iommu_group").is_symlink():
+            raise refuse(errno.EINVAL, path)
+        host.file(host.dev / "vfio" / group_of(path), "")
+    host.link(path / "driver", host.sys / "bus/pci/drivers" / driver.name)
+    host.link(host.sys / "bus/pci/drivers" / driver.name / path.name, path)
+    host.event("bind", str(path))
+
+
+def detach(host: ModelMachine, path: Path) -> None:
+    """Unbind: hangs while a guest has it."""
+    driver = driver_of(host, path)
+    if driver is None:
+        return
+    host.until(lambda: not is_held(host, path))
+    host.relink(path / "driver", None)
+    host.relink(host.sys / "bus/pci/drivers" / driver.name / path.name, None)
+    if driver.name == "vfio-pci" and not any(
+        (member / "driver").resolve().name == "vfio-pci" for member in (path / "iommu_group/devices").iterdir()
+    ):
+        (host.dev / "vfio" / group_of(path)).unlink(missing_ok=True)
+    host.event("unbind", str(path))
+
+
+def probe(host: ModelMachine, path: Path) -> None:
+    """Have the drivers asked for an unbound function; that none wants it, or that its probe fails, is told nobody."""
+    if driver_of(host, path) is None:
+        for driver in host.drivers.values():
+            if _matches(path, driver):
+                try:
+                    attach(host, path, driver)
+                except OSError:
+                    continue
+                return
+
+
+def driver_of(host: ModelMachine, path: Path) -> KernelDriver | None:
+    """What it is bound to."""
+    link = path / "driver"
+    return host.drivers[link.readlink().name] if link.is_symlink() else None
+
+
+def group_of(path: Path) -> str:
+    """Its IOMMU group, '' without one."""
+    link = path / "iommu_group"
+    return link.readlink().name if link.is_symlink() else ""
+
+
+def is_held(host: ModelMachine, path: Path) -> bool:
+    """A guest has it."""
+    driver = driver_of(host, path)
+    return driver is not None and driver.name == "vfio-pci" and f"/dev/vfio/{group_of(path)}" in host.held
+
+
+def _matches(path: Path, driver: KernelDriver) -> bool:
+    override = read(path / "driver_override")
+    if override != "(null)":
+        return override == driver.name
+    ids = ":".join(read(path / name).removeprefix("0x") for name in IDS[:2])
+    return any(fnmatchcase(ids, glob) for glob in driver.takes)
+
+
+def take_out(host: ModelMachine, path: Path, keep: bool = True) -> None:
+    """The function goes, with the virtual ones it has; `keep`: it stays plugged in."""
+    for link in sorted(path.glob("virtfn*")):
+        virtual = link.resolve()
+        link.unlink()
+        take_out(host, virtual)
+    detach(host, path)
+    group = (path / "iommu_group").resolve() if group_of(path) else None
+    host.unlink(path)
+    host.event("remove", str(path))
+    if group and not any((group / "devices").iterdir()):
+        shutil.rmtree(group)
+    if keep and not (path / "physfn").is_symlink():
+        (host.sys.parent / PULLED).mkdir(exist_ok=True)
+        shutil.copytree(path, host.sys.parent / PULLED / path.name, symlinks=True)
+    shutil.rmtree(path)
+
+
+def _named(host: ModelMachine, address: str) -> Path:
+    path = host.sys / DEVICES / address
+    if not path.exists():
+        raise refuse(errno.ENODEV, address)
+    return path.resolve()
+
+
+def _bind(host: ModelMachine, file: Path, value: str) -> None:
+    path, driver = _named(host, value), host.drivers[file.parent.name]
+    if not _matches(path, driver):
+        raise refuse(errno.ENODEV, value)
+    if driver_of(host, path):
+        raise refuse(errno.EBUSY, value)
+    attach(host, path, driver)
+
+
+def _unbind(host: ModelMachine, file: Path, value: str) -> None:
+    path = _named(host, value)
+    if driver_of(host, path) is not host.drivers[file.parent.name]:
+        raise refuse(errno.ENODEV, value)
+    detach(host, path)
+
+
+def _probe(host: ModelMachine, _: Path, value: str) -> None:
+    probe(host, _named(host, value))
+
+
+def _override(_: ModelMachine, file: Path, value: str) -> None:
+    file.write_text(f"{value or '(null)'}\n")
+
+
+def _autoprobe(_: ModelMachine, file: Path, value: str) -> None:
+    if value.lower()[:1] not in ("0", "1", "y", "n"):
+        raise refuse(errno.EINVAL, file)
+    file.write_text(f"{int(value.lower()[0] in '1y')}\n")
+
+
+def _one(file: Path, value: str) -> None:
+    if value != "1":
+        raise refuse(errno.EINVAL, file)
+
+
+def _reset(host: ModelMachine, file: Path, value: str) -> None:
+    _one(file, value)
+    host.resets.append(file.parent.name)
+
+
+def _remove(host: ModelMachine, file: Path, value: str) -> None:
+    _one(file, value)
+    take_out(host, file.parent)
+
+
+def _rescan(host: ModelMachine, file: Path, value: str) -> None:
+    _one(file, value)
+    for kept in sorted((host.sys.parent / PULLED).glob("*")):
+        place = host.sys / "devices/pci0000:00" / kept.name
+        group = group_of(kept)
+        shutil.move(kept, place)
+        for link in ("driver", "iommu_group"):
+            (place / link).unlink(missing_ok=True)
+        if (place / "sriov_numvfs").exists():
+            host.file(place / "sriov_numvfs", "0\n")
+        link_function(host, place)
+        if group:
+            join_group(host, place, int(group))
+        probe(host, place)
+
+
+def _numvfs(host: ModelMachine, file: Path, value: str) -> None:
+    path = file.parent
+    if not value.isdigit():
+        raise refuse(errno.EINVAL, file)
+    wanted, there, driver = int(value), int(read(file)), driver_of(host, path)
+    if wanted > int(read(path / "sriov_totalvfs")):
+        raise refuse(errno.ERANGE, file)
+    if wanted == there:
+        return
+    if driver is None or not driver.sriov:
+        raise refuse(errno.ENOENT, file)
+    if wanted and there:
+        raise refuse(errno.EBUSY, file)
+    if wanted:
+        for number in range(min(wanted, driver.gives)):
+            _add_virtual(host, path, number)
+        file.write_text(f"{min(wanted, driver.gives)}\n")
+        host.event("change", str(path))
+    else:
+        for link in sorted(path.glob("virtfn*"), key=lambda link: int(link.name.removeprefix("virtfn"))):
+            virtual = link.resolve()
+            link.unlink()
+            take_out(host, virtual)
+        file.write_text("0\n")
+
+
+def _add_virtual(host: ModelMachine, path: Path, number: int) -> None:
+    """Numbered from the physical one by offset and stride (PCIe SR-IOV 2.1.2); each in an IOMMU group of its own."""
+    domain, bus, slot = path.name.split(":")
+    place = (int(bus, 16) << 8) + (int(slot[:2], 16) << 3) + int(slot[3])
+    place += int(read(path / "sriov_offset")) + number * int(read(path / "sriov_stride"))
+    address = f"{domain}:{place >> 8:02x}:{place >> 3 & 31:02x}.{place & 7}"
+    virtual = path.parent / address
+    ids = {**{name: read(path / name) for name in IDS}, "device": f"0x{read(path / 'sriov_vf_device')}"}
+    for name, text in {**ids, "reset": ""}.items():
+        host.file(virtual / name, f"{text}\n")
+    host.link(virtual / "physfn", path)
+    host.link(path / f"virtfn{number}", virtual)
+    link_function(host, virtual)
+    if group := group_of(path):
+        join_group(host, virtual, 1000 * (int(group) + 1) + number)
+    probe(host, virtual)
+
+
+RULES: dict[str, Rule] = {
+    "bus/pci/drivers/*/bind": _bind,
+    "bus/pci/drivers/*/unbind": _unbind,
+    "bus/pci/drivers_probe": _probe,
+    "bus/pci/rescan": _rescan,
+    "devices/*/driver_override": _override,
+    "devices/*/sriov_drivers_autoprobe": _autoprobe,
+    "devices/*/sriov_numvfs": _numvfs,
+    "devices/*.[0-7]/reset": _reset,
+    "devices/*.[0-7]/remove": _remove,
+}
