@@ -143,19 +143,16 @@ def mark_hosts(ids: Iterable[int], since: datetime | None) -> int:
     with writing():
         wanted = Host.objects.select_for_update().filter(id__in=list(ids), stale_since__isnull=since is not None)
         hosts = list(wanted.order_by("id"))  # as every writer of several hosts
-        for host in hosts:
-            was, host.stale_since, host.updated_at = host.stale_since, since, datetime.now(UTC)
-            action = "host.stale" if since else "host.live"
-            reason = "nothing heard of its agent" if since else "its agent is heard again"
-            record(
-                action,
-                Source.SYSTEM,
-                "leases",
-                host=host,
-                changes={"stale_since": [_iso(was), _iso(since)]},
-                reason=reason,
-            )
-        Host.objects.bulk_update(hosts, ["stale_since", "updated_at"])
+        action = "host.stale" if since else "host.live"
+        reason = "nothing heard of its agent" if since else "its agent is heard again"
+        changes = [{"stale_since": [_iso(host.stale_since), _iso(since)]} for host in hosts]
+        record_all(
+            [
+                _event(action, Source.SYSTEM, "leases", host=host, changes=change, reason=reason)
+                for host, change in zip(hosts, changes, strict=True)
+            ]
+        )
+        Host.objects.filter(id__in=[host.id for host in hosts]).update(stale_since=since, updated_at=datetime.now(UTC))
         return len(hosts)
 
 
@@ -175,9 +172,27 @@ def record(
     reason: str = "",
 ) -> None:
     """Write one event about `subject`, else about a host, else about something not in the tables (`host_name`)."""
+    event = _event(
+        action, source, actor, host=host, host_name=host_name, subject=subject, changes=changes, reason=reason
+    )
+    record_all([event])
+
+
+def _event(
+    action: str,
+    source: Source,
+    actor: str,
+    *,
+    host: Host | None = None,
+    host_name: str = "",
+    subject: Subject | None = None,
+    changes: dict[str, Any] | None = None,
+    reason: str = "",
+) -> dict[str, Any]:
+    """A row for `record_all`; the arguments are `record`'s."""
     name = host.name if host else host_name[:255]
     about = subject or (host.uuid if host else None, name)
-    event = {
+    return {
         "source": source,
         "actor": actor[:255],
         "request_id": request_id.get(),
@@ -189,7 +204,6 @@ def record(
         "changes": changes or {},
         "reason": reason[:4096],
     }
-    record_all([event])
 
 
 def record_all(events: list[dict[str, Any]]) -> None:

@@ -21,7 +21,7 @@ from drivers.runner import PASSED_ON
 from drivers.steps import Image
 
 MAX_ANSWER = 64 * 1024
-START_S = 10.0
+START_S = 30.0
 """Seconds for a worker to be ready; they are not the write's."""
 WORKER = (sys.executable, "-I", "-m", "drivers.touch")
 

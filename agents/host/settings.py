@@ -62,7 +62,7 @@ class AgentSettings:
     )
     rescan_s: float = key("CYBORG_RESCAN_S", 60.0, "Seconds between two full looks when no uevent asks for one.")
     uevent_debounce_ms: int = key(
-        "CYBORG_UEVENT_DEBOUNCE_MS", 300, "Milliseconds in which a burst of uevents becomes one look."
+        "CYBORG_UEVENT_DEBOUNCE_MS", 100, "Milliseconds in which a burst of uevents becomes one look."
     )
     driver_deadline_s: float = key(
         "CYBORG_DRIVER_DEADLINE_S", 20.0, "Seconds a driver has for one answer; then its process is killed."

@@ -34,7 +34,7 @@ def nova() -> Iterator[Nova]:
 def cloud(keystone: Keystone, placement: Placement, nova: Nova, folder: Path) -> Iterator[Cloud]:
     host = f"cmp-{uuid.uuid4().hex[:8]}"
     settings = keystone.environment("service") | {"CYBORG_AUTH": "keystone", "CYBORG_NOVA_ENDPOINT": nova.url}
-    settings |= {"CYBORG_HOST_NAME": host, "CYBORG_HOST_NODE": host}
+    settings |= {"CYBORG_HOST_NAME": host, "CYBORG_HOST_NODE": host, "CYBORG_ENABLED_DRIVERS": "fake_driver"}
     with running(Product(folder / "state", settings)) as product:
         cloud = Cloud(product, keystone)
         yield cloud

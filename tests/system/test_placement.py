@@ -16,6 +16,7 @@ from placement_sync import client
 from placement_sync.mapping import Part, desired
 from placement_sync.reconcile import Written
 from placement_sync.sync import Outcome, Waiting, bring
+from tests.support.webserver import until
 from tests.system.keystone import Keystone
 from tests.system.placement import Placement, keystone, placement
 
@@ -134,9 +135,9 @@ def test_two_writers_at_once_both_end_with_what_each_owns(site: Site) -> None:
         for number in range(10_000):
             if stop.is_set():
                 return
-            seen = other.provider(site.uuid())
-            assert seen
             try:
+                seen = other.provider(site.uuid())
+                assert seen
                 other.set_traits(
                     site.uuid(), seen.generation, (seen.traits - {f"CUSTOM_H{number - 1}"}) | {f"CUSTOM_H{number}"}
                 )
@@ -146,6 +147,7 @@ def test_two_writers_at_once_both_end_with_what_each_owns(site: Site) -> None:
     thread = threading.Thread(target=hammer)
     thread.start()
     try:
+        until(lambda: any(name.startswith("CUSTOM_H") for name in site.show()["FakeDevice"]["traits"]), 30)
         for total in (3, 5, 7, 9):
             site.sync(site.part(total=total))
     finally:
