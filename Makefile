@@ -26,7 +26,7 @@ up: $(VENV)/server  ## start everything on this machine; Ctrl-C stops it
 	@exec $(BIN)/python -m cyborgweb.serve --leash
 
 test: $(VENV)/dev  ## unit, database, HTTP and socket tests
-	$(BIN)/python -m pytest -m "not system and not qemu" -n auto --maxprocesses 4
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m "not system and not qemu" -n auto --maxprocesses 3
 
 test-system: $(VENV)/dev  ## start the whole product, kill its parts, see that nothing is lost
 	$(BIN)/python -m pytest -m system

@@ -28,7 +28,7 @@ from placement_sync.reconcile import (
 
 TRIES = 8
 """How often one host is looked at again because somebody else writes there at the same time."""
-PAUSE_S = 0.05
+PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
 
 
 class Waiting(Exception):
@@ -76,7 +76,7 @@ def bring(
                 raise
             root = outcome.root
             _forget(outcome.written, conflict)
-            time.sleep(random.uniform(0, PAUSE_S * 2**attempt))
+            time.sleep(random.uniform(0, min(PAUSE_S * 2**attempt, LONGEST_PAUSE_S)))
     return outcome
 
 

@@ -19,10 +19,10 @@ from accelerators.models.commands import OPEN
 from accelerators.refusals import Reason, Refused
 from tests.support.reports import a_host, answer, apply, card
 
-pytestmark = pytest.mark.django_db(transaction=True)
+pytestmark = [pytest.mark.system, pytest.mark.django_db(transaction=True)]
 OLGA = Caller("olga", "u", frozenset({"admin"}), "p1")
 NOVA = Caller("nova", "n", frozenset({"member"}), "p1", service=True)
-ROUNDS = 8
+ROUNDS = 100
 PROVIDER = str(uuid4())
 
 

@@ -224,6 +224,7 @@ while True:
 """
 
 
+@pytest.mark.system
 def test_killed_while_it_writes_it_never_gives_one_number_to_two_contents(tmp_path: Path) -> None:
     told: dict[tuple[int, int], str] = {}
     for turn in range(6):

@@ -193,6 +193,7 @@ def test_the_key_is_on_disk_before_the_first_connection(tmp_path: Path) -> None:
     asyncio.run(story())
 
 
+@pytest.mark.system
 def test_killed_at_any_moment_no_number_names_two_contents_and_the_last_state_arrives(tmp_path: Path) -> None:
     control = tmp_path / "fake.json"
     settings = tmp_path / "drivers.toml"
@@ -227,6 +228,7 @@ def test_killed_at_any_moment_no_number_names_two_contents_and_the_last_state_ar
     asyncio.run(story())
 
 
+@pytest.mark.system
 def test_it_is_small_and_idles(tmp_path: Path) -> None:
     async def story() -> None:
         async with StandIn(beat_s=2.0).open() as server, daemon(tmp_path, CYBORG_JOIN_TOKEN=token(server)) as agent:

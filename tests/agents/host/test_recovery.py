@@ -79,6 +79,7 @@ POINTS = 14
 """Two for each of: heard, begun, first attachment, write, applied, ended, acknowledged."""
 
 
+@pytest.mark.system
 def test_killed_between_any_two_of_its_steps_a_command_is_done_once_and_answered(tmp_path: Path) -> None:
     outcomes: list[str] = []
 

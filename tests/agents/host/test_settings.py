@@ -18,7 +18,7 @@ def test_the_defaults_need_nothing() -> None:
     settings = read_settings({})
     assert settings.enabled_drivers == ("fake_driver",)
     assert (settings.state_dir, settings.rescan_s) == ("./var/agent", 60.0)
-    assert (settings.uevent_debounce_ms, settings.driver_deadline_s) == (300, 20.0)
+    assert (settings.uevent_debounce_ms, settings.driver_deadline_s) == (100, 20.0)
     assert read_join(settings) is None
     assert host_of(settings, None) == (socket.getfqdn(), socket.gethostname())
 
