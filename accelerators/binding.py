@@ -33,6 +33,8 @@ PATIENCE_S = 2.0
 """How long a bind tries again while what it needs is being taken or given back by others."""
 INSTANCE_LOCK = 0x7162
 BATCH = 200
+PROGRAMMED = "programmed"
+"""The kind of intent (key: a request, `host` in its payload) that waits for new traits to be in Placement."""
 
 _json = msgspec.json.Encoder()
 _S = RequestState
@@ -295,7 +297,7 @@ def _programs(pairs: Sequence[tuple[_Request, Bind]], held: Mapping[int, _Handle
         other = first.setdefault(handle.device, request)
         if (held[other.id].deployable, _image(other.group)) != (handle.deployable, _image(request.group)):
             raise _none_free(handle.deployable, "its device cannot be programmed with two images at once")
-    for device, uuid in safety.holding([*first], "uuid"):
+    for device, uuid in safety.holding([*first], "uuid") if first else ():
         why = f"its device is held by request {uuid}: it cannot be programmed for another"
         raise _none_free(held[first[device].id].deployable, why)
     return {device: request.id for device, request in first.items()}

@@ -67,6 +67,8 @@ class _Consequences:
     ends: list[End] = field(default_factory=list)
     attach: list[commands.Order] = field(default_factory=list)
     take_back: list[int] = field(default_factory=list)
+    told_first: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Requests (by uuid) that are Bound once Placement shows what was programmed for them, and their hosts."""
     unclear: list[tuple[int, str]] = field(default_factory=list)
     """Deployables (device, name; '' for all) of which nobody knows what they hold now."""
 
@@ -164,6 +166,8 @@ def _attach(one: Ended, waiting: Sequence[Waiting], into: _Consequences) -> None
             into.ends.append(End(request, one.text, made=one.touched and request.uuid == own))
         elif request.uuid != own and request.attach_type in commands.ON_HOST:
             into.attach.append(_next(request, command))
+        elif command.exclusive and ticks.has_taker("provider"):
+            into.told_first[request.uuid] = {"host": str(command.host.uuid)}
         else:
             into.ends.append(End(request))
     if one.touched and own not in (request.uuid for request in waiting):
@@ -228,5 +232,6 @@ def _write(into: _Consequences) -> None:
         (parts.filter(name=name) if name else parts).update(bitstream_id=None, updated_at=Now())
     if into.ends:
         binding.resolve(into.ends, Source.AGENT, "commands")
+    conductor.intend(binding.PROGRAMMED, into.told_first)
     commands.place(into.attach)
     commands.take_back(into.take_back)

@@ -60,7 +60,7 @@ class Gateway:
         self.counters = {"unknown_types": 0, "unknown_fields": 0}
         self.leases = Leases(limits.lease_flush_s)
         self.refusals = Refusals()
-        self._challenges = enrolment.Challenges()
+        self.challenges = enrolment.Challenges()
         self._pending_bytes = 0
         self.holders = Holders(self._bar)
         self._courier = Courier()
@@ -80,7 +80,7 @@ class Gateway:
     async def challenge(self, scope: Any, receive: Any, send: Any) -> None:
         """GET /ws/agent/challenge: a nonce, before anything is known of who asks."""
         get = scope["method"] == "GET"
-        body = msgspec.json.encode(self._challenges.make()) if get else b'{"error": "GET only"}'
+        body = msgspec.json.encode(self.challenges.make()) if get else b'{"error": "GET only"}'
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200 if get else 405, "headers": headers})
         await send({"type": "http.response.body", "body": body})
@@ -97,7 +97,7 @@ class Gateway:
             version = _version(scope)
             credential = _credential(scope)
             host = credential.host
-            fingerprint = enrolment.verify(credential, self._challenges, fingerprints)
+            fingerprint = enrolment.verify(credential, self.challenges, fingerprints)
             identity = await self._admit(credential)
         except Refused as refused:
             self.refusals.add(host, refused.code, refused.reason)

@@ -73,7 +73,7 @@ class Http:
 
 def imagery_of(gateway: Gateway) -> Imagery:
     """Images for the agents whose challenges this gateway makes."""
-    return Imagery(gateway._challenges, gateway.refusals)
+    return Imagery(gateway.challenges, gateway.refusals)
 
 
 class AgentsOnly:

@@ -14,8 +14,9 @@ from typing import Any
 from django.conf import settings
 from django.utils.module_loading import import_string
 
-from accelerators import conductor, intents, ticks
-from accelerators.models import Host
+from accelerators import binding, conductor, intents, ticks
+from accelerators.models import Host, Intent
+from accelerators.states import Source
 from drivers.configuration import ConfigurationError
 from placement_sync import mapping, store
 from placement_sync.client import Away, Conflict, Placement, Rejected
@@ -75,6 +76,7 @@ def step() -> bool:
         if isinstance(outcome, Outcome):
             store.keep(hosts[intent.key], outcome)
             intents.done([intent])
+            _bind_programmed(intent.key)
         elif isinstance(outcome, Away):
             away = outcome
         else:
@@ -111,6 +113,17 @@ def sync_hosts(cloud: Any, hosts: Sequence[Host], dry_run: bool = False) -> list
         return [one(*loaded[0])]
     with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="placement") as threads:
         return list(threads.map(lambda known: one(*known), loaded))
+
+
+def _bind_programmed(host: str) -> None:
+    """Placement shows what was programmed on this host, unless it was told of more meanwhile: who waited is Bound."""
+    waiting = Intent.objects.filter(kind=binding.PROGRAMMED, payload__host=host)
+    with conductor.writing():
+        requests = list(waiting.values_list("key", flat=True))
+        if requests and not Intent.objects.filter(kind=KIND, key=host).exists():
+            ends = [binding.End(request) for request in binding.waiting(requests, [], [])]
+            binding.resolve(ends, Source.SYSTEM, JOB)
+            waiting.filter(key__in=requests).delete()
 
 
 def _look_again() -> None:
