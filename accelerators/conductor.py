@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypedDict, Unpack
 from uuid import UUID
 
 import msgspec
@@ -148,7 +148,7 @@ def mark_hosts(ids: Iterable[int], since: datetime | None) -> int:
         changes = [{"stale_since": [_iso(host.stale_since), _iso(since)]} for host in hosts]
         record_all(
             [
-                _event(action, Source.SYSTEM, "leases", host=host, changes=change, reason=reason)
+                event(action, Source.SYSTEM, "leases", host=host, changes=change, reason=reason)
                 for host, change in zip(hosts, changes, strict=True)
             ]
         )
@@ -160,49 +160,37 @@ def _iso(moment: datetime | None) -> str | None:
     return moment.isoformat(timespec="seconds") if moment else None
 
 
-def record(
-    action: str,
-    source: Source,
-    actor: str,
-    *,
-    host: Host | None = None,
-    host_name: str = "",
-    subject: Subject | None = None,
-    changes: dict[str, Any] | None = None,
-    reason: str = "",
-) -> None:
-    """Write one event about `subject`, else about a host, else about something not in the tables (`host_name`)."""
-    event = _event(
-        action, source, actor, host=host, host_name=host_name, subject=subject, changes=changes, reason=reason
-    )
-    record_all([event])
+class About(TypedDict, total=False):
+    """What an event is about: `subject`, else a host, else what is not in the tables (`host_name`); and what of it."""
+
+    host: Host | None
+    host_name: str
+    subject: Subject | None
+    changes: dict[str, Any]
+    reason: str
 
 
-def _event(
-    action: str,
-    source: Source,
-    actor: str,
-    *,
-    host: Host | None = None,
-    host_name: str = "",
-    subject: Subject | None = None,
-    changes: dict[str, Any] | None = None,
-    reason: str = "",
-) -> dict[str, Any]:
-    """A row for `record_all`; the arguments are `record`'s."""
-    name = host.name if host else host_name[:255]
-    about = subject or (host.uuid if host else None, name)
+def record(action: str, source: Source, actor: str, **about: Unpack[About]) -> None:
+    """Write one event."""
+    record_all([event(action, source, actor, **about)])
+
+
+def event(action: str, source: Source, actor: str, **about: Unpack[About]) -> dict[str, Any]:
+    """A row for `record_all`."""
+    host = about.get("host")
+    name = host.name if host else about.get("host_name", "")[:255]
+    subject = about.get("subject") or (host.uuid if host else None, name)
     return {
         "source": source,
         "actor": actor[:255],
         "request_id": request_id.get(),
         "action": action,
         "subject_type": action.split(".", maxsplit=1)[0],
-        "subject": about[0],
-        "subject_name": about[1][:255],
+        "subject": subject[0],
+        "subject_name": subject[1][:255],
         "host": name,
-        "changes": changes or {},
-        "reason": reason[:4096],
+        "changes": about.get("changes") or {},
+        "reason": about.get("reason", "")[:4096],
     }
 
 

@@ -11,7 +11,9 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
+import msgspec
 from django.db import connection, transaction
 
 from accelerators import conductor
@@ -39,6 +41,26 @@ class Refused(Exception):
     def __init__(self, status: int, code: str, reason: str) -> None:
         super().__init__(reason)
         self.status, self.code, self.reason = status, code, reason
+
+
+def credential_of(scope: Any) -> wire.Credential:
+    """Who says to ask, by the ASGI request's Authorization; raises Refused."""
+    value = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+    try:
+        return wire.parse_authorization(value.decode("latin-1"))
+    except wire.Malformed as error:
+        raise Refused(401, "credential", str(error)) from None
+
+
+def denial(refused: Refused) -> tuple[list[tuple[bytes, bytes]], bytes]:
+    """Headers and body of a refusal: one JSON sentence."""
+    body = msgspec.json.encode({"error": refused.reason, "code": refused.code})
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if refused.status == 401:
+        headers.append((b"www-authenticate", wire.SCHEME.encode()))
+    if refused.status == 503:
+        headers.append((b"retry-after", b"5"))
+    return headers, body
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,7 +95,7 @@ class Gateway:
         host = ""
         try:
             version = _version(scope)
-            credential = _credential(scope)
+            credential = enrolment.credential_of(scope)
             host = credential.host
             fingerprint = enrolment.verify(credential, self.challenges, fingerprints)
             identity = await self._admit(credential)
@@ -291,24 +291,11 @@ def _version(scope: Any) -> str:
     raise Refused(403, "version", f"no common wire version: we speak {', '.join(wire.VERSIONS)}, offered was {offered}")
 
 
-def _credential(scope: Any) -> wire.Credential:
-    value = next((v for k, v in scope["headers"] if k == b"authorization"), b"")
-    try:
-        return wire.parse_authorization(value.decode("latin-1"))
-    except wire.Malformed as error:
-        raise Refused(401, "credential", str(error)) from None
-
-
 async def _deny(scope: Any, send: Any, refused: Refused) -> None:
     """An HTTP answer with one JSON sentence, and no socket."""
     if "websocket.http.response" not in scope.get("extensions", {}):
         await send({"type": "websocket.close", "code": 1008, "reason": refused.code})
         return
-    body = msgspec.json.encode({"error": refused.reason, "code": refused.code})
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    if refused.status == 401:
-        headers.append((b"www-authenticate", wire.SCHEME.encode()))
-    if refused.status == 503:
-        headers.append((b"retry-after", b"5"))
+    headers, body = enrolment.denial(refused)
     await send({"type": "websocket.http.response.start", "status": refused.status, "headers": headers})
     await send({"type": "websocket.http.response.body", "body": body})

@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, BinaryIO, TypeVar
 
-import msgspec
 from django.db import InterfaceError, OperationalError, connection
 
 from accelerators import images
@@ -54,7 +53,7 @@ class Imagery:
                 raise Refused(405, "method", "GET only")
             if self.sending >= AT_ONCE:
                 raise Refused(503, "busy", "too many images are being fetched: come back later")
-            credential = _credential(scope)
+            credential = enrolment.credential_of(scope)
             host = credential.host
             enrolment.verify(credential, self._challenges, fingerprints)
             self.sending += 1
@@ -69,7 +68,9 @@ class Imagery:
         except Refused as refused:
             if refused.status != 405:
                 self._refusals.add(host, refused.code, refused.reason)
-            await _deny(send, refused)
+            headers, body = enrolment.denial(refused)
+            await send({"type": "http.response.start", "status": refused.status, "headers": headers})
+            await send({"type": "http.response.body", "body": body})
 
     async def _find(self, credential: wire.Credential, image: str) -> tuple[BinaryIO, int]:
         try:
@@ -104,14 +105,6 @@ class Imagery:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 
-def _credential(scope: Any) -> wire.Credential:
-    value = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-    try:
-        return wire.parse_authorization(value.decode("latin-1"))
-    except wire.Malformed as error:
-        raise Refused(401, "credential", str(error)) from None
-
-
 async def _until_gone(receive: Any) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -138,15 +131,3 @@ def _opened(credential: wire.Credential, image: str) -> tuple[BinaryIO, int]:
         return path.open("rb"), path.stat().st_size
     except OSError:
         raise Refused(404, "no-image", f"image {image} is no longer here: give the command again") from None
-
-
-async def _deny(send: Any, refused: Refused) -> None:
-    """One JSON sentence."""
-    body = msgspec.json.encode({"error": refused.reason, "code": refused.code})
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    if refused.status == 401:
-        headers.append((b"www-authenticate", wire.SCHEME.encode()))
-    if refused.status == 503:
-        headers.append((b"retry-after", b"5"))
-    await send({"type": "http.response.start", "status": refused.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

@@ -6,23 +6,19 @@ all of them wait together; a host whose compute provider is not there yet waits 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from django.conf import settings
-from django.utils.module_loading import import_string
 
 from accelerators import binding, conductor, intents, ticks
 from accelerators.models import Host, Intent
 from accelerators.states import Source
-from drivers.configuration import ConfigurationError
 from placement_sync import mapping, store
 from placement_sync.client import Away, Conflict, Placement, Rejected
+from placement_sync.cloud import session
 from placement_sync.sync import Outcome, Waiting, bring
-
-log = logging.getLogger(__name__)
 
 KIND, JOB = "provider", "placement"
 AT_ONCE = 8
@@ -45,17 +41,6 @@ ORDER BY h.id LIMIT %s
 Ended = Outcome | Exception
 
 
-def session() -> Any | None:
-    """The service user's, None where Placement is off or no cloud is configured: then there is nobody to tell."""
-    if settings.KEYS.placement_endpoint == "off":
-        return None
-    try:
-        return import_string(settings.SERVICE_SESSION)()
-    except ConfigurationError as error:
-        log.debug("Placement is not told of anything: %s", error)
-        return None
-
-
 def run() -> None:
     """The job."""
     ticks.run(JOB, step)
@@ -63,14 +48,14 @@ def run() -> None:
 
 def step() -> bool:
     """One batch of hosts; True when there may be more."""
-    if (cloud := session()) is None:
+    if (there := session(settings.KEYS.placement_endpoint)) is None:
         return False
     _look_again()
     due = intents.due(KIND, BATCH)
     hosts = {str(host.uuid): host for host in Host.objects.filter(uuid__in=[intent.key for intent in due])}
     intents.done([intent for intent in due if intent.key not in hosts])
     wanted = [intent for intent in due if intent.key in hosts]
-    ended = sync_hosts(cloud, [hosts[intent.key] for intent in wanted])
+    ended = sync_hosts(there, [hosts[intent.key] for intent in wanted])
     away: Away | None = None
     for intent, outcome in zip(wanted, ended, strict=True):
         if isinstance(outcome, Outcome):

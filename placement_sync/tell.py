@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-import logging
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from django.conf import settings
-from django.utils.module_loading import import_string
 
 from accelerators import conductor, intents, ticks
 from accelerators.states import Source
-from drivers.configuration import ConfigurationError
+from placement_sync.cloud import session
 from placement_sync.notices import Answer, Notice, tell
-
-log = logging.getLogger(__name__)
 
 KIND, JOB = "notice", "notices"
 BATCH = 256
 AT_ONCE = 8
 """Calls under way at the same time. After one that found Nova away, no more are begun."""
-
-
-def session() -> Any | None:
-    """The service user's, None where Nova is off or no cloud is configured: then there is nobody to tell."""
-    if settings.KEYS.nova_endpoint == "off":
-        return None
-    try:
-        return import_string(settings.SERVICE_SESSION)()
-    except ConfigurationError as error:
-        log.debug("Nova is not told of anything: %s", error)
-        return None
 
 
 def run() -> None:
@@ -43,7 +28,7 @@ def step() -> bool:
     due = intents.due(KIND, BATCH)
     if not due:
         return False
-    if (cloud := session()) is None:
+    if (there := session(settings.KEYS.nova_endpoint)) is None:
         intents.done(due)
         return len(due) == BATCH
     by_instance: dict[str, list[intents.Due]] = {}
@@ -55,7 +40,7 @@ def step() -> bool:
         if away:
             return away[:1] * len(told)
         notices = [Notice(intent.key, intent.payload["instance"], intent.payload["completed"]) for intent in told]
-        answers = tell(cloud, settings.KEYS.nova_endpoint, notices)
+        answers = tell(there, settings.KEYS.nova_endpoint, notices)
         away.extend(answer for answer in answers if answer.away)
         return answers
 

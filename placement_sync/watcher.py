@@ -19,7 +19,7 @@ from accelerators import binding, conductor, ticks
 from accelerators.caller import Caller
 from accelerators.models import AcceleratorRequest
 from accelerators.states import Source
-from placement_sync import tell
+from placement_sync.cloud import session
 from placement_sync.models import Look, Vanished
 
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ def step() -> bool:
     now = datetime.now(UTC)
     if not held or Look.objects.filter(job=JOB, at__gt=now - timedelta(seconds=APART_S)).exists():
         return False
-    if (cloud := tell.session()) is None:
+    if (cloud := session(settings.KEYS.nova_endpoint)) is None:
         return False
     Look.objects.update_or_create(job=JOB, defaults={"at": now})
     nova = _Nova(cloud, settings.KEYS.nova_endpoint)

@@ -12,8 +12,8 @@ from django.conf import settings
 
 from accelerators.models import Deployable, Device
 from accelerators.safety import DEADLINE_S, Testimony
-from placement_sync import tasks
 from placement_sync.client import Away, Conflict, Placement, Rejected
+from placement_sync.cloud import session
 
 SHOWN = 5
 
@@ -22,7 +22,7 @@ def allocations(device: Device) -> Testimony:
     """Whoever has anything allocated of the device's providers."""
     known = Deployable.objects.filter(device=device, rp_uuid__isnull=False).values_list("rp_uuid", flat=True)
     providers = [str(uuid) for uuid in known]
-    if not providers or (cloud := tasks.session()) is None:
+    if not providers or (cloud := session(settings.KEYS.placement_endpoint)) is None:
         return Testimony()
     return testimony(cloud, settings.KEYS.placement_endpoint, providers)
 

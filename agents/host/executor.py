@@ -246,7 +246,15 @@ class Executor:
         report = max(reports, key=lambda report: report.seq)
         found = [one for one in report.drivers if one.driver in names]
         said = [one.error or f"{one.driver}: {len(one.devices)} devices, {len(one.faults)} faults" for one in found]
-        return Answer("succeeded", "; ".join(said), report=report)
+        lacks = {name: await self._lacks(name) for name in names}
+        return Answer("succeeded", "; ".join(said), {k: text for k, text in lacks.items() if text}, report=report)
+
+    async def _lacks(self, driver: str) -> str:
+        """What keeps the driver from using this host to the full, '' for nothing."""
+        try:
+            return "; ".join(await self._site.drivers[driver].probe())
+        except DriverError as error:
+            return str(error)
 
     async def _health(self, command: wire.Command) -> Answer:
         vitals = await self._site.drivers[command.driver].health(ask_of(command, None, self._ledger))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -16,8 +16,8 @@ def as_json(reports: Sequence[DriverReport]) -> str:
     return msgspec.json.format(msgspec.json.encode(reports), indent=2).decode() + "\n"
 
 
-def as_table(reports: Sequence[DriverReport], host: str) -> str:
-    """A line per device, then what could not be taken for one, then drivers that failed."""
+def as_table(reports: Sequence[DriverReport], host: str, lacks: Mapping[str, Sequence[str]]) -> str:
+    """A line per device, then what could not be taken for one, drivers that failed, and what drivers lack here."""
     rows = [_row(report.driver, device) for report in reports for device in report.devices]
     lines = [f"{host}: {len(rows)} {'device' if len(rows) == 1 else 'devices'}"]
     if rows:
@@ -28,6 +28,8 @@ def as_table(reports: Sequence[DriverReport], host: str) -> str:
     errors = [f"  {r.driver}: {r.error.removeprefix(f'{r.driver}: ')}" for r in reports if r.error]
     if errors:
         lines += ["", "Drivers that failed:", *errors]
+    if missing := [f"  {driver}: {reason}" for driver, reasons in lacks.items() for reason in reasons]:
+        lines += ["", "Not to be used to the full here:", *missing]
     return "\n".join(lines) + "\n"
 
 

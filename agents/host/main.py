@@ -39,6 +39,7 @@ from agents.host.watch import Watch
 from drivers import catalogue
 from drivers.claims import settle
 from drivers.configuration import ConfigurationError, keys_of
+from drivers.errors import DriverError
 from drivers.hand import Hand
 from drivers.machine import Machine
 from drivers.process import die_with_parent
@@ -107,11 +108,20 @@ async def _once(settings: AgentSettings, *, as_json: bool) -> int:
     drivers = _drivers(settings, node, tables)
     try:
         answers = await asyncio.gather(*(driver.discover() for driver in drivers.values()))
+        lacks = {name: await _lacks(driver) for name, driver in drivers.items()}
     finally:
         await _close(drivers)
     reports = [canonical(report) for report in settle(answers)]
-    sys.stdout.write(listing.as_json(reports) if as_json else listing.as_table(reports, name))
+    sys.stdout.write(listing.as_json(reports) if as_json else listing.as_table(reports, name, lacks))
     return 1 if any(report.error for report in reports) else 0
+
+
+async def _lacks(driver: DriverProcess) -> tuple[str, ...]:
+    """Why the driver cannot use this host to the full; what is wrong with itself its report says."""
+    try:
+        return await driver.probe()
+    except DriverError:
+        return ()
 
 
 async def _daemon(settings: AgentSettings) -> int:

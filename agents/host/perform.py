@@ -46,6 +46,9 @@ class Planner(Protocol):
     async def plan(self, act: Act, ask: Ask) -> Plan:
         """The steps that are left to do."""
 
+    async def probe(self) -> tuple[str, ...]:
+        """Why this host cannot be used to the full."""
+
     async def health(self, ask: Ask) -> Vitals:
         """How a device is."""
 

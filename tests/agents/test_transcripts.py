@@ -69,7 +69,7 @@ def dial(head: dict[str, Any], gateway: Gateway, port: int) -> ClientConnection:
     else:
         header = head["authorization"]
         credential = wire.parse_authorization(header)
-        gateway._challenges._open[credential.nonce] = time.monotonic() + 60  # the challenge that it answered then
+        gateway.challenges._open[credential.nonce] = time.monotonic() + 60  # the challenge that it answered then
         Agent.objects.create(host=a_host(), public_key=credential.public_key)
     where = f"ws://127.0.0.1:{port}{wire.PATH}"
     return connect(where, additional_headers={"Authorization": header}, subprotocols=head["speaks"], compression=None)

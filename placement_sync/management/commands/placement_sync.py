@@ -6,10 +6,12 @@ import argparse
 import sys
 from typing import Any
 
+from django.conf import settings
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 
 from accelerators.models import Host
 from placement_sync import said, store, tasks
+from placement_sync.cloud import session
 from placement_sync.sync import Outcome
 
 SLICE = 32
@@ -37,7 +39,7 @@ class Command(BaseCommand):
         parser.add_argument("--dry-run", action="store_true", help="write nothing")
 
     def handle(self, *args: Any, **options: Any) -> None:
-        cloud = tasks.session()
+        cloud = session(settings.KEYS.placement_endpoint)
         if cloud is None:
             raise CommandError("no cloud is configured, or CYBORG_PLACEMENT_ENDPOINT is off: see docs/configuration.md")
         hosts = list(Host.objects.filter(name__in=options["host"]) if options["host"] else Host.objects.all())

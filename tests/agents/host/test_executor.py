@@ -255,6 +255,7 @@ def test_rescan_logs_and_health(tmp_path: Path) -> None:
             looks = driver.looks
             result = await host.do(command(1, "rescan", driver="", key=""))
             assert (result.text, driver.released) == ("drv: 2 devices, 0 faults", 1)
+            assert result.detail == {"drv": "there is no IOMMU"}
             assert driver.looks > looks
             assert result.seq == host.journal.seq
             assert (await host.do(command(2, "logs", driver="", key=""))).detail == {"log": "line 1\nline 2"}

@@ -85,6 +85,9 @@ class Scripted:
     async def health(self, ask: Ask) -> Vitals:
         return Vitals("degraded", "warm")
 
+    async def probe(self) -> tuple[str, ...]:
+        return ("there is no IOMMU",)
+
     def release(self) -> None:
         self.released += 1
 
