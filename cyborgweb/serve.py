@@ -36,12 +36,14 @@ SAMPLE_DRIVERS = """\
 # What this machine's agent is told of its drivers: one table each. Written once, yours to edit.
 
 [fake_driver]
-# Changed by `python -m drivers.fake`: unplug, plug, fail, count, misbehave.
+# Changed by `python -m drivers.fake`; --help lists what its hardware can be made to do.
 control_file = {control}
 
 [pci_driver]
 # Virtual machines have virtio functions, so that a first look shows real PCI hardware.
 # A function that the host itself uses (its disks, its network) is never taken.
+# vfs = 4 in a rule divides a card into virtual functions when it is enabled, bind = "vfio-pci" gives what is handed out
+# to that driver. acts = ["install", "uninstall"] in any table here allows only these acts of its driver on this host.
 rules = [{{ vendor = "1af4", type = "FPGA" }}]
 """
 

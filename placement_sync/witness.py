@@ -5,6 +5,7 @@ Registered by `placement_sync.apps` where a cloud is configured. Who cannot be a
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,6 +17,9 @@ from placement_sync.client import Away, Conflict, Placement, Rejected
 from placement_sync.cloud import session
 
 SHOWN = 5
+AWAY_S = 10.0
+"""Found away, Placement is not asked again for so long: a sweep asks about hundreds of devices."""
+_away: tuple[float, str] = (0.0, "")
 
 
 def allocations(device: Device) -> Testimony:
@@ -24,7 +28,14 @@ def allocations(device: Device) -> Testimony:
     providers = [str(uuid) for uuid in known]
     if not providers or (cloud := session(settings.KEYS.placement_endpoint)) is None:
         return Testimony()
-    return testimony(cloud, settings.KEYS.placement_endpoint, providers)
+    global _away
+    until, why = _away
+    if time.monotonic() < until:
+        return Testimony(unknown=why)
+    found = testimony(cloud, settings.KEYS.placement_endpoint, providers)
+    if found.unknown:
+        _away = (time.monotonic() + AWAY_S, found.unknown)
+    return found
 
 
 def testimony(cloud: Any, endpoint: str, providers: Iterable[str]) -> Testimony:
