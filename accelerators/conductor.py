@@ -17,10 +17,9 @@ import psycopg
 from django.db import connection, transaction
 from django.db.models import QuerySet
 
-from accelerators import admission, ticks
 from accelerators import inventory_sql as sql
+from accelerators import ticks
 from accelerators.caller import request_id
-from accelerators.diff import Changes, HostReport, StoredHost, admit, compare, fold
 from accelerators.models import Device, Host
 from accelerators.states import Source
 
@@ -28,7 +27,6 @@ _writing: ContextVar[bool] = ContextVar("writing", default=False)
 Subject = tuple[UUID, str]
 """What an event is about: its uuid and its name at that time."""
 
-_stored = msgspec.json.Decoder(StoredHost)
 _encode = msgspec.json.Encoder().encode
 
 
@@ -48,40 +46,6 @@ def may_write() -> bool:
     return _writing.get()
 
 
-def apply(reports: Mapping[int, Iterable[HostReport]]) -> int:
-    """Bring the tables in line with `reports` (host id → its reports, any order); returns how many hosts changed.
-
-    One statement locks the hosts, one loads what is stored, then at most one per table writes: constant, whatever the
-    batch's size.
-    Reports not newer than the last applied are dropped.
-    """
-    with writing():
-        write = cursor()
-        changes, now = Changes(), datetime.now(UTC).isoformat(timespec="seconds")
-        (rules,) = write.execute(sql.LOCK, [list(reports)]).fetchone() or ("[]",)
-        for (text,) in write.execute(sql.LOAD, [list(reports)]).fetchall():
-            host = _stored.decode(text)
-            if folded := fold(reports[host.id], (host.epoch, host.seq)):
-                compare(host, *folded, now, changes)
-        admit(changes, admission.decode(rules))
-        _write(write, changes)
-        if changes.installs:
-            _install(changes)
-        if changes.providers:
-            ticks.wake_for("provider")
-        return len(changes.hosts)
-
-
-def _install(changes: Changes) -> None:
-    from accelerators import commands  # it needs this module
-
-    orders = [
-        commands.Order("install", uuid, actor=rule.name, reason=f"admitted by {rule.by}")
-        for uuid, rule in changes.installs
-    ]
-    commands.place(orders, Source.RULE)
-
-
 def cursor() -> Any:
     """A cursor of Django's whose parameters travel beside the statement, so that a repeated one is planned once.
 
@@ -91,28 +55,6 @@ def cursor() -> Any:
     connection.ensure_connection()
     own = psycopg.Cursor(connection.connection)
     return connection.make_debug_cursor(own) if connection.queries_logged else connection.make_cursor(own)
-
-
-def _write(cursor: Any, changes: Changes) -> None:
-    for statement, rows in (
-        (sql.DEVICES, changes.devices),
-        (sql.MOVES, changes.moves),
-        (sql.DEPLOYABLES, changes.deployables),
-        (sql.ATTRIBUTES, changes.attributes),
-        (sql.HANDLES, changes.handles),
-        (sql.EVENTS, changes.events),
-        (sql.INTENTS, changes.providers),
-        (sql.HOSTS, changes.hosts),
-    ):
-        if rows:
-            cursor.execute(statement, [_encode(rows).decode()])
-    for statement, ids in (
-        (sql.GONE_ATTRIBUTES, changes.gone_attributes),
-        (sql.MISSING_DEPLOYABLES, changes.missing_deployables),
-        (sql.MISSING_HANDLES, changes.missing_handles),
-    ):
-        if ids:
-            cursor.execute(statement, [ids])
 
 
 def ensure_host(name: str, node: str, actor: str) -> Host:

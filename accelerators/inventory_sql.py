@@ -1,4 +1,4 @@
-"""The statements of `conductor.apply`: one to lock, one to load, one upsert per table. Rows travel as one JSON
+"""The statements of `merge.apply`: one to lock, one to load, one upsert per table. Rows travel as one JSON
 parameter each (measured: 2.4 to 3 times as fast as arrays, 4 times as fast as the ORM's bulk upsert)."""
 
 RULES = """

@@ -9,6 +9,7 @@ from django.db import DataError, IntegrityError, connection, transaction
 
 from accelerators import commands, conductor, ticks
 from accelerators.diff import HostReport
+from accelerators.merge import apply
 from accelerators.models import Host
 from accelerators.states import Source
 from agents import leases, wire
@@ -58,7 +59,7 @@ def merge_batch() -> bool:
             batch.setdefault(host_id, []).append(HostReport(epoch, seq, report.hash, report.drivers))
     try:
         with transaction.atomic():
-            conductor.apply(batch)
+            apply(batch)
     except (DataError, IntegrityError) as error:
         log.warning("a batch of %d hosts was refused, going host by host: %s", len(batch), error)
         _one_by_one(batch)
@@ -70,7 +71,7 @@ def _one_by_one(batch: Batch) -> None:
     for host_id, reports in batch.items():
         try:
             with transaction.atomic():
-                conductor.apply({host_id: reports})
+                apply({host_id: reports})
         except (DataError, IntegrityError) as error:
             _drop(host_id, error)
 

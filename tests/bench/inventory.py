@@ -5,7 +5,7 @@ from __future__ import annotations
 from django.contrib.auth.models import User
 from django.db import connection
 
-from accelerators import conductor, profiles
+from accelerators import conductor, merge, profiles
 from accelerators.diff import HostReport
 from accelerators.models import DeviceProfile
 from cyborgweb.models import ApiToken
@@ -58,7 +58,7 @@ def offer(count: int) -> list[tuple[str, str]]:
     hosts = fixtures.enrol(max(1, count // PER_HOST))
     for first in range(0, len(hosts), AT_ONCE):
         batch = enumerate(hosts[first : first + AT_ONCE], first)
-        conductor.apply({host: [_report(number)] for number, host in batch})
+        merge.apply({host: [_report(number)] for number, host in batch})
     with conductor.writing(), connection.cursor() as cursor:
         cursor.execute(OFFER)
         cursor.execute(MORE_HANDLES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-from accelerators import conductor
+from accelerators import conductor, merge
 from accelerators.diff import HostReport
 from accelerators.models import Host
 from agents.models import Agent, Lease
@@ -50,4 +50,4 @@ def a_heard_host(name: str, devices: int) -> Host:
 
 def apply(host: Host, *drivers: DriverReport, seq: int = 1) -> int:
     """Apply one report of `host`."""
-    return conductor.apply({host.id: [report(*drivers, seq=seq)]})
+    return merge.apply({host.id: [report(*drivers, seq=seq)]})
