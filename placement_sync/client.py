@@ -137,7 +137,7 @@ class Placement:
     def _call(
         self, method: str, path: str, version: str, body: Any = None, missing: bool = False
     ) -> dict[str, Any] | None:
-        from keystoneauth1.exceptions import ClientException
+        from keystoneauth1.exceptions import ClientException, EndpointNotFound
 
         self.reads, self.writes = (self.reads + 1, self.writes) if method == "GET" else (self.reads, self.writes + 1)
         began = time.monotonic()
@@ -154,6 +154,8 @@ class Placement:
                 **({} if body is None else {"json": body}),
                 **self._where,
             )
+        except EndpointNotFound as error:
+            raise Away(f"{_line(error)}: put one into Keystone's catalogue, or set CYBORG_PLACEMENT_ENDPOINT") from None
         except ClientException as error:
             took = time.monotonic() - began
             raise Away(f"{method} {path.partition('?')[0]}: {_line(error)} after {took:.1f} s") from None

@@ -97,10 +97,10 @@ def site() -> Iterator[Site]:
 
 
 def again(site: Site, *script: tuple[str, object]) -> None:
-    """The card as at first, but for what the script says, ready to be enabled."""
-    fake(site.product, "reset")
-    for key, value in script:
-        fake(site.product, "set", key, json.dumps(value))
+    """The card as at first, but for what the script says (in one step: no look comes between), ready to be enabled."""
+    control = site.product.state / "fake-driver.json"
+    control.with_suffix(".new").write_text(json.dumps(dict(script)))
+    control.with_suffix(".new").replace(control)
     if site.state() in ("ready", "installing"):
         site.act("disable")
 
@@ -121,8 +121,12 @@ def test_ready_means_installed_or_failed_with_the_drivers_reason(site: Site) -> 
 
     again(site, ("install", ["firmware", "clock", "fan"]), ("wrong", {"install": True}))
     site.act("enable")
-    site.until(lambda: site.commands("install")[0]["state"] == "failed", "the command failed")
-    assert "Taken back: " in site.commands("install")[0]["text"]
+
+    def undone() -> bool:
+        last = site.commands("install")[0]
+        return last["state"] == "failed" and "Taken back: " in last["text"]
+
+    site.until(undone, "the command failed and was undone")
     assert [path.name for path in site.hardware()] == ["clock", "firmware"]
 
 

@@ -117,6 +117,7 @@ class Cloud:
 def cloud_with(keystone: Keystone, folder: Path, neighbours: str) -> Iterator[Cloud]:
     """Started, in the catalogue, its card ready; `neighbours` is where compute and image answer."""
     settings = {"CYBORG_AUTH": "keystone", "CYBORG_ENABLED_DRIVERS": "fake_driver"}
+    settings["CYBORG_PLACEMENT_ENDPOINT"] = "off"  # else nothing is programmed: the witness cannot be asked
     with running(Product(folder / "state", settings | keystone.environment("service"))) as product:
         cloud = Cloud(product, keystone)
         keystone.publish("accelerator", cloud.endpoint)
