@@ -69,7 +69,8 @@ WHERE p.rp_uuid = %(rp)s::uuid ORDER BY p.missing_since NULLS FIRST LIMIT 1
 """
 
 MOVE = f"""
-WITH x AS (SELECT * FROM jsonb_to_recordset(%(rows)s::jsonb) AS x(id bigint, was text, state text, hostname text,
+WITH x AS (SELECT x.*, (SELECT hostname FROM accelerators_acceleratorrequest r WHERE r.id = x.id) AS had_hostname
+  FROM jsonb_to_recordset(%(rows)s::jsonb) AS x(id bigint, was text, state text, hostname text,
     rp uuid, instance uuid, project text, deployable bigint, handle bigint, wait int, fault text, had_instance uuid,
     had_handle bigint) LIMIT %(count)s::bigint),
 moved AS (
@@ -78,8 +79,9 @@ moved AS (
     attach_handle_id = x.handle, deadline = statement_timestamp() + x.wait * interval '1 second',
     fault = coalesce(x.fault, ''), updated_at = now()
   FROM x WHERE q.id = x.id AND q.state = x.was
-  RETURNING q.uuid, x.was, q.state, q.fault, q.hostname, x.had_instance, q.instance_uuid, x.had_handle,
-    q.attach_handle_id, (SELECT name FROM accelerators_deviceprofile f WHERE f.id = q.profile_id) AS profile_name)
+  RETURNING q.uuid, x.was, q.state, q.fault, coalesce(q.hostname, x.had_hostname) AS hostname, x.had_instance,
+    q.instance_uuid, x.had_handle, q.attach_handle_id,
+    (SELECT name FROM accelerators_deviceprofile f WHERE f.id = q.profile_id) AS profile_name)
 {
     _EVENT.format(
         source="%(source)s::text",

@@ -13,8 +13,9 @@ from datetime import datetime
 from typing import Any
 
 from django.db import connection
+from psycopg.types.json import Jsonb
 
-from accelerators import conductor
+from accelerators import conductor, ticks
 
 FIRST_S, LONGEST_S = 1.0, 60.0
 STUCK = 10
@@ -28,6 +29,12 @@ DONE = """
 DELETE FROM accelerators_intent t USING unnest(%s::bigint[], %s::timestamptz[]) AS x(id, at)
 WHERE t.id = x.id AND coalesce(t.updated_at, t.created_at) = x.at
 """
+WAITING = """
+UPDATE accelerators_intent t SET payload = t.payload || %s::jsonb, last_error = %s,
+  next_at = statement_timestamp() + make_interval(secs => %s)
+WHERE t.id = %s AND coalesce(t.updated_at, t.created_at) = %s
+"""
+AGAIN = "UPDATE accelerators_intent SET next_at = statement_timestamp() WHERE kind = %s AND key = ANY(%s)"
 FAILED = """
 UPDATE accelerators_intent SET attempts = attempts + 1, last_error = %s,
   next_at = statement_timestamp() + make_interval(secs => coalesce(%s, least(%s, %s * 2 ^ least(attempts, 16))))
@@ -59,6 +66,20 @@ def done(intents: Iterable[Due]) -> None:
     if rows:
         with conductor.writing():
             conductor.cursor().execute(DONE, [[id for id, _ in rows], [at for _, at in rows]])
+
+
+def waits(intent: Due, text: str, pause_s: float, **noted: Any) -> None:
+    """Somebody else is at it: look again after `pause_s`, or at `again`. `noted` is kept in its payload; neither counts
+    where it was raised again since, and a raise forgets what was noted."""
+    with conductor.writing():
+        conductor.cursor().execute(WAITING, [Jsonb(noted), text[:1000], pause_s, intent.id, intent.at])
+
+
+def again(kind: str, keys: Iterable[str]) -> None:
+    """What these wait for has come: they are due now."""
+    with conductor.writing():
+        conductor.cursor().execute(AGAIN, [kind, list(keys)])
+        ticks.wake_for(kind)
 
 
 def failed(intents: Iterable[Due], error: str, pause_s: float | None = None) -> None:

@@ -73,13 +73,15 @@ class AgentAdmin(ReadOnly):
         "barred_reason",
     )
     readonly_fields = fields
+    exports = {"shown_liveness": ("host__lease__seen_at", "barred_reason")}
     empty = (
         "No agents yet. Make a join token with “manage.py join_token HOST” and start cyborg-agent on that host with it."
     )
 
     def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Agent | None:
         found = self.get_queryset(request).select_related("host__lease")
-        return found.filter(pk=int(object_id)).first() if object_id.isdigit() else None
+        known = object_id.isdecimal() and len(object_id) < 19
+        return found.filter(pk=int(object_id)).first() if known else None
 
     @display(description="Host", ordering="host__name")
     def shown_host(self, agent: Agent) -> SafeString:
@@ -160,6 +162,7 @@ class JoinTokenAdmin(Listing):
     search_help_text = "host, public key, maker"
     fields = ("host_name", "shown_use", "public_key", "created_by", "created_at", "expires_at", "used_at")
     readonly_fields = fields
+    exports = {"shown_use": ("used_at",)}
     empty = "No join tokens yet. “manage.py join_token HOST” makes one and prints it, once."
 
     def has_add_permission(self, request: HttpRequest) -> bool:

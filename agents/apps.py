@@ -8,9 +8,10 @@ class AgentsConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
-        from accelerators import commands, ticks
-        from agents import courier
+        from accelerators import commands, delegation, ticks
+        from agents import courier, standing
 
         ticks.register("merge", "agents.tasks.merge", cluster="ingest")
         commands.register(courier.reach)
+        delegation.register(hands=standing.hands)
         ticks.register("leases", "agents.tasks.watch_leases", cluster="work", timely=True)

@@ -1,4 +1,4 @@
-"""Brings commands to the agents that are connected here, and the word that a command is settled.
+"""Brings commands to the agents that are connected here, the word that a command is settled, and who is the writer.
 
 A thread of each gateway process, with its own database connection. What is to be told stands in the tables: the hub's
 rings only wake it, and it looks every POLL_S whether one was lost. Its state is its own: others fill its queue.
@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ import msgspec
 import psycopg
 from django.db import DatabaseError, InterfaceError, close_old_connections, connection
 
-from accelerators import commands, hub
+from accelerators import commands, delegation, hub
 from accelerators.commands import Answer, Number, Progress
 from accelerators.models import Host
 from agents import wire
@@ -58,6 +58,9 @@ class _Line:
     session: Session
     takes: bool
     release: str
+    writes: bool = False
+    epoch: int = -1
+    """The writer's that it was told, where it can write."""
     fresh: bool = True
     told: dict[int, float] = field(default_factory=dict)
 
@@ -103,9 +106,12 @@ class Courier(threading.Thread):
             self._loop = asyncio.get_running_loop()
             hub.subscribe(commands.TOPIC, self._rung)
             hub.subscribe(commands.CHANGED, self._changed)
+            hub.subscribe(delegation.TOPIC, self._switched)
             self.start()
             hub.listen()
-        self._news.put(partial(self._enter, session, _Line(session, bool(said.ops), said.agent_version)))
+        self._news.put(
+            partial(self._enter, session, _Line(session, bool(said.ops), said.agent_version, said.writes is not None))
+        )
 
     def gone(self, session: Session) -> None:
         """Its connection has ended."""
@@ -142,6 +148,14 @@ class Courier(threading.Thread):
         if self._unsettled and not self._stopping:
             self._news.put(self._settled)
 
+    def _switched(self, _detail: str | None) -> None:
+        """The hub: there may be another writer."""
+        if not self._stopping:
+            self._news.put(self._wake_all)
+
+    def _wake_all(self) -> None:
+        self._polled = 0.0
+
     def _enter(self, session: Session, line: _Line) -> None:
         self._lines[session.identity.host_id] = line
         self._due.add(session.identity.host_id)
@@ -174,7 +188,8 @@ class Courier(threading.Thread):
 
     def _look(self) -> None:
         now = time.monotonic()
-        if now - self._polled >= POLL_S:
+        polls = now - self._polled >= POLL_S
+        if polls:
             self._polled, self._moved = now, True
             self._due |= self._lines.keys()
             close_old_connections()
@@ -185,6 +200,8 @@ class Courier(threading.Thread):
         if self._moved and self._unsettled:
             self._acknowledge(posts)
         self._moved = False
+        if any(line.writes and (polls or line.epoch < 0) for line in self._lines.values()):
+            self._tell_writer()
         if posts and self._loop and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._post, posts)
 
@@ -219,15 +236,28 @@ class Courier(threading.Thread):
         for number in settled:
             posts.append((self._unsettled.pop(number), [wire.encode(wire.Ack(number[1], "Result"))]))
 
+    def _tell_writer(self) -> None:
+        """At once, past whatever waits for a slow socket: an agent goes by the highest epoch it has heard."""
+        epoch = delegation.epoch()
+        told = [line for line in self._lines.values() if line.writes and line.epoch != epoch]
+        for line in told:
+            line.epoch = epoch
+        if told and self._loop and not self._loop.is_closed():
+            text = wire.encode(wire.Writer(epoch))
+            self._loop.call_soon_threadsafe(lambda: [self._start(_tell(line.session, text)) for line in told])
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
     def _post(self, posts: Iterable[tuple[Session, list[str]]]) -> None:
         """On the event loop: each socket at its own pace, in order."""
         for session, texts in posts:
             begun = bool(session.outbox)
             session.outbox += texts[: MAX_OUTBOX - len(session.outbox)]
             if not begun:
-                task = asyncio.get_running_loop().create_task(_send(session))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                self._start(_send(session))
 
 
 async def _send(session: Session) -> None:
@@ -238,6 +268,13 @@ async def _send(session: Session) -> None:
     except (RuntimeError, OSError) as error:
         session.outbox.clear()
         log.debug("%s was gone before it was told: %s", session.identity.host, error)
+
+
+async def _tell(session: Session, text: str) -> None:
+    try:
+        await session.send({"type": "websocket.send", "text": text})
+    except (RuntimeError, OSError) as error:
+        log.debug("%s was gone before it was told who writes: %s", session.identity.host, error)
 
 
 def _frame(id: int, uuid: str, op: str, arguments: str, start_s: float, end_s: float) -> str:

@@ -172,7 +172,7 @@ class Gateway:
         """What comes once a connection, or when it was asked for."""
         if type(message) is wire.Hello:
             session.boot_id = message.boot_id
-            self.leases.hello(session, message.agent_version, message.ops)
+            self.leases.hello(session, message)
             if not session.greeted:
                 session.greeted = True
                 self._courier.hello(session, message)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 
 import msgspec
@@ -12,6 +11,7 @@ from django.db import connection
 
 from accelerators import conductor, ticks
 from accelerators.models import Host
+from agents import wire
 from agents.holders import Session
 
 FLUSH = """
@@ -21,10 +21,10 @@ ON CONFLICT (host_id) DO UPDATE SET seen_at = greatest(l.seen_at, excluded.seen_
   epoch = greatest(l.epoch, excluded.epoch)
 """
 FACTS = """
-UPDATE agents_agent a SET version = x.version, ops = x.ops, wire = x.wire, boot_id = x.boot_id, epoch = x.epoch,
-  address = x.address, connection = x.number, connected_at = now(), changed_at = now()
-FROM jsonb_to_recordset(%s::jsonb) AS x(host bigint, version text, ops text, wire text, boot_id text, epoch bigint,
-  address text, number bigint)
+UPDATE agents_agent a SET version = x.version, ops = x.ops, writes = x.writes, wire = x.wire, boot_id = x.boot_id,
+  epoch = x.epoch, address = x.address, connection = x.number, connected_at = now(), changed_at = now()
+FROM jsonb_to_recordset(%s::jsonb) AS x(host bigint, version text, ops text, writes text, wire text, boot_id text,
+  epoch bigint, address text, number bigint)
 WHERE a.host_id = x.host AND a.connection <= x.number
 """
 """The row is always the newest connection's, at whatever gateway."""
@@ -43,13 +43,14 @@ class Leases:
         """The agent of this host was heard just now."""
         self._seen[host_id] = (time.time(), epoch)
 
-    def hello(self, session: Session, version: str, ops: Iterable[str]) -> None:
+    def hello(self, session: Session, said: wire.Hello) -> None:
         """What it said of itself."""
         identity = session.identity
         self._facts[identity.host_id] = {
             "host": identity.host_id,
-            "version": version,
-            "ops": " ".join(ops),
+            "version": said.agent_version,
+            "ops": " ".join(said.ops),
+            "writes": said.writes and said.writes.replace("\0", ""),
             "wire": session.version,
             "boot_id": session.boot_id,
             "epoch": session.epoch,

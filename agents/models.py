@@ -43,6 +43,11 @@ class Agent(models.Model):
     ops = models.TextField(
         null=True, blank=True, help_text="The commands it takes, with blanks between them; empty: it has never said."
     )
+    writes = models.TextField(
+        null=True,
+        blank=True,
+        help_text="Why it cannot write to Placement itself; empty: it can; none: it has never said.",
+    )
     connected_at = models.DateTimeField(null=True, blank=True)
     connection = models.BigIntegerField(
         db_default=0, default=0, help_text="Number of its last connection; later ones have higher numbers."

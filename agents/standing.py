@@ -5,11 +5,13 @@ Called by the console, the API and `manage.py agents`.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from datetime import UTC, datetime, timedelta
 
 from django.conf import settings
 from django.db.models import Q
 
+from accelerators.delegation import Hand
 from agents.models import Agent, Bar
 
 LIVENESS = ("up", "late", "down")
@@ -57,6 +59,27 @@ def word_of(agent: Agent) -> str:
     seen = seen_at(agent)
     up, down = limits()
     return "down" if seen is None or seen < down else "late" if seen < up else "up"
+
+
+def hands(hosts: Collection[int]) -> dict[int, Hand]:
+    """How the agents of these hosts stand who are to write to Placement; a host that has none is left out."""
+    found = Agent.objects.filter(host__in=hosts).order_by().select_related("host__lease")
+    return {agent.host_id: Hand(_lacks(agent), _is_silent(agent)) for agent in found}
+
+
+def _is_silent(agent: Agent) -> bool:
+    seen = seen_at(agent)
+    return seen is None or seen < limits()[1]
+
+
+def _lacks(agent: Agent) -> str:
+    if agent.barred:
+        return f"its agent may not connect: {agent.barred}"
+    if _is_silent(agent):
+        return "its agent is down"
+    if agent.writes is None:
+        return f"its agent (release {agent.version or 'unknown'}) knows nothing of it: update it"
+    return agent.writes
 
 
 def since(agent: Agent) -> datetime | None:

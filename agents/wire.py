@@ -25,6 +25,8 @@ VERSIONS = ("cyborg.agent.1",)
 """Subprotocols this release speaks, best first."""
 MAX_MESSAGE = 1024 * 1024
 """Bytes of one message, the default of `CYBORG_MAX_MESSAGE_BYTES`."""
+MAX_PAYLOAD = 512 * 1024
+"""Characters of a command's payload."""
 PATH = "/ws/agent"
 CHALLENGE_PATH = "/ws/agent/challenge"
 IMAGE_PATH = "/ws/agent/image/"
@@ -71,6 +73,8 @@ class Hello(Message, frozen=True):
     drivers: Annotated[tuple[Word, ...], Meta(max_length=64)] = ()
     ops: Annotated[tuple[Word, ...], Meta(max_length=64)] = ()
     """The commands it takes; none of an agent that is older than commands."""
+    writes: Annotated[str, Meta(max_length=500)] | None = None
+    """Why it cannot write to Placement by itself, '' when it can; None of an agent that knows nothing of that."""
 
 
 class Report(Message, frozen=True):
@@ -166,6 +170,19 @@ class Command(Message, frozen=True, omit_defaults=True):
     consumer: Annotated[str, Meta(max_length=36)] = ""
     layout: Annotated[dict[str, str], Meta(max_length=64)] = {}
     image: ImageRef | None = None
+    writer: Number = 0
+    payload: Annotated[str, Meta(max_length=MAX_PAYLOAD)] = ""
+    """Of a `placement`: the epoch of the writer that it was placed for, and what `placement_sync.direct` is to do."""
+
+
+class Writer(Message, frozen=True):
+    """The epoch of whoever writes to Placement now. Told whenever it changes to agents that say `writes`.
+
+    An agent writes only for a command of the highest epoch that it was told on the very connection it has now, by this
+    message or by a command, and only while the gateway answers its beats.
+    """
+
+    epoch: Number
 
 
 class Welcome(Message, frozen=True):
@@ -206,7 +223,7 @@ class Rotate(Message, frozen=True):
 
 
 FromAgent = Hello | Report | Beat | Alive | NewKey | Taken | Progress | Result
-FromGateway = Welcome | Ack | Refuse | Probe | Rotate | Command
+FromGateway = Welcome | Ack | Refuse | Probe | Rotate | Command | Writer
 
 _encode = msgspec.json.Encoder().encode
 _from_agent = msgspec.json.Decoder(FromAgent)

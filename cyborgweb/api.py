@@ -20,8 +20,11 @@ from accelerators.api.own import errors
 from accelerators.api.own.routes import RESOURCES
 from accelerators.api.own.views import Collection
 from agents.api import AgentView
+from placement_sync.api import DiscrepancyView
 
-COLLECTIONS: Mapping[str, type[Collection]] = {"hosts": RESOURCES["hosts"], "agents": AgentView} | RESOURCES
+COLLECTIONS: Mapping[str, type[Collection]] = (
+    {"hosts": RESOURCES["hosts"], "agents": AgentView} | RESOURCES | {"discrepancies": DiscrepancyView}
+)
 ON_LIST = {"get": "list", "post": "create"}
 ON_MEMBER = {"get": "retrieve", "patch": "partial_update", "delete": "destroy"}
 

@@ -107,14 +107,14 @@ OWN = (
     Rule(
         "cyborg:inventory:get_all",
         STRICT_MANAGER,
-        "List devices and deployables with their states, reasons and holders.",
-        ("GET /api/devices/", "GET /api/deployables/"),
+        "List devices and deployables with their states, reasons and holders, and what contradicts them.",
+        ("GET /api/devices/", "GET /api/deployables/", "GET /api/discrepancies/"),
     ),
     Rule(
         "cyborg:inventory:get_one",
         STRICT_MANAGER,
-        "Show a device or a deployable with its state, reason and holders.",
-        ("GET /api/devices/{uuid}/", "GET /api/deployables/{uuid}/"),
+        "Show a device or a deployable with its state, reason and holders, or what contradicts it.",
+        ("GET /api/devices/{uuid}/", "GET /api/deployables/{uuid}/", "GET /api/discrepancies/{uuid}/"),
     ),
     Rule("cyborg:attach_handle:get_all", STRICT_MANAGER, "List who holds what.", ("GET /api/attach_handles/",)),
     Rule("cyborg:attach_handle:get_one", STRICT_MANAGER, "Show who holds it.", ("GET /api/attach_handles/{uuid}/",)),

@@ -228,9 +228,11 @@ class Supervisor:
         for child in self.children.values():
             child.keep()
         for name, job in self.watch.stalled() if self.watch else ():
-            if self.children[name].running_for() > self.settings.tick_stall_s + 3:
+            child = self.children[name]
+            # Twice as long after each quick death: a busy machine must not have it replaced before it has started.
+            if child.running_for() > (self.settings.tick_stall_s + 3) * 2 ** min(child.deaths, 4):
                 say("serve", f"cluster {name} does not take up job {job}: replacing it")
-                self.children[name].kill()
+                child.kill()
 
     def _keep_database(self) -> None:
         if self.postgres is None or self.postgres.process is None or self.postgres.process.poll() is None:

@@ -1,24 +1,34 @@
-"""How hosts stand in Placement, in the console. Called by Django's admin."""
+"""How hosts stand in Placement, and what contradicts what we bound, in the console. Called by Django's admin."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from django.conf import settings
 from django.contrib import admin
-from django.db.models import CharField, OuterRef, QuerySet, Subquery
+from django.core.exceptions import PermissionDenied
+from django.db.models import CharField, Exists, OuterRef, Q, QuerySet, Subquery, UUIDField
 from django.db.models.functions import Cast
-from django.http import HttpRequest
-from django.utils.html import format_html, format_html_join
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
+from django.template.response import TemplateResponse
+from django.urls import path, reverse
+from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
 from accelerators import conductor
 from accelerators.admin import marks
-from accelerators.admin.listing import ReadOnly
+from accelerators.admin.listing import ReadOnly, as_uuid
+from accelerators.intents import STUCK
 from accelerators.models import Host, Intent
-from placement_sync.models import Tree, WrittenProvider
+from placement_sync import faults, said, standing, tasks, writers
+from placement_sync.cloud import session
+from placement_sync.models import Discrepancy, Kind, Tree, Who
 
 STANDINGS = ("in step", "problems", "behind")
+WAITING = 20
+"""So many hosts of which Placement was told nothing yet are named above the list."""
+OFF = "No cloud is configured, or CYBORG_PLACEMENT_ENDPOINT is off: see docs/configuration.md."
 
 
 class Standing(admin.SimpleListFilter):
@@ -42,6 +52,7 @@ class TreeAdmin(ReadOnly):
     """One row a host whose devices Placement was told of. What is asked here is done by the job, within seconds."""
 
     actions = ("look_now",)
+    list_before_template = "placement_sync/waiting.html"
     list_display = ("shown_host", "standing", "providers", "looked", "shown_root")
     list_display_links = ("standing",)
     list_filter = (Standing,)
@@ -49,14 +60,80 @@ class TreeAdmin(ReadOnly):
     ordering = ("host__name",)
     search_fields = ("host__name__icontains", "root__startswith")
     search_help_text = "host, uuid of its compute provider"
-    fields = ("shown_host", "standing", "shown_root", "looked", "shown_problems", "shown_providers")
-    readonly_fields = fields
+    exports = {"standing": ("waiting", "problems"), "providers": ()}
     empty = "Placement has been told of no host yet. Enable a device, and configure a cloud: docs/configuration.md."
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Tree]:
-        told = Intent.objects.filter(kind="provider", key=Cast(OuterRef("host__uuid"), CharField()))
+        told = Intent.objects.filter(kind=tasks.KIND, key=Cast(OuterRef("host__uuid"), CharField()))
         rows = super().get_queryset(request).prefetch_related("host__written_providers")
         return rows.annotate(waiting=Subquery(told.values("last_error")[:1]))
+
+    def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Tree | None:
+        """By the host's id, uuid or name; also of a host that Placement was not told of yet."""
+        uuid = as_uuid(object_id)
+        known = Q(uuid=uuid) if uuid else Q(name=object_id)
+        known |= Q(pk=int(object_id)) if object_id.isdecimal() and len(object_id) < 18 else Q()
+        host = Host.objects.select_related("placement").filter(known).first()
+        return None if host is None else getattr(host, "placement", None) or Tree(host=host, looked_at=None)
+
+    def changelist_view(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
+        """The list, and above it who waits to be told of for the first time."""
+        told = Tree.objects.filter(host__uuid=Cast(OuterRef("key"), UUIDField()))
+        waiting = Intent.objects.filter(~Exists(told), kind=tasks.KIND).order_by("id")[: WAITING + 1]
+        named = [(_address(one.key), one.payload.get("host", one.key), one.last_error) for one in waiting]
+        more = {"waiting": named[:WAITING], "more_waiting": len(named) > WAITING}
+        return super().changelist_view(request, more | (extra_context or {}))
+
+    def get_urls(self) -> list[Any]:
+        ask = self.admin_site.admin_view(self.ask_view)
+        return [path("<path:object_id>/ask/", ask, name="placement_sync_tree_ask"), *super().get_urls()]
+
+    def change_view(
+        self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: dict[str, Any] | None = None
+    ) -> HttpResponse:
+        """The page of one host: what shall be in Placement beside what was seen there."""
+        tree = self.get_object(request, object_id)
+        if tree is None:
+            return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
+        if request.method not in ("GET", "HEAD") or not self.has_view_permission(request, tree):
+            raise PermissionDenied
+        return self._page(request, tree)
+
+    def ask_view(self, request: HttpRequest, object_id: str) -> HttpResponse:
+        """The two buttons: `compare` asks Placement now and writes nothing; `retry` has the job look now."""
+        tree = self.get_object(request, object_id)
+        if request.method != "POST" or not self.has_look_permission(request):
+            raise PermissionDenied
+        if tree is None:
+            return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
+        if request.POST.get("op") == "compare":
+            return self._page(request, tree, asked=_compared(tree.host))
+        _look([tree.host])
+        self.message_user(request, "It is looked at now, and what differs is mended; reload in a few seconds.")
+        return HttpResponseRedirect(_address(str(tree.host_id)))
+
+    def _page(self, request: HttpRequest, tree: Tree, asked: list[str] | None = None) -> HttpResponse:
+        host = tree.host
+        providers, problems = standing.beside(host)
+        intent = Intent.objects.filter(kind=tasks.KIND, key=str(host.uuid)).first()
+        context = self.admin_site.each_context(request) | {
+            "title": f"{host.name} in Placement",
+            "opts": self.opts,
+            "host": host,
+            "tree": tree,
+            "standing": _standing(tree, intent.last_error if intent else None),
+            "looked": marks.ago(tree.looked_at),
+            "providers": providers,
+            "problems": tree.problems or problems,
+            "intent": intent,
+            "next": marks.ago(intent.next_at) if intent else "",
+            "stuck": bool(intent and intent.attempts >= STUCK),
+            "writer": _writer(host),
+            "faults": [(_kind(one.kind), one) for one in faults.at(host.pk)],
+            "may": self.has_look_permission(request),
+            "asked": asked,
+        }
+        return TemplateResponse(request, "placement_sync/tree.html", context)
 
     @display(description="Host", ordering="host__name")
     def shown_host(self, tree: Tree) -> SafeString:
@@ -64,11 +141,7 @@ class TreeAdmin(ReadOnly):
 
     @display(description="Standing")
     def standing(self, tree: Any) -> SafeString:
-        if tree.waiting is not None:
-            return marks.mark("behind", "warn", tree.waiting or "is being told")
-        if tree.problems:
-            return marks.mark(f"{len(tree.problems)} problems", "bad", "; ".join(tree.problems)[:500])
-        return marks.mark("in step", "good")
+        return _standing(tree, tree.waiting)
 
     @display(description="Providers")
     def providers(self, tree: Tree) -> int:
@@ -82,35 +155,122 @@ class TreeAdmin(ReadOnly):
     def shown_root(self, tree: Tree) -> SafeString:
         return marks.mono(str(tree.root or ""))
 
-    @display(description="Problems")
-    def shown_problems(self, tree: Tree) -> SafeString | str:
-        return format_html_join("", "<p>{}</p>", ((problem,) for problem in tree.problems)) or "none"
-
-    @display(description="Providers")
-    def shown_providers(self, tree: Tree) -> SafeString | str:
-        rows = format_html_join("", "<tr><td>{}</td><td>{}</td><td>{}</td></tr>", map(_row, _known(tree)))
-        head = "<tr><th>Provider</th><th>Inventories</th><th>Traits</th></tr>"
-        return format_html("<table>{}{}</table>", SafeString(head), rows) if rows else "none"
-
     def has_look_permission(self, request: HttpRequest) -> bool:
         """Whoever may change hosts."""
         return request.user.has_perm("accelerators.change_host")
 
     @admin.action(description="Compare with Placement now", permissions=["look"])
     def look_now(self, request: HttpRequest, trees: QuerySet[Tree]) -> None:
-        hosts = Host.objects.filter(placement__in=trees)
-        with conductor.writing():
-            conductor.providers_changed(hosts)
+        hosts = list(Host.objects.filter(placement__in=trees))
+        _look(hosts)
         self.message_user(request, f"{len(hosts)} hosts are compared now; what differs is mended.")
 
 
-def _known(tree: Tree) -> list[WrittenProvider]:
-    return sorted(tree.host.written_providers.all(), key=lambda one: (one.seen or {}).get("name", ""))
+@admin.register(Discrepancy)
+class DiscrepancyAdmin(ReadOnly):
+    """What is wrong between us, Placement, Nova and the hardware, as of the last look."""
 
-
-def _row(one: WrittenProvider) -> tuple[str, str, str]:
-    seen = one.seen or {}
-    numbers = (
-        f"{name} {e['total']}, {e.get('reserved', 0)} reserved" for name, e in seen.get("inventories", {}).items()
+    list_display = ("shown_kind", "shown_said", "shown_where", "shown_since")
+    exports = {
+        "shown_said": ("said", "instance", "provider", "provider_name"),
+        "shown_where": ("host__name", "device__uuid"),
+    }
+    list_filter = ("kind",)
+    list_select_related = ("host", "device")
+    search_fields = (
+        "instance__startswith",
+        "provider__startswith",
+        "provider_name__startswith",
+        "host__name__icontains",
     )
-    return seen.get("name", str(one.uuid)), "; ".join(numbers), " ".join(seen.get("traits", ()))
+    search_help_text = "instance, provider, host"
+    fields = (
+        "shown_kind",
+        "shown_said",
+        "shown_host",
+        "shown_device",
+        "shown_provider",
+        "shown_instance",
+        "shown_since",
+        "seen",
+    )
+    readonly_fields = fields
+    empty = (
+        "Placement, Nova and the hardware agree with what is bound. What does not is listed here by itself, after every"
+        " look at a host: an instance whose device Placement takes for free, a device that is claimed and used by"
+        " nobody, an instance that came back without its device. It goes when it is mended."
+    )
+
+    @display(description="What is wrong", ordering="kind")
+    def shown_kind(self, row: Discrepancy) -> SafeString:
+        return _kind(row.label)
+
+    @display(description="Why, and what to do")
+    def shown_said(self, row: Discrepancy) -> SafeString:
+        return format_html('<span class="reason">{}</span>', row.said)
+
+    @display(description="Where", ordering="host__name")
+    def shown_where(self, row: Discrepancy) -> SafeString:
+        return format_html('<span class="lines">{}{}</span>', self.shown_host(row), self.shown_device(row))
+
+    @display(description="Host", ordering="host__name")
+    def shown_host(self, row: Discrepancy) -> SafeString:
+        return marks.link("host", row.host_id, row.host.name)
+
+    @display(description="Device")
+    def shown_device(self, row: Discrepancy) -> SafeString:
+        return marks.link("device", row.device_id, row.device) if row.device else marks.NOTHING
+
+    @display(description="Provider")
+    def shown_provider(self, row: Discrepancy) -> str:
+        return f"{row.provider_name} ({row.provider})"
+
+    @display(description="Instance")
+    def shown_instance(self, row: Discrepancy) -> SafeString:
+        return marks.mono(row.instance)
+
+    @display(description="Since", ordering="-since")
+    def shown_since(self, row: Discrepancy) -> SafeString:
+        return marks.ago(row.since)
+
+    @display(description="Last seen", ordering="-seen_at")
+    def seen(self, row: Discrepancy) -> SafeString:
+        return marks.ago(row.seen_at)
+
+
+def _address(host: str) -> str:
+    return reverse("admin:placement_sync_tree_change", args=[host])
+
+
+def _kind(label: str) -> SafeString:
+    """A part that nobody can use is the lesser harm."""
+    return marks.mark(label, "warn" if label == Kind.UNATTACHED.label else "bad")
+
+
+def _look(hosts: list[Host]) -> None:
+    with conductor.writing():
+        conductor.providers_changed(hosts)
+        faults.reread([host.pk for host in hosts])
+
+
+def _compared(host: Host) -> list[str]:
+    """What Placement shows now against what it shall show, as `manage.py placement_sync --dry-run` says it."""
+    cloud = session(settings.KEYS.placement_endpoint)
+    return [f"! {OFF}"] if cloud is None else said.told(tasks.sync_hosts(cloud, [host], dry_run=True)[0])
+
+
+def _standing(tree: Tree, waiting: str | None) -> SafeString:
+    if waiting is not None:
+        return marks.mark("behind", "warn", waiting or "is being told")
+    if tree.problems:
+        count = len(tree.problems)
+        return marks.mark(f"{count} problem{'' if count == 1 else 's'}", "bad", "; ".join(tree.problems)[:500])
+    return marks.mark("in step", "good") if tree.looked_at else marks.mark("not told yet", "calm")
+
+
+def _writer(host: Host) -> str:
+    """Who writes for this host, and why not its agent where agents write."""
+    if writers.current().who == Who.CONDUCTOR:
+        return "the conductor"
+    left = writers.left_aside([host])
+    return f"the conductor, since of its agent: {left[0][1]}" if left else "its agent"

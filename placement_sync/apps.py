@@ -16,9 +16,9 @@ class PlacementSyncConfig(AppConfig):
         from django.conf import settings
         from django.utils.module_loading import import_string
 
-        from accelerators import fetching, safety, ticks
+        from accelerators import delegation, fetching, safety, ticks
         from accelerators.api.own import instances
-        from placement_sync import witness
+        from placement_sync import witness, writers
         from placement_sync.glance import Glance
         from placement_sync.nova import Nova
 
@@ -26,13 +26,16 @@ class PlacementSyncConfig(AppConfig):
             return import_string(settings.SERVICE_SESSION)()
 
         keys = settings.KEYS
+        delegation.register(epoch=writers.epoch)
         if keys.nova_endpoint != "off":
             instances.register(Nova(session, keys.nova_endpoint))
         if keys.has_cloud and keys.placement_endpoint != "off":
             ticks.register("placement", "placement_sync.tasks.run", cluster="work", timely=True, intent="provider")
+            ticks.register("faults", "placement_sync.faults.run", cluster="work", timely=True)
             safety.register("placement", witness.allocations)
         if keys.has_cloud and keys.nova_endpoint != "off":
             ticks.register("notices", "placement_sync.tell.run", cluster="work", timely=True, intent="notice")
             ticks.register("instances", "placement_sync.watcher.run", cluster="work", timely=True)
+            safety.register("nova", witness.instances)
         if settings.KEYS.glance_endpoint != "off":
             fetching.register(Glance(session, settings.KEYS.glance_endpoint))

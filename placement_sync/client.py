@@ -1,6 +1,6 @@
 """Placement's API as far as we need it, on a keystoneauth1 session. Free of Django: it ships to compute hosts too.
 
-Called by `placement_sync.sync`. One method a call, each with the microversion it needs. Errors say what to do: `Away`
+Called by `sync` and `witness`. One method a call, each with the microversion it needs. Errors say what to do: `Away`
 is tried again later, `Conflict` after another look, `Rejected` is a person's business.
 """
 
@@ -36,13 +36,17 @@ class Rejected(Exception):
     """Placement does not want it, and will not want it later either."""
 
 
+class Stopped(Exception):
+    """Somebody else writes now, or may: raised by `before_call`, and nobody is called any more."""
+
+
 IN_USE = frozenset({"placement.inventory.inuse", "placement.resource_provider.inuse"})
 
 
 class Placement:
     """One conversation with Placement; not to be shared by threads. Counts its calls.
 
-    `before_write` may raise to stop it; `words` are the custom classes and traits that are known to be there.
+    `before_call` may raise Stopped; `words` are the custom classes and traits that are known to be there.
     """
 
     def __init__(
@@ -50,12 +54,12 @@ class Placement:
         session: Any,
         endpoint: str = "",
         timeout_s: float = TIMEOUT_S,
-        before_write: Callable[[], None] | None = None,
+        before_call: Callable[[], None] = lambda: None,
         words: set[str] | None = None,
     ) -> None:
         self._session, self._timeout_s = session, timeout_s
         self._where = {"endpoint_override": endpoint} if endpoint else {}
-        self._before_write = before_write
+        self._before_call = before_call
         self._words = set() if words is None else words
         self.reads = self.writes = 0
 
@@ -130,8 +134,6 @@ class Placement:
         return self._call("GET", path, version) or {}
 
     def _write(self, method: str, path: str, version: str, body: Any, missing: bool = False) -> dict[str, Any]:
-        if self._before_write:
-            self._before_write()
         return self._call(method, path, version, body, missing=missing) or {}
 
     def _call(
@@ -139,6 +141,7 @@ class Placement:
     ) -> dict[str, Any] | None:
         from keystoneauth1.exceptions import ClientException, EndpointNotFound
 
+        self._before_call()
         self.reads, self.writes = (self.reads + 1, self.writes) if method == "GET" else (self.reads, self.writes + 1)
         began = time.monotonic()
         try:

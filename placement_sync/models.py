@@ -5,7 +5,7 @@ from __future__ import annotations
 from django.db import models
 from django.db.models.functions import Now
 
-from accelerators.models import Host
+from accelerators.models import Device, Host, fields
 
 
 class Tree(models.Model):
@@ -16,6 +16,11 @@ class Tree(models.Model):
     looked_at = models.DateTimeField(db_default=Now(), db_index=True)
     synced_at = models.DateTimeField(null=True, help_text="When all was as it should be.")
     problems = models.JSONField(default=list, help_text="What could not be done, in sentences.")
+    compared_at = models.DateTimeField(null=True, help_text="The look after which `faults` compared it last.")
+    compare_at = models.DateTimeField(null=True, help_text="When it is compared again although nothing moved.")
+
+    class Meta:
+        verbose_name, verbose_name_plural = "host in Placement", "hosts in Placement"
 
     def __str__(self) -> str:
         return f"placement of {self.host}"
@@ -29,9 +34,37 @@ class WrittenProvider(models.Model):
     classes = models.JSONField(default=list)
     traits = models.JSONField(default=list)
     seen = models.JSONField(null=True, help_text="name, parent, generation, inventories, traits.")
+    claims = models.JSONField(null=True, help_text="Who has allocations there, as of which generation (`faults`).")
 
     def __str__(self) -> str:
         return str(self.uuid)
+
+
+class Who(models.TextChoices):
+    """Who calls Placement to write."""
+
+    CONDUCTOR = "conductor"
+    AGENTS = "agents"
+
+
+class Writer(models.Model):
+    """The one row that says who writes to Placement. Changed by `writers.switch`; no row: the conductor, epoch 0."""
+
+    who = models.CharField(max_length=16, choices=Who, default=Who.CONDUCTOR)
+    epoch = models.BigIntegerField(default=0, help_text="Grows by one with every change; an older one writes no more.")
+    since = models.DateTimeField(db_default=Now())
+    by = models.CharField(max_length=255, default="", blank=True)
+    reason = models.CharField(max_length=500, default="", blank=True)
+
+    class Meta:
+        verbose_name_plural = "writer"
+        constraints = [
+            models.CheckConstraint(condition=models.Q(id=1), name="writer_is_one_row"),
+            models.CheckConstraint(condition=models.Q(who__in=Who.values), name="writer_known"),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.who} (epoch {self.epoch})"
 
 
 class Look(models.Model):
@@ -52,3 +85,41 @@ class Vanished(models.Model):
 
     def __str__(self) -> str:
         return str(self.instance)
+
+
+class Kind(models.TextChoices):
+    """In what Placement, Nova and the hardware contradict what we bound."""
+
+    UNCLAIMED = "unclaimed", "attached but unclaimed"
+    UNATTACHED = "unattached", "claimed but not attached"
+    WITHOUT_DEVICE = "without_device", "instance without its device"
+
+
+class Discrepancy(fields.Row):
+    """A contradiction about one instance on one provider. Made and taken away by the job `faults` alone."""
+
+    kind = models.CharField(max_length=16, choices=Kind)
+    host = models.ForeignKey(Host, models.CASCADE, related_name="discrepancies")
+    device = models.ForeignKey(Device, models.CASCADE, null=True, blank=True, related_name="discrepancies")
+    provider = models.UUIDField()
+    provider_name = fields.name()
+    instance = models.UUIDField(help_text="The instance, or whatever else is Placement's consumer.")
+    since = models.DateTimeField(help_text="When it was seen first.")
+    seen_at = models.DateTimeField(help_text="When it was seen last.")
+    said = models.TextField(help_text="What is wrong, and what to do.")
+
+    class Meta:
+        ordering = ["-id"]
+        verbose_name_plural = "discrepancies"
+        constraints = [
+            models.UniqueConstraint(fields=["kind", "provider", "instance"], name="discrepancy_once"),
+            models.CheckConstraint(condition=models.Q(kind__in=Kind.values), name="discrepancy_kind_known"),
+        ]
+
+    @property
+    def label(self) -> str:
+        """Its kind in words."""
+        return str(Kind(self.kind).label)
+
+    def __str__(self) -> str:
+        return f"{self.label}: {self.instance}"

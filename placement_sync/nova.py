@@ -1,7 +1,9 @@
-"""What Nova knows of instances: one listing per project asked for, within 2 s, remembered for 10 s. Free of Django.
+"""What Nova knows of instances, through a keystoneauth1 session. Free of Django.
 
-`placement_sync.apps` registers it as the source of `accelerators.api.own.instances`. While Nova is away, off, or not
-configured, everything is unknown at once, and Nova is asked again after 10 s.
+`Nova` (one listing per project asked for, within 2 s, remembered for 10 s) is registered by `placement_sync.apps` as
+the source of `accelerators.api.own.instances`. While Nova is away, off, or not configured, everything is unknown at
+once, and Nova is asked again after 10 s. `servers` asks for single ones, for `witness` and `faults`; `get` is
+`watcher`'s.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from accelerators.api.own.instances import Instance, Known
@@ -22,7 +26,10 @@ REMEMBERED_S = 10.0
 REMEMBERED = 10_000
 """So many instances are remembered; the longest unasked goes first."""
 PAGE = 1000
+AT_ONCE = 8
 GONE = Known("gone")
+LEFT = frozenset({"DELETED", "SHELVED_OFFLOADED"})
+"""In these states an instance is on no host."""
 log = logging.getLogger(__name__)
 
 Fetch = Callable[[Mapping[str, str]], Mapping[str, Any]]
@@ -81,6 +88,81 @@ def fetcher(session: Any, endpoint: str = "", timeout_s: float = DEADLINE_S) -> 
         return body
 
     return fetch
+
+
+class Unusable(Exception):
+    """Nova did not answer, or not completely: nothing is concluded from it."""
+
+
+UNASKED = Unusable("Nova was not asked")
+
+
+@dataclass(frozen=True)
+class Server:
+    """An instance as Nova shows it; `places` are the names of its host, none where Nova does not tell them."""
+
+    status: str
+    places: frozenset[str] = frozenset()
+
+    def on(self, *names: str) -> bool:
+        """Whether it is on the host of one of these names, as far as Nova tells; not when it is on none any more."""
+        return self.status not in LEFT and (not self.places or not self.places.isdisjoint(names))
+
+
+def get(session: Any, endpoint: str, path: str, params: Mapping[str, str], timeout_s: float) -> Any:
+    """Nova's answer, whatever its status. Raises Unusable when there is none."""
+    from keystoneauth1.exceptions import ClientException
+
+    try:
+        return session.request(
+            path,
+            "GET",
+            params=dict(params),
+            endpoint_filter={"service_type": "compute"},
+            headers={"Accept": "application/json"},
+            timeout=timeout_s,
+            connect_retries=0,
+            raise_exc=False,
+            log=False,
+            **({"endpoint_override": endpoint} if endpoint else {}),
+        )
+    except ClientException as error:
+        raise Unusable(" ".join(str(error).split())[:300]) from None
+
+
+def server(session: Any, endpoint: str, uuid: str, timeout_s: float = DEADLINE_S) -> Server | None:
+    """One instance; None when Nova has none of that id. Raises Unusable."""
+    answer = get(session, endpoint, f"/servers/{uuid}", {}, timeout_s)
+    if answer.status_code == 404:
+        return None
+    if answer.status_code != 200:
+        raise Unusable(f"GET /servers/{uuid}: Nova answered {answer.status_code}")
+    try:
+        found = answer.json()["server"]
+        places = (found.get(f"OS-EXT-SRV-ATTR:{name}") for name in ("host", "hypervisor_hostname"))
+        return Server(str(found["status"])[:64], frozenset(str(place) for place in places if place))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise Unusable(f"GET /servers/{uuid}: not a server") from None
+
+
+def servers(
+    session: Any, endpoint: str, uuids: Collection[str], deadline_s: float = DEADLINE_S
+) -> dict[str, Server | Unusable | None]:
+    """Several at once; after `deadline_s` in all, who was not answered for is Unusable."""
+    threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="servers")
+    asked = {uuid: threads.submit(partial(server, session, endpoint, uuid, deadline_s)) for uuid in uuids}
+    wait(asked.values(), deadline_s)
+    threads.shutdown(wait=False, cancel_futures=True)
+    return {uuid: _answer(future) for uuid, future in asked.items()}
+
+
+def _answer(future: Future[Server | None]) -> Server | Unusable | None:
+    if not future.done() or future.cancelled():
+        return Unusable("Nova did not answer in time")
+    try:
+        return future.result()
+    except Unusable as unusable:
+        return unusable
 
 
 class Nova:

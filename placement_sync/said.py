@@ -6,9 +6,17 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from placement_sync.reconcile import Create, Delete, Move, SetInventories, SetTraits, Write
+from placement_sync.sync import Outcome
 
 SHOWN = ("total", "reserved", "max_unit")
 """Of an inventory; the rest is Placement's and its operators'."""
+
+
+def told(ended: Outcome | Exception) -> list[str]:
+    """What came, or would come, of one host: its `lines`, and `!` before what could not be done. Empty: in step."""
+    if not isinstance(ended, Outcome):
+        return [f"! {ended}"]
+    return [*lines(ended.writes), *(f"! {problem}" for problem in ended.problems)]
 
 
 def lines(writes: Iterable[Write]) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Bring one host's providers in step with Placement. Free of Django: it ships to compute hosts too.
 
-Called by `placement_sync.tasks`. Looks (one read of the tree; inventories and traits only where a generation moved),
-plans (`reconcile`), writes with generations, and looks again where somebody was faster.
+Called by `tasks`, and by `direct` on compute hosts. Looks (one read of the tree; inventories and traits only where a
+generation moved), plans (`reconcile`), writes with generations, and looks again where somebody was faster.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def bring(
 ) -> Outcome:
     """Make Placement show `desired` below the compute provider `host`; `root` is its uuid when it is known.
 
-    Raises Waiting, client.Away and client.Rejected; what was written until then is found again by the next look. A
-    provider that is allocated is not deleted, a class that is allocated not taken away: both are problems.
+    Raises Waiting, and the client's Away, Rejected and Stopped; what was written until then is found again by the next
+    look. A provider that is allocated is not deleted, a class that is allocated not taken away: both are problems.
     """
     outcome = Outcome(written=dict(written))
     for attempt in range(TRIES):
@@ -109,10 +109,19 @@ def _look(
 def _remember(
     written: Mapping[str, Written], observed: Mapping[str, Observed], desired: Mapping[str, Provider]
 ) -> dict[str, Written]:
-    """What we wrote, with how it is seen now; what is neither there nor desired is forgotten."""
-    kept = {uuid: replace(entry, seen=observed.get(uuid)) for uuid, entry in written.items()}
-    adopted = {uuid: Written(seen=seen) for uuid, seen in observed.items() if uuid not in kept}
-    return {uuid: entry for uuid, entry in (kept | adopted).items() if uuid in desired or uuid in observed}
+    """What we wrote, with how it is seen now; what is neither there nor desired is forgotten.
+
+    What is there as it is desired is ours, whoever wrote it: an agent, or a worker that did not live to tell.
+    """
+    remembered: dict[str, Written] = {}
+    for uuid in written.keys() | observed.keys():
+        before, now, wanted = written.get(uuid, Written()), observed.get(uuid), desired.get(uuid)
+        if now and wanted:
+            classes = before.classes | ({wanted.resource_class} & now.inventories.keys())
+            before = Written(classes, before.traits | (wanted.traits & now.traits))
+        if now or wanted:
+            remembered[uuid] = replace(before, seen=now)
+    return remembered
 
 
 def _forget(written: dict[str, Written], conflict: Conflict) -> None:
@@ -146,12 +155,13 @@ def _apply(
         assert now and isinstance(write, SetTraits)
         generation = placement.set_traits(uuid, now.generation, write.traits)
         now = replace(now, generation=generation, traits=write.traits)
-    observed[uuid] = now
+    changed, observed[uuid] = now is not observed.get(uuid), now
     before = outcome.written.get(uuid, Written())
     classes = (before.classes | {wanted.resource_class}) & now.inventories.keys()
     traits = wanted.traits if isinstance(write, SetTraits) or wanted.traits <= now.traits else before.traits
     outcome.written[uuid] = Written(classes, traits, now)
-    outcome.writes.append(write)
+    if changed:
+        outcome.writes.append(write)
 
 
 def _create(placement: Placement, write: Create) -> Observed:
@@ -168,20 +178,18 @@ def _create(placement: Placement, write: Create) -> Observed:
 
 
 def _inventories(placement: Placement, write: SetInventories, now: Observed, outcome: Outcome) -> Observed:
-    """A class that is allocated stays, all of it reserved."""
-    inventories = dict(write.inventories)
-    try:
-        generation = placement.set_inventories(write.uuid, now.generation, inventories)
-    except Conflict as conflict:
-        gone = now.inventories.keys() - inventories.keys()
-        if conflict.code not in IN_USE or not gone:
-            raise
+    """A class that is allocated stays, all of it reserved; `now` itself when nothing else is to be written."""
+    inventories, gone = dict(write.inventories), now.inventories.keys() - write.inventories.keys()
+    held = {name for amounts in placement.allocations(write.uuid).values() for name in amounts} & gone if gone else None
+    if held:
         kept: dict[str, Inventory] = {
-            name: {**now.inventories[name], "reserved": now.inventories[name]["total"]} for name in gone
+            name: {**now.inventories[name], "reserved": now.inventories[name]["total"]} for name in held
         }
         inventories |= kept
-        generation = placement.set_inventories(write.uuid, now.generation, inventories)
-        outcome.problems.append(f"{write.name}: {', '.join(sorted(gone))} is allocated, so it stays, all reserved")
+        outcome.problems.append(f"{write.name}: {', '.join(sorted(held))} is allocated, so it stays, all reserved")
+    if inventories == now.inventories:
+        return now
+    generation = placement.set_inventories(write.uuid, now.generation, inventories)
     return replace(now, generation=generation, inventories=inventories)
 
 

@@ -1,12 +1,13 @@
 """The job `placement`: what changed on hosts becomes what Placement shows. Intents of the kind `provider` wake it.
 
 One intent a host. Several hosts are worked on side by side, on threads that know no database. While Placement is away
-all of them wait together; a host whose compute provider is not there yet waits alone.
+all of them wait together; a host whose compute provider is not there yet waits alone. Where agents write (`writers`)
+the conductor only looks: what differs is told to the host's agent, and when that has ended the conductor looks again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,15 +16,18 @@ from django.conf import settings
 from accelerators import binding, conductor, intents, ticks
 from accelerators.models import Host, Intent
 from accelerators.states import Source
-from placement_sync import mapping, store
+from placement_sync import mapping, store, writers
 from placement_sync.client import Away, Conflict, Placement, Rejected
 from placement_sync.cloud import session
 from placement_sync.sync import Outcome, Waiting, bring
+from placement_sync.writers import JOB, Turn
 
-KIND, JOB = "provider", "placement"
+KIND = "provider"
 AT_ONCE = 8
 """Hosts that are worked on at the same time."""
 BATCH = 64
+AT_IT = "its agent is writing", 5.0
+"""Of a host whose agent has a command: looked at again so often, should nobody say that it has ended."""
 WAITING_S = 30.0
 """How often a compute provider that is not there is looked for."""
 SWEEP_S = 300.0
@@ -54,12 +58,22 @@ def step() -> bool:
     due = intents.due(KIND, BATCH)
     hosts = {str(host.uuid): host for host in Host.objects.filter(uuid__in=[intent.key for intent in due])}
     intents.done([intent for intent in due if intent.key not in hosts])
-    wanted = [intent for intent in due if intent.key in hosts]
-    ended = sync_hosts(there, [hosts[intent.key] for intent in wanted])
+    turns = writers.turns({hosts[one.key].id: "command" in one.payload for one in due if one.key in hosts})
+    wanted = []
+    for intent in due:
+        if intent.key in hosts and turns[hosts[intent.key].id] is Turn.WAIT:
+            intents.waits(intent, *AT_IT)
+        elif intent.key in hosts:
+            wanted.append(intent)
+    looks = [id for id, turn in turns.items() if turn is Turn.AGENT]
     away: Away | None = None
-    for intent, outcome in zip(wanted, ended, strict=True):
-        if isinstance(outcome, Outcome):
-            store.keep(hosts[intent.key], outcome)
+    for intent, outcome in zip(wanted, _brought(there, [hosts[one.key] for one in wanted], looks), strict=True):
+        host = hosts[intent.key]
+        if isinstance(outcome, Outcome) and host.id in looks and outcome.writes:
+            number = writers.tell(host, outcome)
+            intents.waits(intent, AT_IT[0], AT_IT[1] if number else 0.0, command=number)
+        elif isinstance(outcome, Outcome):
+            store.keep(host, outcome)
             intents.done([intent])
             _bind_programmed(intent.key)
         elif isinstance(outcome, Away):
@@ -72,8 +86,26 @@ def step() -> bool:
     return len(due) == BATCH
 
 
+class LeftToAgent(Exception):
+    """Its agent writes: what differs is told to it by the job."""
+
+
 def sync_hosts(cloud: Any, hosts: Sequence[Host], dry_run: bool = False) -> list[Ended]:
-    """What came of each host, in their order. After one that found Placement away, the rest are not asked any more."""
+    """What came of each host, in their order, for a person who asks for it; LeftToAgent where the conductor writes
+    nothing, and an agent is told instead."""
+    turns = {} if dry_run else writers.turns(dict.fromkeys((host.id for host in hosts), False))
+    theirs = [host for host in hosts if turns.get(host.id, Turn.CONDUCTOR) is not Turn.CONDUCTOR]
+    ours = [host for host in hosts if host not in theirs]
+    conductor.providers_changed(theirs)
+    left: dict[int, Ended] = {host.id: LeftToAgent("left to its agent, which is told what differs") for host in theirs}
+    looks = [host.id for host in ours] if dry_run else ()
+    came = dict(zip((host.id for host in ours), _brought(cloud, ours, looks), strict=True)) | left
+    return [came[host.id] for host in hosts]
+
+
+def _brought(cloud: Any, hosts: Sequence[Host], looks: Collection[int] = ()) -> list[Ended]:
+    """What came of each host, in their order; of those in `looks` (ids) what would have come. After one that found
+    Placement away, the rest are not asked any more."""
     words: set[str] = set()
     gone: list[Away] = []
 
@@ -84,7 +116,7 @@ def sync_hosts(cloud: Any, hosts: Sequence[Host], dry_run: bool = False) -> list
         parts, written, root = known
         desired, problems = mapping.desired(parts)
         try:
-            outcome = bring(placement, host.name, desired, written, root, dry_run)
+            outcome = bring(placement, host.name, desired, written, root, dry_run=host.id in looks)
         except Away as away:
             gone.append(away)
             return away

@@ -21,6 +21,7 @@ from accelerators.models import AcceleratorRequest
 from accelerators.states import Source
 from placement_sync.cloud import session
 from placement_sync.models import Look, Vanished
+from placement_sync.nova import Unusable, get
 
 log = logging.getLogger(__name__)
 
@@ -34,10 +35,6 @@ HELD = """
 SELECT DISTINCT instance_uuid::text FROM accelerators_acceleratorrequest
 WHERE instance_uuid IS NOT NULL AND updated_at < statement_timestamp() - interval '60 seconds'
 """
-
-
-class Unusable(Exception):
-    """Nova did not answer, or not completely: nothing is concluded from it."""
 
 
 def run() -> None:
@@ -102,7 +99,7 @@ class _Nova:
     """Two questions, through a keystoneauth1 session."""
 
     def __init__(self, session: Any, endpoint: str) -> None:
-        self._session, self._where = session, {"endpoint_override": endpoint} if endpoint else {}
+        self._session, self._endpoint = session, endpoint
 
     def listed(self) -> set[str]:
         """Every instance of every project. Raises Unusable unless the listing is complete."""
@@ -129,20 +126,4 @@ class _Nova:
         return bool(self._get(f"/servers/{uuid}", {}).status_code == 404)
 
     def _get(self, path: str, params: Mapping[str, str]) -> Any:
-        from keystoneauth1.exceptions import ClientException
-
-        try:
-            return self._session.request(
-                path,
-                "GET",
-                params=dict(params),
-                endpoint_filter={"service_type": "compute"},
-                headers={"Accept": "application/json"},
-                timeout=TIMEOUT_S,
-                connect_retries=0,
-                raise_exc=False,
-                log=False,
-                **self._where,
-            )
-        except ClientException as error:
-            raise Unusable(" ".join(str(error).split())[:300]) from None
+        return get(self._session, self._endpoint, path, params, TIMEOUT_S)

@@ -11,16 +11,17 @@ import heapq
 import logging
 import sqlite3
 from collections.abc import Callable, Coroutine, Mapping
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, nullcontext
 from dataclasses import dataclass, field
 
 import msgspec
 
 from agents import wire
 from agents.host import fence, recovery
+from agents.host.direct import Direct
 from agents.host.images import Images
 from agents.host.ledger import Applied
-from agents.host.orders import ACTS, OPS, Answer, acts_of, ask_of, sentence, settle, slot_of
+from agents.host.orders import ACTS, OF_HOST, OPS, Answer, acts_of, ask_of, sentence, settle, slot_of
 from agents.host.perform import Ended, Performance, Site, Writer
 from agents.host.report import Reporter
 from drivers.errors import DriverError
@@ -55,13 +56,14 @@ class Executor:
         site: Site,
         reporter: Reporter,
         images: Images,
+        direct: Direct | None = None,
         *,
         rules: Mapping[str, frozenset[str]] | None = None,
         logs: Callable[[], str] = lambda: "",
         retry_s: float = RETRY_S,
     ) -> None:
         self._site, self._ledger = site, site.ledger
-        self._reporter, self._images = reporter, images
+        self._reporter, self._images, self._direct = reporter, images, direct
         self._rules, self._logs = rules or {}, logs
         self._retry_s = retry_s
         self.progress: dict[int, wire.Progress] = {}
@@ -156,7 +158,7 @@ class Executor:
 
     def _enqueue(self, command: wire.Command) -> None:
         now = asyncio.get_running_loop().time()
-        lane = (command.driver, command.key)
+        lane = (command.driver, command.key or command.op)
         one = _Waiting(command.number, now + command.start_s, now + command.end_s, command)
         heapq.heappush(self._lanes.setdefault(lane, []), one)
         self._waiting.add(command.id)
@@ -173,7 +175,7 @@ class Executor:
         await self._open.wait()
         try:
             while waiting := self._lanes.get(lane):
-                async with self._free:
+                async with self._free if lane[0] else nullcontext():  # what is the host's own waits for no device
                     one = heapq.heappop(waiting)
                     await self._one(one)
                     self._waiting.discard(one.command.id)
@@ -208,6 +210,8 @@ class Executor:
             return await self._rescan(command)
         if command.op == "health":
             return await self._health(command)
+        if command.op == "placement" and self._direct:
+            return await self._direct.write(command, one.end_by)
         return await self._act(command, one.end_by)
 
     def _unfit(self, one: _Waiting) -> str:
@@ -218,7 +222,9 @@ class Executor:
             return f"this release of the agent has no command {command.op!r}: update it"
         if late or len(self._waiting) > MAX_WAITING:
             return f"it could not be begun within {command.start_s:g} s: {len(self._waiting)} commands are waiting"
-        needs_driver = command.driver or command.op not in ("rescan", "logs")
+        if command.op == "placement" and self._direct is None:
+            return "nothing on this host writes to Placement"
+        needs_driver = command.driver or command.op not in OF_HOST
         if needs_driver and command.driver not in self._site.drivers:
             return f"the driver {command.driver!r} is not enabled on this host"
         return self._unfit_act(command) if command.op in ACTS else ""

@@ -15,6 +15,7 @@ from websockets.typing import Subprotocol
 
 from agents import wire
 from agents.host import door
+from agents.host.direct import Authority
 from agents.host.identity import Keyring
 from agents.host.journal import Journal
 from agents.host.pace import Backoff, Pace, worth_saying
@@ -40,6 +41,8 @@ class Link:
     pace: Pace = field(default_factory=Pace)
     desk: Desk | None = None
     """Who takes commands."""
+    authority: Authority = field(default_factory=Authority)
+    """Told of every connection, and of who writes to Placement."""
 
     def __post_init__(self) -> None:
         self._backoff = Backoff(self.pace)
@@ -168,7 +171,10 @@ class Link:
         log.info("connected to %s as %s", self.gateway.address, self.keys.current.host)
         await socket.send(wire.encode(self.hello))
         session = Session(self, socket, welcome)
-        await _until_one_fails(session.receive(), session.send())
+        try:
+            await _until_one_fails(session.receive(), session.send())
+        finally:
+            self.authority.lost()
 
     async def _welcome(self, socket: ClientConnection) -> wire.Welcome:
         while True:

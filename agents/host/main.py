@@ -24,6 +24,7 @@ from typing import Any
 
 from agents import wire
 from agents.host import listing
+from agents.host.direct import Authority, Direct
 from agents.host.door import Gateway
 from agents.host.executor import Executor
 from agents.host.identity import Keyring, load_or_make
@@ -176,9 +177,10 @@ async def _work(agent: _Agent, stop: asyncio.Event) -> None:
     watch = Watch(drivers, debounce_s=settings.uevent_debounce_ms / 1000, rescan_s=settings.rescan_s)
     log.info("host %s (node %s), drivers %s", identity.host, identity.node, ", ".join(names))
     reporter = Reporter(drivers, journal)
-    greeting = hello(names)
-    executor = _executor(agent, drivers, reporter, greeting.boot_id)
-    link = Link(journal, agent.keys, agent.gateway, greeting, reporter.limit, desk=executor)
+    direct = Direct(identity.host, os.environ, Authority())
+    greeting = hello(names, direct.lacks())
+    executor = _executor(agent, drivers, reporter, direct, greeting.boot_id)
+    link = Link(journal, agent.keys, agent.gateway, greeting, reporter.limit, desk=executor, authority=direct.authority)
     executor.on_news = link.wake.set
     watch.start()
     try:
@@ -195,7 +197,9 @@ async def _work(agent: _Agent, stop: asyncio.Event) -> None:
         await _close(drivers)
 
 
-def _executor(agent: _Agent, drivers: Mapping[str, DriverProcess], reporter: Reporter, boot: str) -> Executor:
+def _executor(
+    agent: _Agent, drivers: Mapping[str, DriverProcess], reporter: Reporter, direct: Direct, boot: str
+) -> Executor:
     node = agent.keys.current.node
 
     site = Site(
@@ -211,7 +215,7 @@ def _executor(agent: _Agent, drivers: Mapping[str, DriverProcess], reporter: Rep
     )
     tail = Tail(LAYOUT)
     logging.getLogger().addHandler(tail)
-    return Executor(site, reporter, images, rules=agent.allowed, logs=tail.text)
+    return Executor(site, reporter, images, direct, rules=agent.allowed, logs=tail.text)
 
 
 async def _serve(executor: Executor, reporter: Reporter, link: Link) -> None:
@@ -260,15 +264,15 @@ async def _close(drivers: Mapping[str, DriverProcess]) -> None:
         task.result()
 
 
-def hello(drivers: tuple[str, ...]) -> wire.Hello:
-    """What this agent is: its release, the kernel's boot, the enabled drivers."""
+def hello(drivers: tuple[str, ...], writes: str | None = None) -> wire.Hello:
+    """What this agent is: its release, the kernel's boot, the enabled drivers, why it cannot write to Placement."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError as error:
         log.debug("this kernel has no boot id: %s", error)
         boot = ""
     release = re.sub(r"[^A-Za-z0-9_.:-]", "-", metadata.version("cyborgweb"))[:64]
-    return wire.Hello(agent_version=release, boot_id=boot, drivers=drivers, ops=OPS)
+    return wire.Hello(agent_version=release, boot_id=boot, drivers=drivers, ops=OPS, writes=writes)
 
 
 def claim(directory: Path) -> int:

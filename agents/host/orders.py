@@ -13,7 +13,8 @@ from agents.host.ledger import ATTACH, Applied, Ledger
 from drivers.steps import Act, Ask, Image
 
 ACTS: tuple[str, ...] = get_args(Act)
-OPS = (*ACTS, "health", "rescan", "logs")
+OF_HOST = ("rescan", "logs", "placement")
+OPS = (*ACTS, "health", *OF_HOST)
 """Every command that this release takes."""
 FORGOTTEN: Mapping[str, tuple[str, ...]] = {
     "install": ("partition",),

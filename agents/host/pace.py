@@ -54,6 +54,8 @@ class Owed:
     _report_at: float = 0.0
     _beats: set[int] = field(default_factory=set)
     _silent_since: float | None = None
+    answered: float = 0.0
+    """When the last Ack came, or this began."""
 
     def sent(self, of: str, seq: int, now: float) -> None:
         """A Beat or Report left at `now`."""
@@ -66,6 +68,7 @@ class Owed:
 
     def acknowledged(self, of: str, seq: int, now: float) -> None:
         """An Ack came. One for a beat covers the beats before it; any Ack ends the silence."""
+        self.answered = now
         if of == "Report":
             if seq == self.report:
                 self.report = None
@@ -81,6 +84,10 @@ class Owed:
         if self.report is not None:
             ends.append(self._report_at + max(self.pace.report, 12 * self.beat_s))
         return min(ends)
+
+    def answers(self, now: float) -> bool:
+        """Whether an Ack came within two beats: the conductor takes a host for silent only later than that."""
+        return now - self.answered < 2 * self.beat_s
 
     def overdue(self, now: float) -> str:
         """A sentence when the gateway has owed an Ack for too long, else ''."""

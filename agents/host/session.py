@@ -63,6 +63,8 @@ class Session:
         self._told = 0
         """The highest report that was acknowledged on this connection."""
         self._clock = asyncio.get_running_loop().time
+        self._owed.answered = self._clock()
+        link.authority.connected(lambda: self._owed.answers(self._clock()))
 
     async def receive(self) -> None:
         """Take Acks until the gateway closes or refuses."""
@@ -77,9 +79,13 @@ class Session:
                 elif message.of == "NewKey" and self._link.keys.following is not None:
                     self._link.adopt()
             elif isinstance(message, wire.Command) and self._link.desk is not None:
+                if message.writer:
+                    self._link.authority.told(message.writer)
                 self._answered.discard(message.number)
                 self._heard.append(message.number)
                 self._link.desk.take(message)
+            elif isinstance(message, wire.Writer):
+                self._link.authority.told(message.epoch)
             elif isinstance(message, wire.Probe):
                 await self._socket.send(wire.encode(wire.Alive(message.nonce)))
             elif isinstance(message, wire.Rotate):

@@ -16,7 +16,7 @@ from drivers.process import die_with_parent
 from tests.bench.figures import Row, table
 from tests.bench.lab import CannotMeasure, Generator, Lab
 
-GROUPS = {"wire", "merge", "api", "whole", "agent", "uevent", "silence", "commands"}
+GROUPS = {"wire", "merge", "api", "whole", "agent", "uevent", "silence", "commands", "openstack", "console"}
 
 
 def main() -> int:
@@ -59,8 +59,16 @@ def _measure(lab: Lab, *, full: bool, only: str) -> list[Row]:
             rows_api.Size((1000, 10_000), 100_000, 10, 1.0, beats=8, cycles_s=12.0),
         )
         rows += rows_api.rows(lab, generator, published if full else smoke, progress)
-    if wanted - {"wire", "merge"}:
+    if "console" in wanted:
+        from tests.bench import rows_console
+
+        rows += rows_console.rows(lab, generator, 100_000, 10.0 if full else 4.0, progress)
+    if wanted - {"wire", "merge", "openstack", "console"}:
         rows += _measure_whole(lab, generator, full=full, wanted=wanted)
+    if "openstack" in wanted:
+        from tests.bench import rows_openstack
+
+        rows += rows_openstack.rows(lab, full=full, progress=progress)
     return rows
 
 

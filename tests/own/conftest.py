@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from django.test import Client
 from accelerators import commands, conductor
 from accelerators.models import AcceleratorRequest, AttachHandle, Device, DeviceProfile, Host, Image
 from cyborgweb.models import ApiToken
+from placement_sync.models import Discrepancy, Kind
 from tests.support.reports import a_heard_host
 
 Ask = Callable[..., HttpResponse]
@@ -52,7 +55,8 @@ def ask(client: Client, db: None) -> Ask:
 def fill(db: None) -> Fill:
     """`fill(devices)`: hosts cmp0, cmp1… of ten cards with two handles each; of every third handle a request is bound.
 
-    Each host is told to look again, and there is an image. Requests belong to p1 and p2 in turn, to INSTANCES.
+    Each host is told to look again and has a discrepancy, and there is an image. Requests belong to p1 and p2 in turn,
+    to INSTANCES.
     """
 
     def make(devices: int, first: int = 0) -> list[Host]:
@@ -81,6 +85,11 @@ def fill(db: None) -> Fill:
             )
             Image.objects.create(name="shell", size=1, sha256="0" * 64, source="upload")
             commands.place([commands.Order("rescan", host=host.id, actor="olga") for host in hosts])
+        seen = dict.fromkeys(("since", "seen_at"), datetime.now(UTC))
+        for host in hosts:
+            about = {"host": host, "device": host.devices.first(), "provider_name": host.name, "said": "It is loose."}
+            ids = {"provider": uuid.uuid4(), "instance": uuid.uuid4()}
+            Discrepancy.objects.create(kind=Kind.UNATTACHED, **about, **ids, **seen)
         return hosts
 
     return make

@@ -15,7 +15,7 @@ from tests.own.conftest import INSTANCES, Ask, Fill, message, results
 
 pytestmark = pytest.mark.django_db
 
-INFRASTRUCTURE = ("hosts", "agents", "devices", "deployables", "attach_handles", "commands", "images")
+INFRASTRUCTURE = ("hosts", "agents", "devices", "deployables", "attach_handles", "commands", "images", "discrepancies")
 FOR_PROJECTS = ("accelerators", "requests", "profiles", "events")
 
 

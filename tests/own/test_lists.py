@@ -27,6 +27,7 @@ COLLECTIONS = (
     "commands",
     "images",
     "events",
+    "discrepancies",
 )
 ORDERS = {"hosts": "name", "agents": "host", "devices": "state", "profiles": "name", "events": "at"}
 FILTERS = [
@@ -49,6 +50,7 @@ FILTERS = [
     ("requests", "state=Bound&profile=small&host=cmp1", 3),
     ("profiles", "name=small&used=true", 1),
     ("events", "action=device.found&host=cmp1", 5),
+    ("discrepancies", "kind=unattached&host=cmp1", 1),
     ("events", "since=2100-01-01T00:00:00Z", 0),
     ("events", "until=2100-01-01T00:00:00Z&source=agent&limit=1", 1),
 ]

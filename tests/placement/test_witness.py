@@ -1,23 +1,30 @@
-"""Placement is asked who has an allocation before a device is retired; nobody to answer counts as held."""
+"""Before a device is retired Placement is asked who has an allocation, and Nova whether those who had the device from
+us live on; nobody to answer counts as held."""
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
+import keystoneauth1.session
 import pytest
+from keystoneauth1.token_endpoint import Token
 
-from accelerators import lifecycle, safety
+from accelerators import binding, conductor, lifecycle, safety
+from accelerators.binding import Bind
 from accelerators.caller import Caller
-from accelerators.models import Deployable, Device
+from accelerators.models import Deployable, Device, DeviceProfile
 from accelerators.refusals import Reason, Refused
 from placement_sync import witness
 from placement_sync.reconcile import Observed
 from tests.placement.session import Session
+from tests.support.nova import Nova, recording
 from tests.support.reports import a_host, answer, apply, card
 
 pytestmark = pytest.mark.django_db
-ADMIN = Caller("ops", "u", frozenset({"admin"}), "p")
+ADMIN = Caller("ops", "u", frozenset({"admin"}), "p", service=True)
 there = Session()
 
 
@@ -25,11 +32,15 @@ def cloud() -> Session:
     return there
 
 
+def real_session() -> keystoneauth1.session.Session:
+    return keystoneauth1.session.Session(Token("http://unused", "token"))
+
+
 @pytest.fixture(autouse=True)
 def placement(settings: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
     there.__init__()  # type: ignore[misc]
     settings.SERVICE_SESSION = "tests.placement.test_witness.cloud"
-    monkeypatch.setattr(witness, "_away", (0.0, ""))
+    monkeypatch.setattr(witness, "_away", {})
     safety.register("placement", witness.allocations)
     yield there
     del safety._witnesses["placement"]
@@ -73,3 +84,74 @@ def test_nobody_to_answer_counts_as_held_and_is_not_asked_again_at_once(device: 
         assert refused
         assert refused.reason == Reason.AWAY
     assert len(placement.seen) == 1
+
+
+@pytest.fixture
+def nova(settings: Any, placement: Session, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nova]:
+    """Nova alone is asked, through HTTP."""
+    keys = settings.KEYS
+    settings.SERVICE_SESSION = "tests.placement.test_witness.real_session"
+    monkeypatch.setitem(safety._witnesses, "placement", lambda _: witness.NOBODY)
+    monkeypatch.setattr(witness, "_gone", set())
+    with recording() as one:
+        known = {name: getattr(keys, name) for name in keys.__dataclass_fields__}
+        settings.KEYS = SimpleNamespace(**known | {"nova_endpoint": one.url})
+        safety.register("nova", witness.instances)
+        yield one
+        del safety._witnesses["nova"]
+
+
+def had(device: Device, give_back: Any = binding.delete) -> str:
+    """An instance that had the device, and whose request was then unbound or deleted by hand."""
+    lifecycle.enable(device.uuid, ADMIN)
+    instance = str(uuid.uuid4())
+    with conductor.writing():
+        DeviceProfile.objects.get_or_create(name="one", defaults={"groups": [{"resources:FPGA": "1"}]})
+    (request,) = binding.create("one", ADMIN)
+    binding.bind([Bind(request, "cmp1", str(Deployable.objects.get().rp_uuid), instance)], ADMIN)
+    give_back([request], ADMIN)
+    lifecycle.disable(device.uuid, ADMIN)
+    return instance
+
+
+@pytest.mark.parametrize("give_back", [binding.unbind, binding.delete])
+def test_an_instance_that_lives_on_with_the_device_holds_it(device: Device, nova: Nova, give_back: Any) -> None:
+    instance = had(device, give_back)
+    nova.shown[instance] = ("ACTIVE", "cmp1")
+    refused = retire(device)
+    assert refused
+    assert refused.reason is Reason.HELD
+    assert f"instance {instance} (ACTIVE on cmp1), which still has it, by Nova" in refused.text
+
+
+@pytest.mark.parametrize("shown", [("SHELVED_OFFLOADED", ""), ("DELETED", "cmp1"), ("ACTIVE", "cmp2"), None])
+def test_one_that_ended_or_went_elsewhere_does_not(device: Device, nova: Nova, shown: tuple[str, str] | None) -> None:
+    instance = had(device)
+    if shown:
+        nova.shown[instance] = shown
+    assert retire(device) is None
+
+
+def test_nova_is_asked_of_nobody_in_vain(device: Device, nova: Nova) -> None:
+    had(device)
+    assert witness.instances(device) == witness.NOBODY
+    assert len(nova.asked) == 1
+    assert witness.instances(device) == witness.NOBODY
+    assert len(nova.asked) == 1, "what Nova does not know it never will"
+
+
+def test_while_nova_is_away_nobody_knows(device: Device, nova: Nova) -> None:
+    instance = had(device)
+    nova.status = 503
+    refused = retire(device)
+    assert refused
+    assert (refused.reason, "Nova answered 503" in refused.text) == (Reason.AWAY, True)
+    nova.status = 0
+    nova.shown[instance] = ("ACTIVE", "")
+    refused = retire(device)
+    assert refused
+    assert refused.reason is Reason.AWAY, "for ten seconds it is not asked again"
+    witness._away.clear()
+    refused = retire(device)
+    assert refused
+    assert refused.reason is Reason.HELD, "a Nova that does not tell hosts counts against the act"

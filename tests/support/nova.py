@@ -15,13 +15,18 @@ from urllib.parse import SplitResult, parse_qs, urlsplit
 
 @dataclass
 class Nova:
-    """`known`: instance → the code of its entries (200, 422; 404 is who is not there). `status` overrides all."""
+    """`known`: instance → the code of its entries (200, 422; 404 is who is not there). `status` overrides all.
+
+    `servers` are listed; `shown` are asked for one by one: (status, hypervisor), else ACTIVE and nowhere.
+    """
 
     known: dict[str, int] = field(default_factory=dict)
     status: int = 0
     rubbish: bool = False
     slow_s: float = 0.0
     servers: list[str] = field(default_factory=list)
+    shown: dict[str, tuple[str, str]] = field(default_factory=dict)
+    asked: list[str] = field(default_factory=list)
     page: int = 2
     calls: list[dict[str, Any]] = field(default_factory=list)
     versions: list[str] = field(default_factory=list)
@@ -40,12 +45,19 @@ class Nova:
         if self.status:
             return self.status, {}
         if url.path != "/servers":
-            there = url.path.rpartition("/")[2] in self.servers
-            return (200, {"server": {}}) if there else (404, {"itemNotFound": {}})
+            return self._one(url.path.rpartition("/")[2])
         marker = parse_qs(url.query).get("marker", [""])[0]
         rest = self.servers[self.servers.index(marker) + 1 :] if marker else self.servers
         links = [{"rel": "next"}] if len(rest) > self.page else []
         return 200, {"servers": [{"id": uuid} for uuid in rest[: self.page]], "servers_links": links}
+
+    def _one(self, uuid: str) -> tuple[int, Any]:
+        self.asked.append(uuid)
+        if uuid not in self.servers and uuid not in self.shown:
+            return 404, {"itemNotFound": {}}
+        status, place = self.shown.get(uuid, ("ACTIVE", ""))
+        where = {"OS-EXT-SRV-ATTR:hypervisor_hostname": place} if place else {}
+        return 200, {"server": {"id": uuid, "status": status} | where}
 
     def answer(self, body: dict[str, Any]) -> tuple[int, Any]:
         """To one call."""
@@ -69,6 +81,7 @@ def recording() -> Iterator[Nova]:
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

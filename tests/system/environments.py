@@ -58,16 +58,25 @@ def python(name: str) -> Path:
     """
     if name in _failed:
         raise _failed[name]
-    lock = LOCKS / f"{name}.txt"
-    folder = cache() / f"{name}-{fingerprint(lock.read_bytes(), sys.version.encode())}"
+    folder = _folder(name)
     with locked(name):
         if not (folder / "complete").exists():
             try:
-                _make(name, folder, lock)
+                _make(name, folder, LOCKS / f"{name}.txt")
             except Unavailable as error:
                 _failed[name] = error
                 raise
     return folder / "bin" / "python"
+
+
+def installed(*names: str) -> bool:
+    """Whether these have been made already."""
+    return all((_folder(name) / "complete").exists() for name in names)
+
+
+def _folder(name: str) -> Path:
+    lock = (LOCKS / f"{name}.txt").read_bytes()
+    return cache() / f"{name}-{fingerprint(lock, sys.version.encode())}"
 
 
 def wanted(config: pytest.Config, *names: str) -> None:

@@ -27,8 +27,9 @@ LONGEST_S = 30
 WAITERS = 2
 """So many wait at a time in each process; whoever comes beyond is answered at once, and asks again."""
 _turns = threading.BoundedSemaphore(WAITERS)
-OPS = ("install", *OF_DEVICE, "attach", "detach", *OF_HOST)
-"""Installing is asked by enabling a device, attaching and detaching by binding a request."""
+OPS = ("install", *OF_DEVICE, "attach", "detach", *OF_HOST, "placement")
+"""Installing is asked by enabling a device, attaching and detaching by binding a request; agents that write to
+Placement are told what by the conductor."""
 
 
 class CommandFilter(filters.FilterSet):

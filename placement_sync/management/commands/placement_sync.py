@@ -10,7 +10,7 @@ from django.conf import settings
 from django.core.management.base import BaseCommand, CommandError, CommandParser
 
 from accelerators.models import Host
-from placement_sync import said, store, tasks
+from placement_sync import faults, said, store, tasks
 from placement_sync.cloud import session
 from placement_sync.sync import Outcome
 
@@ -48,8 +48,8 @@ class Command(BaseCommand):
         writes = bad = 0
         for start in range(0, len(hosts), SLICE):
             part = hosts[start : start + SLICE]
-            for host, outcome in zip(part, tasks.sync_hosts(cloud, part, options["dry_run"]), strict=True):
-                told, fine = self._tell(host, outcome, options["dry_run"])
+            for host, ended in zip(part, tasks.sync_hosts(cloud, part, options["dry_run"]), strict=True):
+                told, fine = self._tell(host, ended, options["dry_run"])
                 writes, bad = writes + told, bad + (not fine)
             self._progress(start + len(part), len(hosts))
         verb = "to be written" if options["dry_run"] else "written"
@@ -57,16 +57,15 @@ class Command(BaseCommand):
         if bad:
             sys.exit(1)
 
-    def _tell(self, host: Host, outcome: tasks.Ended, dry_run: bool) -> tuple[int, bool]:
-        if not isinstance(outcome, Outcome):
-            self.stdout.write(f"{host.name}\n  ! {outcome}")
+    def _tell(self, host: Host, ended: tasks.Ended, dry_run: bool) -> tuple[int, bool]:
+        if found := said.told(ended):
+            self.stdout.write("\n  ".join([host.name, *found]))
+        if not isinstance(ended, Outcome):
             return 0, False
         if not dry_run:
-            store.keep(host, outcome)
-        found = [*said.lines(outcome.writes), *(f"! {problem}" for problem in outcome.problems)]
-        if found:
-            self.stdout.write("\n  ".join([host.name, *found]))
-        return len(outcome.writes), not outcome.problems
+            store.keep(host, ended)
+            faults.reread([host.pk])
+        return len(ended.writes), not ended.problems
 
     def _progress(self, done: int, of: int) -> None:
         if sys.stderr.isatty() and of > SLICE:

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from agents import wire
+from agents.host.direct import Authority, Direct
 from agents.host.door import Gateway
 from agents.host.executor import Executor
 from agents.host.identity import load_or_make
@@ -171,6 +172,7 @@ async def workshop(
     machine: Machine | None = None,
     rules: dict[str, frozenset[str]] | None = None,
     prepare_s: float = 5.0,
+    direct: Direct | None = None,
 ) -> AsyncIterator[Workshop]:
     """Everything but a connection, running; the same root is the same host."""
     tree(root)
@@ -188,8 +190,10 @@ async def workshop(
     gateway = gateway or Gateway("http://127.0.0.1:1", "")
     keys = load_or_make(root, HOST, "cmp1")
     images = Images(root / "images", gateway, keys, lambda: journal.epoch)
-    executor = Executor(site, reporter, images, rules=rules, logs=lambda: "line 1\nline 2", retry_s=0.02)
-    link = Link(journal, keys, gateway, wire.Hello("1", boot, ("drv",), OPS), reporter.limit, QUICK, executor)
+    executor = Executor(site, reporter, images, direct, rules=rules, logs=lambda: "line 1\nline 2", retry_s=0.02)
+    hello = wire.Hello("1", boot, ("drv",), OPS, direct.lacks() if direct else None)
+    authority = direct.authority if direct else Authority()
+    link = Link(journal, keys, gateway, hello, reporter.limit, QUICK, executor, authority)
     executor.on_news = link.wake.set
 
     async def work() -> None:

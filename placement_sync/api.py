@@ -1,0 +1,54 @@
+"""Discrepancies in our own API. `cyborgweb.api` mounts it beside the others."""
+
+from __future__ import annotations
+
+import django_filters as filters
+
+from accelerators.api.own.representation import Chosen, DeviceReference, HostReference, Url
+from accelerators.api.own.views import Collection
+from placement_sync.models import Discrepancy, Kind
+
+
+class DiscrepancyFilter(filters.FilterSet):
+    """By kind, and by what it is about."""
+
+    kind = filters.MultipleChoiceFilter(choices=Kind.choices, distinct=False)
+    host = filters.CharFilter(field_name="host__name", help_text="Exactly this host name.")
+    device = filters.UUIDFilter(field_name="device__uuid")
+    provider = filters.UUIDFilter(help_text="The resource provider in Placement.")
+    instance = filters.UUIDFilter()
+
+
+class DiscrepancySerializer(Chosen):
+    """What Placement, Nova or the hardware contradicts of what is bound; `said` says what to do."""
+
+    url = Url("discrepancies", source="uuid")
+    host = HostReference(read_only=True)
+    device = DeviceReference(read_only=True, allow_null=True, help_text="Null when it has gone.")
+
+    class Meta:
+        model = Discrepancy
+        fields = (
+            "uuid",
+            "url",
+            "kind",
+            "said",
+            "instance",
+            "provider",
+            "provider_name",
+            "host",
+            "device",
+            "since",
+            "seen_at",
+        )
+        read_only_fields = fields
+
+
+class DiscrepancyView(Collection):
+    """Discrepancies, oldest first. They come after a look at a host, and go when they are mended."""
+
+    policy = "inventory"
+    orders = {"created": "id"}
+    serializer_class = DiscrepancySerializer
+    filterset_class = DiscrepancyFilter
+    queryset = Discrepancy.objects.select_related("host", "device")

@@ -1,0 +1,121 @@
+"""Placement written from the compute host itself, with the host's own credentials. Free of Django.
+
+Found by the agent through the entry point `direct` of the group `cyborg.placement`: `agents` and this room do not
+import each other. What is wanted comes from the conductor, who alone knows it; the rest is the conductor's own code
+(`reconcile`, `sync`, `client`), and what that needs beyond msgspec is imported at the first command.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from placement_sync.client import Away, Conflict, Placement, Rejected, Stopped
+from placement_sync.mapping import Provider
+from placement_sync.reconcile import Written
+from placement_sync.sync import Waiting, bring
+
+CLOUDS = ("clouds.yaml", "clouds.yml")
+PLACES = (Path("."), Path("~/.config/openstack"), Path("/etc/openstack"))
+"""Where openstacksdk looks for them."""
+
+Ended = tuple[str, str]
+"""How it ended (`succeeded`, `failed`, `refused`: nothing was written), and that in a sentence."""
+
+
+class Work(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What one host's providers are to be; `written` and `root` are the conductor's last look, which saves reads."""
+
+    desired: dict[str, Provider]
+    written: dict[str, Written] = {}
+    root: str = ""
+    endpoint: str = ""
+
+
+def lacks(environ: Mapping[str, str]) -> str:
+    """Why this host cannot write to Placement, '' when it can. Asks nobody, imports nothing."""
+    if find_spec("keystoneauth1") is None:
+        return "keystoneauth1 is not installed on the host: pip install 'cyborgweb[placement]'"
+    if environ.get("OS_AUTH_URL"):
+        return ""
+    if not environ.get("OS_CLOUD") and not environ.get("OS_CLIENT_CONFIG_FILE"):
+        if any((place.expanduser() / name).is_file() for place in PLACES for name in CLOUDS):
+            return "the host has a clouds.yaml: say in OS_CLOUD which of its clouds the agent is to use"
+        return "the host has no credentials: give its agent OS_CLOUD and a clouds.yaml, or OS_AUTH_URL and its like"
+    if find_spec("openstack") is None:
+        return "clouds.yaml is read by openstacksdk, which is not installed on the host; OS_AUTH_URL works without it"
+    return ""
+
+
+def write(host: str, payload: str, environ: Mapping[str, str], refused: Callable[[], str]) -> Ended:
+    """Make Placement show what `payload` (a Work) says below the compute provider `host`.
+
+    `refused` is asked before each call: why this host may write no more, '' while it may. Takes as long as Placement.
+    """
+
+    def check() -> None:
+        if why := refused():
+            raise Stopped(why)
+
+    placement = None
+    try:
+        work = msgspec.json.decode(payload, type=Work)
+        placement = Placement(_cloud(environ), work.endpoint, before_call=check)
+        outcome = bring(placement, host, work.desired, work.written, work.root)
+    except (Waiting, Away, Conflict, Rejected, Stopped, _Unusable, msgspec.DecodeError) as error:
+        writes = placement.writes if placement else 0
+        said = f"{error}, after {writes} writes" if writes else f"{error}; nothing was written"
+        return "failed" if writes else "refused", said
+    return "succeeded", "; ".join([f"{placement.writes} writes, {placement.reads} reads", *outcome.problems])[:4096]
+
+
+class _Unusable(Exception):
+    """The credentials cannot be used as they are."""
+
+
+def _cloud(environ: Mapping[str, str]) -> Any:
+    """What speaks for the host: a keystoneauth1 adapter. It logs in at its first call. No text names a secret."""
+    if problem := lacks(environ):
+        raise _Unusable(problem)
+    from keystoneauth1.adapter import Adapter
+    from keystoneauth1.identity.generic.base import BaseGenericPlugin
+
+    try:
+        if environ.get("OS_AUTH_URL"):
+            session = _of_variables(environ)
+        else:
+            from openstack.config import get_cloud_region
+
+            session = get_cloud_region(cloud=environ.get("OS_CLOUD")).get_session()
+        if isinstance(session.auth, BaseGenericPlugin):
+            # It would discover Identity's version first, and wait for its own lock for ever if a 401 is the answer.
+            url = session.auth.auth_url.rstrip("/")
+            session.auth = session.auth.create_plugin(session, (3, 0), url if url.endswith("/v3") else f"{url}/v3")
+    except Exception as error:  # noqa: BLE001 - loaders raise their own kinds; whatever it is, the operator reads it
+        raise _Unusable(f"the host's credentials cannot be used: {type(error).__name__}: {error}"[:500]) from None
+    return Adapter(
+        session, region_name=environ.get("OS_REGION_NAME") or None, interface=environ.get("OS_INTERFACE") or None
+    )
+
+
+def _of_variables(environ: Mapping[str, str]) -> Any:
+    """A session of the `OS_…` variables, named as keystoneauth1's options are."""
+    from keystoneauth1.loading import get_plugin_loader
+    from keystoneauth1.session import Session
+
+    kind = environ.get("OS_AUTH_TYPE") or (
+        "v3applicationcredential" if environ.get("OS_APPLICATION_CREDENTIAL_ID") else "password"
+    )
+    loader: Any = get_plugin_loader(kind)
+    values = {}
+    for option in loader.get_options():
+        names = [option, *option.deprecated]
+        found = (environ.get("OS_" + one.name.upper().replace("-", "_")) for one in names)
+        values[option.dest] = next(filter(None, found), None)
+    cacert = environ.get("OS_CACERT")
+    verify: bool | str = cacert if cacert else environ.get("OS_INSECURE", "").lower() not in ("1", "true", "yes")
+    return Session(auth=loader.load_from_options(**values), verify=verify)

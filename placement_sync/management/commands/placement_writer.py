@@ -1,0 +1,57 @@
+"""`manage.py placement_writer`: who writes to Placement, and who is to."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from django.core.management.base import BaseCommand, CommandError, CommandParser
+
+from accelerators.models import Host
+from accelerators.refusals import Refused
+from placement_sync import writers
+from placement_sync.models import Who, Writer
+
+TEACHING = """\
+Placement is written by the conductor, or by the agents of the hosts that can: those that are up, and have keystoneauth1
+and credentials of their own. For the others the conductor goes on, and they are named here with the reason. It can be
+changed at any time: nothing is written twice, and nothing is left out.
+
+  manage.py placement_writer                    who writes, since when, why; hosts that cannot
+  manage.py placement_writer agents             let agents write
+  manage.py placement_writer conductor --reason "credentials are being changed"
+"""
+
+
+class Command(BaseCommand):
+    help = "Say, or change, who writes to Placement."
+
+    def create_parser(self, prog_name: str, subcommand: str, **kwargs: Any) -> CommandParser:
+        """With the teaching below the options, its lines kept."""
+        kwargs |= {"formatter_class": argparse.RawDescriptionHelpFormatter, "epilog": TEACHING}
+        return super().create_parser(prog_name, subcommand, **kwargs)
+
+    def add_arguments(self, parser: CommandParser) -> None:
+        parser.add_argument("who", nargs="?", choices=Who.values, help="the writer from now on")
+        parser.add_argument("--reason", default="", help="why; shown with it and its event")
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        try:
+            writer = (
+                writers.switch(options["who"], "manage.py", options["reason"]) if options["who"] else writers.current()
+            )
+        except Refused as refused:
+            raise CommandError(refused.text) from None
+        self._show(writer)
+
+    def _show(self, writer: Writer) -> None:
+        about = f", since {writer.since:%Y-%m-%d %H:%M:%S} UTC, by {writer.by}: {writer.reason}" if writer.epoch else ""
+        self.stdout.write(f"{writer.who}, epoch {writer.epoch}{about}".removesuffix(": "))
+        unable = writers.left_aside(Host.objects.all())
+        if not unable:
+            self.stdout.write("every host's agent could write")
+            return
+        self.stdout.write(f"{len(unable)} hosts whose agent cannot write, so the conductor does:")
+        width = max(len(name) for name, _ in unable)
+        for name, why in unable:
+            self.stdout.write(f"  {name.ljust(width)}  {why}")

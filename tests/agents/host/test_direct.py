@@ -1,0 +1,163 @@
+"""An agent that writes to Placement itself stops before its next call when it may not go on, and says so."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from agents import wire
+from agents.host.direct import Authority, Direct
+from agents.host.pace import Owed, Pace
+from placement_sync import direct
+from placement_sync.direct import Work
+from placement_sync.mapping import Provider
+from placement_sync.reconcile import Observed
+from tests.agents.host.standin import StandIn, until
+from tests.agents.host.workshop import HOST, Scripted, command, workshop
+from tests.support.placement import Served, serving
+
+ROOT = "11111111-1111-1111-1111-111111111111"
+CARDS = {f"22222222-2222-2222-2222-22222222222{n}": f"cmp1_card{n}" for n in range(3)}
+
+
+@pytest.fixture
+def placement() -> Iterator[Served]:
+    with serving() as served:
+        served.session.model.providers[ROOT] = Observed(ROOT, HOST, "", 0)
+        yield served
+
+
+def payload() -> str:
+    cards = {uuid: Provider(uuid, name, "FPGA", 4, 0, frozenset({"CUSTOM_A"})) for uuid, name in CARDS.items()}
+    return msgspec.json.encode(Work(cards)).decode()
+
+
+def placed(number: int, epoch: int, **more: Any) -> wire.Command:
+    return command(number, "placement", driver="", key="", writer=epoch, payload=payload(), **more)
+
+
+def run(tmp_path: Path, placement: Served, story: Callable[[StandIn, Direct], Awaitable[None]]) -> None:
+    """A story between a gateway and an agent whose host has credentials."""
+
+    async def whole() -> None:
+        server, hand = StandIn(beat_s=1.0), Direct(HOST, placement.environ, Authority())
+        async with server.open(), workshop(tmp_path, Scripted(), gateway=server.gateway(), connect=True, direct=hand):
+            await until(lambda: server.hellos)
+            await story(server, hand)
+
+    asyncio.run(whole())
+
+
+def test_it_writes_what_it_is_told_with_the_hosts_own_credentials(tmp_path: Path, placement: Served) -> None:
+    async def story(server: StandIn, hand: Direct) -> None:
+        assert server.hellos[0].writes == ""
+        await server.order(placed(1, 3), placed(2, 3))
+        await until(lambda: len(server.results) == 2)
+        assert [(one.outcome, one.text) for one in server.results] == [
+            ("succeeded", "10 writes, 2 reads"),
+            ("succeeded", "0 writes, 8 reads"),
+        ]
+        assert {one.name for one in placement.session.model.providers.values()} == {HOST, *CARDS.values()}
+
+    run(tmp_path, placement, story)
+
+
+def test_a_writer_of_an_older_epoch_stops_before_its_next_call(tmp_path: Path, placement: Served) -> None:
+    async def story(server: StandIn, hand: Direct) -> None:
+        placement.gate.clear()
+        await server.order(placed(1, 3))
+        await until(lambda: placement.calls == 1)
+        await server.sockets[-1].send(wire.encode(wire.Writer(4)))
+        await until(lambda: hand.authority.epoch == 4)
+        placement.gate.set()
+        await until(lambda: server.results)
+        assert server.results[0].outcome == "refused"
+        assert server.results[0].text.startswith("there is another writer (epoch 4) than the one this was asked for")
+        await server.order(placed(2, 3), placed(3, 4))
+        await until(lambda: len(server.results) == 3)
+        assert {one.number: one.outcome for one in server.results} == {1: "refused", 2: "refused", 3: "succeeded"}
+        assert placement.session.model.writes == 9
+
+    run(tmp_path, placement, story)
+
+
+def test_who_has_lost_its_socket_stops_before_its_next_call(tmp_path: Path, placement: Served) -> None:
+    async def story(server: StandIn, hand: Direct) -> None:
+        def shut() -> None:
+            placement.gate.clear()
+            placement.session.model.before_write = lambda: None
+
+        placement.session.model.before_write = shut
+        await server.order(placed(1, 3))
+        await until(lambda: not placement.gate.is_set())
+        calls = placement.calls
+        await server.sockets[-1].close()
+        await until(lambda: len(server.sockets) == 2)
+        placement.gate.set()
+        await until(lambda: server.results)
+        assert (server.results[0].outcome, placement.calls) == ("failed", calls)
+        assert server.results[0].text.endswith("after 1 writes")
+        await server.order(placed(2, 3))
+        await until(lambda: len(server.results) == 2)
+        assert server.results[1].outcome == "succeeded"
+
+    run(tmp_path, placement, story)
+
+
+def test_who_is_not_answered_any_more_writes_no_more(tmp_path: Path, placement: Served) -> None:
+    async def story(server: StandIn, hand: Direct) -> None:
+        placement.gate.clear()
+        await server.order(placed(1, 3))
+        await until(lambda: placement.calls == 1)
+        server.acknowledge_beats = False
+        await until(lambda: not hand.authority.answers())
+        placement.gate.set()
+        await until(lambda: server.results)
+        assert (server.results[0].outcome, placement.calls) == ("refused", 1)
+        assert len(server.sockets) == 1, "its connection is still there"
+
+    run(tmp_path, placement, story)
+
+
+def test_authority_is_of_one_connection_and_the_highest_epoch() -> None:
+    one = Authority()
+    assert one.refused(1)
+    one.connected(lambda: True)
+    assert one.refused(1), "nothing was told on this connection"
+    one.told(2)
+    one.told(1)
+    assert not one.refused(2)
+    assert one.refused(1)
+    one.lost()
+    assert one.refused(2)
+    owed = Owed(beat_s=2.0, pace=Pace(), answered=10.0)
+    assert owed.answers(13.9) and not owed.answers(14.0)
+
+
+def test_a_host_says_why_it_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, placement: Served) -> None:
+    monkeypatch.setattr(direct, "PLACES", (tmp_path,))
+    assert direct.lacks({}).startswith("the host has no credentials: give its agent OS_CLOUD")
+    (tmp_path / "clouds.yaml").write_text("clouds: {}")
+    assert direct.lacks({}) == "the host has a clouds.yaml: say in OS_CLOUD which of its clouds the agent is to use"
+    assert direct.lacks({"OS_CLOUD": "one"}) == direct.lacks({"OS_AUTH_URL": "http://k"}) == ""
+    outcome, text = direct.write(HOST, payload(), {"OS_CLOUD": "nowhere"}, lambda: "")
+    assert outcome == "refused" and text.startswith("the host's credentials cannot be used: ")
+    wrong = {"OS_AUTH_URL": "http://127.0.0.1:1", "OS_PASSWORD": "s3cret"}
+    assert "s3cret" not in direct.write(HOST, payload(), wrong, lambda: "")[1]
+    placement.session.model.providers.clear()
+    outcome, text = direct.write(HOST, payload(), placement.environ, lambda: "")
+    assert (outcome, text) == ("refused", f"waiting for compute provider {HOST}; nothing was written")
+
+
+def test_an_agent_without_the_package_says_so_and_refuses(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with workshop(tmp_path, Scripted()) as host:
+            result = await host.do(placed(1, 1))
+            assert (result.outcome, result.text) == ("refused", "nothing on this host writes to Placement")
+
+    asyncio.run(story())

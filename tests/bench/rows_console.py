@@ -1,0 +1,80 @@
+"""The row of the console's lists: a page of the list of devices, whole, through granian, as a browser asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from django.contrib.auth import BACKEND_SESSION_KEY, HASH_SESSION_KEY, SESSION_KEY
+from django.contrib.auth.models import User
+from django.contrib.sessions.backends.db import SessionStore
+from django.db import connection
+
+from accelerators import conductor
+from tests.bench import fixtures
+from tests.bench.figures import Row, cpu_s
+from tests.bench.lab import Generator, Lab
+from tests.bench.scaled import granian
+from tests.bench.statements import statements
+from tests.bench.whole import children
+
+LIST = "/admin/accelerators/device/"
+PAGES = (LIST, f"{LIST}?state__exact=ready", f"{LIST}?p=100", f"{LIST}?o=6", f"{LIST}?stale=yes")
+"""As it opens, filtered, deep, in another order, and by what stands with the hosts."""
+HOSTS = 500
+MOST_MS, MOST_STATEMENTS = 200, 12
+
+DEVICES = """
+INSERT INTO accelerators_device (uuid, host_id, key, driver, type, vendor, model, address, status, state, updated_at,
+  std_board_info, vendor_board_info, numa_node, kernel_driver, to_install, acts, status_reason, state_reason, state_by)
+SELECT gen_random_uuid(), h.id, 'pci:' || a.address || '/' || n, 'bench_driver',
+  (ARRAY['GPU', 'FPGA', 'NIC'])[n %% 3 + 1], '10de', 'L40S', a.address, 'ok',
+  (ARRAY['ready', 'inactive'])[n %% 2 + 1], now(), '', '', 0, '', '', '', '', '', 'agent'
+FROM accelerators_host h, generate_series(1, %(each)s) AS n,
+  LATERAL (SELECT '0000:' || lpad(to_hex(n %% 256), 2, '0') || ':00.0' AS address) AS a
+"""
+
+
+def rows(lab: Lab, generator: Generator, devices: int, seconds: float, progress: Callable[[str], None]) -> list[Row]:
+    """One browser, page after page; the statements are those of PostgreSQL's log."""
+    progress(f"the console's list of {devices} devices, through granian")
+    fill(devices)
+    asked = {"tokens": {"Cookie": f"sessionid={_session()}"}, "paths": list(PAGES), "clients": 1}
+    with granian(lab, 1) as server:
+        everyone = [server.pid, *children(server.pid)]
+        generator.ask("fetch", port=server.port, seconds=1.0, **asked)
+        before = sum(map(cpu_s, everyone))
+        done = generator.ask("fetch", port=server.port, seconds=seconds, **asked)
+        spent = (sum(map(cpu_s, everyone)) - before) / done["count"] * 1e6
+        with statements(lab) as counted:
+            few = generator.ask("fetch", port=server.port, seconds=1.0, **asked)
+    each = len(counted) / few["count"]
+    p95 = done["slowest_ms"][-(done["count"] // 20 + 1)]
+    note = (
+        f"p95 of {done['count']} pages of 50 rows, five addresses in turn; p50 {done['p50_ms']:.0f} ms, {done['bytes']}"
+        f" bytes, {each:.1f} statements each, the connection's health check among them"
+    )
+    fixtures.empty_inventory()
+    value = float(p95)
+    named = f"the console's list of {devices} devices"
+    holds = each < MOST_STATEMENTS + 1
+    return [Row(named, value, "ms", "a person's patience", MOST_MS, cpu_us=spent, note=note, holds=holds)]
+
+
+def fill(devices: int) -> None:
+    """So many devices on `HOSTS` hosts, as statistics know them."""
+    fixtures.empty_inventory()
+    fixtures.enrol(HOSTS)
+    with conductor.writing(), connection.cursor() as cursor:
+        cursor.execute("SELECT count(*) FROM accelerators_host")
+        cursor.execute(DEVICES, {"each": devices // cursor.fetchone()[0]})
+    with connection.cursor() as cursor:
+        cursor.execute("VACUUM ANALYZE accelerators_device, accelerators_host")
+
+
+def _session() -> str:
+    user, _ = User.objects.get_or_create(username="bench-operator", is_staff=True, is_superuser=True)
+    session = SessionStore()
+    session[SESSION_KEY], session[HASH_SESSION_KEY] = str(user.pk), user.get_session_auth_hash()
+    session[BACKEND_SESSION_KEY] = "django.contrib.auth.backends.ModelBackend"
+    session.create()
+    return str(session.session_key)

@@ -1,0 +1,215 @@
+"""Rows of Placement: many new providers against the same calls by a bare client, and a look at what has not changed.
+
+The job `placement` runs in this process on the bench's database, against a real Placement. What it calls is kept, and
+sent again by as many threads through the same library, bodies ready made, after the providers were taken away.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from time import perf_counter
+from typing import Any
+from uuid import uuid4
+
+import psycopg
+from django.conf import settings
+from django.db import connection
+from keystoneauth1.identity import V3Password
+from keystoneauth1.session import Session
+
+from accelerators import conductor, merge
+from accelerators.diff import HostReport
+from accelerators.models import Host
+from drivers.inventory import DriverReport
+from placement_sync import tasks
+from placement_sync.models import Tree, WrittenProvider
+from tests.bench import fixtures, messages
+from tests.bench.figures import Row
+from tests.bench.lab import CannotMeasure
+from tests.system.placement import Placement
+
+DEVICES = 8
+AT_ONCE = 50
+"""Hosts merged in one go."""
+MOST_CALLS = 4.0
+OFFER = """
+UPDATE accelerators_device SET state = 'ready';
+UPDATE accelerators_deployable SET rp_uuid = gen_random_uuid();
+"""
+CHILDREN = "(SELECT id FROM resource_providers WHERE parent_provider_id IS NOT NULL)"
+GONE = (
+    f"DELETE FROM inventories WHERE resource_provider_id IN {CHILDREN}",
+    f"DELETE FROM resource_provider_traits WHERE resource_provider_id IN {CHILDREN}",
+    "DELETE FROM resource_providers WHERE parent_provider_id IS NOT NULL",
+)
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Recorder:
+    """The session the job talks through: counts, and while `kept` is a dictionary, keeps each thread's calls."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.methods: Counter[str] = Counter()
+        self.kept: dict[int, list[Call]] = {}
+        self._lock = threading.Lock()
+
+    def request(self, url: str, method: str, **more: Any) -> Any:
+        """One call."""
+        with self._lock:
+            self.methods[method] += 1
+            self.kept.setdefault(threading.get_ident(), []).append(((url, method), more))
+        return self.session.request(url, method, **more)
+
+
+_recorder: list[Recorder] = []
+
+
+def cloud() -> Recorder:
+    """What `settings.SERVICE_SESSION` names meanwhile."""
+    return _recorder[0]
+
+
+def rows(placement: Placement, hosts: int, turns: int, progress: Callable[[str], None]) -> list[Row]:
+    """Two figures: the rate of our calls against the bare client's, and calls per host when nothing has changed."""
+    progress(f"{hosts} hosts of {DEVICES} new devices each become providers, and again by a bare client, {turns} times")
+    recorder = Recorder(_session(placement))
+    _recorder[:] = [recorder]
+    before, settings.SERVICE_SESSION = settings.SERVICE_SESSION, "tests.bench.rows_placement.cloud"
+    try:
+        _offer(hosts)
+        _compute(recorder.session, hosts)
+        ours, bare = list[float](), list[float]()
+        for turn in range(turns):
+            ours.append(_ours(recorder, hosts))
+            if turn == 0:
+                calls = recorder.methods.total()
+                unchanged = _unchanged(recorder, hosts)
+            _taken_away(placement)
+            bare.append(_bare(_session(placement), list(recorder.kept.values())))
+            _taken_away(placement)
+            forget()
+    finally:
+        settings.SERVICE_SESSION = before
+        fixtures.empty_inventory()
+    return [_rate(ours, bare, hosts * DEVICES, calls), unchanged]
+
+
+def _session(placement: Placement) -> Session:
+    return Session(V3Password(**placement.keystone.credentials("service")))
+
+
+def _compute(session: Session, hosts: int) -> None:
+    """A compute provider for each, as Nova makes it."""
+    where = {"endpoint_filter": {"service_type": "placement"}, "headers": {"OpenStack-API-Version": "placement 1.39"}}
+    for number in range(hosts):
+        body = {"uuid": str(uuid4()), "name": messages.host_name(number)}
+        session.post("/resource_providers", json=body, **where)
+
+
+def _offer(hosts: int) -> None:
+    """Devices on that many hosts, all ready and none in Placement yet."""
+    fixtures.empty_inventory()
+    ids = fixtures.enrol(hosts)
+    for first in range(0, hosts, AT_ONCE):
+        batch = enumerate(ids[first : first + AT_ONCE], first)
+        merge.apply({host: [_report(number)] for number, host in batch})
+    with conductor.writing(), connection.cursor() as cursor:
+        cursor.execute(OFFER)
+
+
+def _report(number: int) -> HostReport:
+    found = messages.devices(DEVICES, messages.host_name(number))
+    return HostReport(1, number + 1, format(number, "040x"), (DriverReport("bench_driver", "", found),))
+
+
+def _run(hosts: int) -> float:
+    """The job, as often as it says that there is more; seconds."""
+    names = [messages.host_name(n) for n in range(hosts)]
+    conductor.providers_changed(Host.objects.filter(name__in=names))
+    began = perf_counter()
+    while tasks.step():
+        pass
+    took = perf_counter() - began
+    if (left := Tree.objects.exclude(problems=[]).count()) or Tree.objects.filter(root=None).exists():
+        raise CannotMeasure(f"{left} hosts have problems in Placement")
+    return took
+
+
+def _ours(recorder: Recorder, hosts: int) -> float:
+    recorder.kept.clear()
+    recorder.methods.clear()
+    return _run(hosts)
+
+
+def _unchanged(recorder: Recorder, hosts: int) -> Row:
+    kept, before = recorder.kept, recorder.methods
+    recorder.kept, recorder.methods = {}, Counter()
+    took = _run(hosts)
+    made, recorder.kept, recorder.methods = recorder.methods, kept, before
+    writes = made.total() - made["GET"]
+    note = f"{writes} writes; {hosts / took:.0f} hosts a second"
+    return Row(f"{hosts} hosts looked at, nothing changed", made.total() / hosts, "calls/host", "one read, no write",
+               1.0, note=note, holds=writes == 0)  # fmt: skip
+
+
+def _bare(session: Session, told: list[list[Call]]) -> float:
+    """The same calls, thread by thread; seconds. Raises CannotMeasure when one is refused."""
+    ready = [[(words, more | _prepared(more)) for words, more in calls] for calls in told]
+
+    def one(calls: list[Call]) -> None:
+        for words, more in calls:
+            answer = session.request(*words, **more)
+            if answer.status_code >= 300:
+                raise CannotMeasure(f"the bare client's {words}: {answer.status_code} {answer.text[:200]}")
+
+    session.get_token()
+    began = perf_counter()
+    with ThreadPoolExecutor(len(ready)) as threads:
+        list(threads.map(one, ready))
+    return perf_counter() - began
+
+
+def _prepared(more: dict[str, Any]) -> dict[str, Any]:
+    """The body as bytes."""
+    if "json" not in more:
+        return {}
+    headers = more["headers"] | {"Content-Type": "application/json"}
+    return {"data": json.dumps(more["json"]).encode(), "json": None, "headers": headers}
+
+
+def _taken_away(placement: Placement) -> None:
+    """Every child, in Placement's own database: this is not measured, and by its API it takes long."""
+    with psycopg.connect(host=str(placement.postgres.socket), user="postgres", dbname="placement") as database:
+        for statement in GONE:
+            database.execute(statement)
+
+
+def forget() -> None:
+    """Nothing was ever written."""
+    Tree.objects.all().delete()
+    WrittenProvider.objects.all().delete()
+
+
+def _rate(ours: list[float], bare: list[float], providers: int, calls: int) -> Row:
+    mine, theirs = (calls * len(times) / sum(times) for times in (ours, bare))
+    each = calls / providers
+    note = (
+        f"{each:.2f} calls a provider, at most {MOST_CALLS:g}; {providers / min(ours):.0f} providers a second;"
+        f" ours {', '.join(f'{one:.2f}' for one in ours)} s, bare {', '.join(f'{one:.2f}' for one in bare)} s"
+    )
+    return Row(
+        f"{providers} new providers",
+        mine,
+        "calls/s",
+        f"the same calls bare, {tasks.AT_ONCE} at a time",
+        0.80,
+        theirs,
+        mine / theirs,
+        note=note,
+        holds=each <= MOST_CALLS,
+    )

@@ -1,0 +1,232 @@
+"""kill -9 of the worker, or trouble on the other side, at every call the jobs make: nothing is half-done for good."""
+
+from __future__ import annotations
+
+import copy
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from django.db import transaction
+from keystoneauth1.session import Session as KeystoneSession
+from keystoneauth1.token_endpoint import Token
+
+from accelerators import binding, conductor, intents, lifecycle, sweep
+from accelerators.binding import Bind
+from accelerators.caller import Caller
+from accelerators.models import AcceleratorRequest, Attribute, Device, DeviceProfile, Event, Host, Intent
+from accelerators.providers import provider_uuid
+from placement_sync import tasks, tell, watcher
+from placement_sync.models import Look, Vanished
+from placement_sync.reconcile import Observed
+from tests.placement.model import Model
+from tests.placement.session import Session
+from tests.placement.trouble import Killed, Trouble, Troubled
+from tests.support.nova import Nova, recording
+from tests.support.reports import a_host, answer, apply, card
+
+pytestmark = pytest.mark.django_db
+WHO = Caller("nova", "u", frozenset({"admin"}), "p1", service=True)
+ROOTS = {"cmp1": "11111111-1111-1111-1111-111111111111", "cmp2": "22222222-2222-2222-2222-222222222222"}
+LONG_AGO = "2020-01-01T00:00:00Z"
+there = Troubled(None)
+
+
+def cloud() -> Troubled:
+    return there
+
+
+@pytest.fixture(autouse=True)
+def _cloud(settings: Any) -> None:
+    keys = settings.KEYS
+    settings.KEYS = SimpleNamespace(**{name: getattr(keys, name) for name in keys.__dataclass_fields__})
+    settings.SERVICE_SESSION = "tests.placement.test_killed.cloud"
+
+
+@pytest.fixture
+def nova(settings: Any) -> Iterator[Nova]:
+    with recording() as one:
+        settings.KEYS.nova_endpoint = one.url
+        yield one
+
+
+def at_every_call(
+    job: Callable[[], None], session: Callable[[], Any], troubles: Iterable[Trouble] = Trouble
+) -> Iterator[str]:
+    """Runs `job` with each trouble at its first call, its second, … from the same rows; yields after each."""
+    for trouble in troubles:
+        reached, number = True, 0
+        while reached:
+            number += 1
+            with transaction.atomic():
+                there.__init__(session(), number, trouble)  # type: ignore[misc]
+                try:
+                    job()
+                except Killed:
+                    assert trouble is Trouble.KILLED
+                reached = there.calls >= number
+                there.at = 0
+                there.dead = False
+                if reached:
+                    yield f"{trouble}, call {number}"
+                transaction.set_rollback(True)
+        assert number > 1
+
+
+def due_now() -> None:
+    with conductor.writing():
+        Intent.objects.update(next_at=LONG_AGO)
+
+
+def model() -> Model:
+    model: Model = there.session.model
+    return model
+
+
+def shown() -> dict[str, Any]:
+    """What Placement has, but for the generations."""
+    return {one.uuid: (one.name, one.parent, one.inventories, one.traits) for one in model().providers.values()}
+
+
+def ready(host: str, *cards: int) -> None:
+    """A host with these cards, ready."""
+    apply(a_host(host), answer(*(card(n, handles=2) for n in cards)))
+    for device in Device.objects.filter(state="inactive"):
+        lifecycle.enable(device.uuid, WHO)
+
+
+def uuid_of(n: int) -> str:
+    return str(provider_uuid(f"node_0000:{n:02x}:00.0"))
+
+
+def have(n: int, **attributes: str) -> None:
+    """Card `n` is another now, as its driver sees it."""
+    with conductor.writing():
+        for key, value in attributes.items():
+            Attribute.objects.filter(deployable__name=f"node_0000:{n:02x}:00.0", key=key).update(value=value)
+
+
+def changed() -> None:
+    """Everything at once: a new provider, one that moved here, others' words, other ours, gone, gone while in use."""
+    there.session = Session()
+    for name, root in ROOTS.items():
+        model().providers[root] = Observed(root, name, "", 0)
+    ready("cmp1", 0, 1, 2, 3)
+    tasks.step()
+    model().allocated |= {(uuid_of(2), "FPGA"): {"vm-2": 1}, (uuid_of(3), "FPGA"): {"vm-3": 2}}
+    apply(a_host("cmp1"), answer(card(0, handles=2), card(3, handles=2)), seq=2)
+    assert not sweep.remove_missing(datetime.now(UTC) + timedelta(days=2))
+    have(0, trait0="CUSTOM_OTHER")
+    have(3, rc="PGPU")
+    model().providers[uuid_of(5)] = Observed(uuid_of(5), "node_0000:05:00.0", ROOTS["cmp1"], 4)
+    ready("cmp2", 4, 5)
+    again()
+
+
+def again() -> None:
+    conductor.providers_changed(Host.objects.all())
+
+
+def in_step() -> None:
+    """Until nothing is due any more."""
+    due_now()
+    while tasks.step():
+        pass
+
+
+def test_placement_is_right_whatever_call_it_happened_at() -> None:
+    changed()
+    before = there.session
+    with transaction.atomic():
+        there.session = copy.deepcopy(before)
+        in_step()
+        wanted, held = shown(), model().allocated
+        transaction.set_rollback(True)
+    assert set(wanted) == {*map(uuid_of, (0, 2, 3, 4, 5)), *ROOTS.values()}
+    for where in at_every_call(tasks.run, lambda: copy.deepcopy(before), (Trouble.KILLED, Trouble.LOST)):
+        in_step()
+        assert not Intent.objects.filter(kind="provider"), where
+        assert (shown(), model().allocated) == (wanted, held), where
+        _writes_nothing_more(where)
+        _what_was_written_is_known(where)
+
+
+def _writes_nothing_more(where: str) -> None:
+    before, writes = copy.deepcopy(model().providers), model().writes
+    again()
+    tasks.step()
+    assert (model().providers, model().writes) == (before, writes), where
+
+
+def _what_was_written_is_known(where: str) -> None:
+    """What the killed one wrote is taken for ours: it goes when it is not wanted any more."""
+    have(4, trait0="CUSTOM_LATER", rc="PGPU")
+    again()
+    tasks.step()
+    now = model().providers[uuid_of(4)]
+    assert (set(now.inventories), now.traits) == ({"PGPU"}, {"CUSTOM_LATER"}), where
+
+
+def told(nova: Nova) -> dict[str, str]:
+    """Request → what Nova is to hear: of an instance with a host, of one without, and of one that is gone."""
+    wanted: dict[str, str] = {}
+    for code, status in ((200, "completed"), (422, "failed"), (404, "completed")):
+        instance, requests = str(uuid.uuid4()), [str(uuid.uuid4()) for _ in range(2)]
+        nova.known[instance] = code
+        payload = {"instance": instance, "completed": status == "completed", "host": "cmp1"}
+        conductor.intend("notice", dict.fromkeys(requests, payload))
+        wanted |= dict.fromkeys(requests, status)
+    return wanted
+
+
+def test_nova_hears_of_each_request_once_or_more(nova: Nova) -> None:
+    wanted = told(nova)
+    for where in at_every_call(tell.run, keystone):
+        due_now()
+        tell.run()
+        heard = {request: set(statuses) for request, statuses in nova.told().items()}
+        assert heard == {request: {status} for request, status in wanted.items()}, where
+        assert not intents.due("notice", 1), where
+        events = Event.objects.filter(action="request.notified").values_list("subject", flat=True)
+        assert sorted(map(str, events)) == sorted(wanted), where
+        calls = len(nova.calls)
+        tell.run()
+        assert len(nova.calls) == calls, where
+        nova.calls.clear()
+
+
+def keystone() -> KeystoneSession:
+    return KeystoneSession(Token("http://unused", "token"))
+
+
+def test_what_an_instance_that_is_no_more_held_is_given_back_once(nova: Nova) -> None:
+    gone, *alive = held_by_instances(3)
+    nova.servers, nova.page = alive, 1
+    there.session = keystone()
+    watcher.run()
+    Vanished.objects.update(since=LONG_AGO)
+    Look.objects.all().delete()
+    for where in at_every_call(watcher.run, keystone):
+        Look.objects.all().delete()
+        watcher.run()
+        held = {str(one) for one in AcceleratorRequest.objects.values_list("instance_uuid", flat=True)}
+        assert held == set(alive), where
+        assert gone in Event.objects.get(action="instance.vanished").reason, where
+        assert not Vanished.objects.exists(), where
+
+
+def held_by_instances(count: int) -> list[str]:
+    """So many instances that each hold a card's handle."""
+    ready("cmp1", *range(count))
+    with conductor.writing():
+        DeviceProfile.objects.create(name="one", groups=[{"resources:FPGA": "1"}])
+    instances = [str(uuid.uuid4()) for _ in range(count)]
+    for number, instance in enumerate(instances):
+        (request,) = binding.create("one", WHO)
+        binding.bind([Bind(request, "cmp1", uuid_of(number), instance)], WHO)
+    with conductor.writing():
+        AcceleratorRequest.objects.update(updated_at=LONG_AGO)
+    return instances

@@ -1,0 +1,204 @@
+"""The page of a host in Placement, the list of discrepancies, and both in the API."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from datetime import UTC, datetime
+from io import StringIO
+from typing import Any
+
+import pytest
+from django.contrib.auth.models import User
+from django.core.management import call_command
+from django.db import connection
+from django.test import Client
+from django.test.utils import CaptureQueriesContext
+from django.urls import reverse
+
+from accelerators import conductor, lifecycle
+from accelerators.caller import Caller
+from accelerators.models import Device, Host, Intent
+from cyborgweb.models import ApiToken
+from placement_sync import tasks
+from placement_sync.models import Discrepancy, Kind
+from placement_sync.reconcile import Observed
+from tests.placement.session import Session
+from tests.support.reports import a_host, answer, apply, card
+
+pytestmark = pytest.mark.django_db
+ADMIN = Caller("ops", "u", frozenset({"admin"}), "p")
+ROOT = "11111111-1111-1111-1111-111111111111"
+there = Session()
+
+
+def cloud() -> Session:
+    return there
+
+
+@pytest.fixture(autouse=True)
+def placement(settings: Any) -> Session:
+    there.__init__()  # type: ignore[misc]
+    there.model.providers[ROOT] = Observed(ROOT, "cmp1", "", 0)
+    settings.SERVICE_SESSION = "tests.placement.test_standing.cloud"
+    return there
+
+
+@pytest.fixture
+def operator(client: Client) -> Client:
+    client.force_login(User.objects.create(username="olga", is_staff=True, is_superuser=True))
+    return client
+
+
+def ready(cards: int = 1) -> Host:
+    host = a_host()
+    apply(host, answer(*(card(n, handles=4) for n in range(cards))))
+    for device in Device.objects.values_list("uuid", flat=True):
+        lifecycle.enable(device, ADMIN)
+    return host
+
+
+def page(operator: Client, host: Host) -> str:
+    answered = operator.get(reverse("admin:placement_sync_tree_change", args=[host.uuid]))
+    assert answered.status_code == 200
+    return answered.content.decode()
+
+
+def ask(operator: Client, host: Host, op: str) -> Any:
+    return operator.post(reverse("admin:placement_sync_tree_ask", args=[host.pk]), {"op": op})
+
+
+def test_the_page_says_what_shall_be_beside_what_was_seen(operator: Client) -> None:
+    host = ready()
+    told = page(operator, host)
+    for fact in ("behind", "FPGA 4, 0 reserved", "was not seen in Placement yet", "a new provider", "Nova makes it"):
+        assert fact in told
+    tasks.step()
+    told = page(operator, host)
+    for fact in ("in step", ROOT, "generation 2", "CUSTOM_TEST", "Placement has been told all there is", "by</dt>"):
+        assert fact in told
+    assert "</span>differs" not in told
+    lifecycle.disable(Device.objects.get().uuid, ADMIN)
+    assert "reserved 0 → 4" in page(operator, host)
+
+
+def test_who_waits_for_its_compute_provider_is_shown_with_its_tries(operator: Client) -> None:
+    host = ready()
+    there.model.providers.clear()
+    tasks.step()
+    told = page(operator, host)
+    assert "waiting for compute provider cmp1" in told
+    listed = operator.get(reverse("admin:placement_sync_tree_changelist")).content.decode()
+    assert reverse("admin:placement_sync_tree_change", args=[host.uuid]) in listed
+    assert "waiting for compute provider cmp1" in listed
+
+
+def test_a_comparison_asks_now_says_what_the_command_says_and_writes_nothing(operator: Client) -> None:
+    host = ready()
+    out = StringIO()
+    call_command("placement_sync", dry_run=True, host=["cmp1"], stdout=out)
+    lines = out.getvalue().splitlines()[1:-1]
+    told = ask(operator, host, "compare").content.decode()
+    assert all(line.strip() in told for line in lines)
+    assert there.model.writes == 0
+    tasks.step()
+    assert "nothing would be written" in ask(operator, host, "compare").content.decode()
+    there.away = True
+    assert "! GET /resource_providers: nobody is there" in ask(operator, host, "compare").content.decode()
+
+
+def test_retry_has_the_job_look_now(operator: Client) -> None:
+    host = ready()
+    there.away = True
+    tasks.step()
+    there.away = False
+    with conductor.writing():
+        Intent.objects.update(next_at="2100-01-01T00:00:00Z")
+    tasks.step()
+    assert len(there.model.providers) == 1
+    assert ask(operator, host, "retry").status_code == 302
+    tasks.step()
+    assert len(there.model.providers) == 2
+
+
+def test_who_may_only_look_asks_nothing(client: Client) -> None:
+    host = ready()
+    client.force_login(User.objects.create(username="vera", is_staff=True))
+    assert client.get(reverse("admin:placement_sync_tree_change", args=[host.pk])).status_code == 403
+    for op in ("compare", "retry"):
+        assert ask(client, host, op).status_code == 403
+    assert there.seen == []
+
+
+@pytest.mark.parametrize(
+    "crafted", ["0", "-1", "9" * 40, "nobody", "%00", "11111111-1111-1111-1111-111111111111", "1e3"]
+)
+def test_crafted_ids_are_sent_away(operator: Client, crafted: str) -> None:
+    ready()
+    for name in ("tree_change", "tree_ask", "discrepancy_change"):
+        url = reverse(f"admin:placement_sync_{name}", args=[crafted])
+        assert operator.get(url).status_code in (302, 403, 404), name
+        assert operator.post(url).status_code in (302, 403, 404), name
+
+
+def test_the_page_costs_the_same_at_any_size(operator: Client) -> None:
+    host = ready(2)
+    tasks.step()
+    few = _statements(operator, host)
+    ready(12)
+    tasks.step()
+    assert _statements(operator, host) == few <= 12
+
+
+def _statements(operator: Client, host: Host) -> int:
+    with CaptureQueriesContext(connection) as asked:
+        page(operator, host)
+    return len(asked)
+
+
+def discrepancy(host: Host) -> Discrepancy:
+    now, instance = datetime.now(UTC), uuid.uuid4()
+    return Discrepancy.objects.create(
+        kind=Kind.UNCLAIMED,
+        host=host,
+        device=Device.objects.first(),
+        provider=uuid.uuid4(),
+        provider_name="node_0000:00:00.0",
+        instance=instance,
+        since=now,
+        seen_at=now,
+        said=f"Instance {instance} has lost its claim: <shelve it>.",
+    )
+
+
+def test_discrepancies_are_listed_found_and_shown_where_they_belong(operator: Client) -> None:
+    listing = reverse("admin:placement_sync_discrepancy_changelist")
+    assert "agree with what is bound" in operator.get(listing).content.decode()
+    host = ready()
+    row = discrepancy(host)
+    for query in ("", f"?q={str(row.instance)[:9]}", "?q=cmp1", "?kind__exact=unclaimed"):
+        told = operator.get(listing + query).content.decode()
+        for fact in ("attached but unclaimed", str(row.instance), "lost its claim: &lt;shelve it&gt;", "cmp1"):
+            assert fact in told, query
+    assert (
+        str(row.instance)
+        in operator.get(reverse("admin:placement_sync_discrepancy_change", args=[row.uuid])).content.decode()
+    )
+    assert "lost its claim" in page(operator, host)
+
+
+def test_discrepancies_are_in_the_api_for_who_sees_the_inventory(client: Client) -> None:
+    row = discrepancy(ready())
+    user = User.objects.create(username="rita")
+    admin, reader = (
+        {"X-Auth-Token": ApiToken.make(name, user, roles, "p1")}
+        for name, roles in (("a", ["admin", "manager", "member", "reader"]), ("r", ["reader"]))
+    )
+    assert client.get("/api/discrepancies/", headers=reader).status_code == 403
+    for query, count in (("", 1), ("?kind=unattached", 0), (f"?instance={row.instance}&host=cmp1", 1)):
+        found = json.loads(client.get(f"/api/discrepancies/{query}", headers=admin).content)["results"]
+        assert len(found) == count, query
+    one = json.loads(client.get(f"/api/discrepancies/{row.uuid}/", headers=admin).content)
+    assert (one["kind"], one["host"]["name"], one["instance"]) == ("unclaimed", "cmp1", str(row.instance))
+    assert one["device"]["address"] == "0000:00:00.0"
+    assert client.get("/api/discrepancies/?kind=nonsense", headers=admin).status_code == 400

@@ -1,0 +1,68 @@
+"""The model of Placement behind real HTTP, for writers that log in nowhere. A test may hold its calls back."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from tests.placement.session import Session
+
+
+@dataclass
+class Served:
+    """`environ` is what a host needs to call it. While `gate` is shut every call waits at it, after it was counted."""
+
+    session: Session = field(default_factory=Session)
+    gate: threading.Event = field(default_factory=threading.Event)
+    environ: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def calls(self) -> int:
+        """How many have come."""
+        return len(self.session.seen)
+
+
+@contextmanager
+def serving() -> Iterator[Served]:
+    """On a free port of 127.0.0.1, its gate open."""
+    served, turn = Served(), threading.Lock()
+    served.gate.set()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def answer(self) -> None:
+            size = int(self.headers.get("Content-Length") or 0)
+            body = json.loads(self.rfile.read(size)) if size else None
+            with turn:
+                answer: Any = served.session.request(self.path, self.command, json=body)
+            served.gate.wait(30)
+            self.send_response(answer.status_code)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(answer.content)))
+            self.end_headers()
+            self.wfile.write(answer.content)
+
+        do_GET = do_POST = do_PUT = do_DELETE = answer
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    url = f"http://127.0.0.1:{server.server_address[1]}"
+    served.environ = {"OS_AUTH_URL": url, "OS_AUTH_TYPE": "none", "OS_ENDPOINT": url}
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    try:
+        yield served
+    finally:
+        served.gate.set()
+        server.shutdown()
+        server.server_close()
+        thread.join()

@@ -1,0 +1,153 @@
+"""Discrepancies against a real Placement: which writes move a generation, and what is found and goes again."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from keystoneauth1.identity import V3Password
+from keystoneauth1.session import Session
+
+from accelerators import binding, conductor, lifecycle
+from accelerators.binding import Bind
+from accelerators.caller import Caller
+from accelerators.models import AcceleratorRequest, Deployable, Device, DeviceProfile, Host
+from drivers.inventory import Device as Card
+from placement_sync import faults, tasks
+from placement_sync.models import Discrepancy, Kind, Tree, WrittenProvider
+from tests.support.nova import Nova, recording
+from tests.support.reports import a_host, answer, apply, card
+from tests.system.keystone import Keystone
+from tests.system.placement import Placement, keystone, placement
+
+__all__ = ["keystone", "placement"]
+pytestmark = [pytest.mark.system, pytest.mark.django_db]
+NOVA = Caller("nova", "u", frozenset({"admin"}), "p1", service=True)
+LONG_AGO = "2020-01-01T00:00:00Z"
+_cloud: list[Session] = []
+
+
+def cloud() -> Session:
+    return _cloud[-1]
+
+
+@pytest.fixture
+def host(keystone: Keystone, placement: Placement, settings: Any) -> Iterator[Host]:
+    """A host of one ready card with four handles, in Placement, looked at and compared."""
+    _cloud.append(Session(V3Password(**keystone.credentials("admin"))))
+    settings.SERVICE_SESSION = "tests.system.test_faults.cloud"
+    name = f"cmp-{uuid.uuid4().hex[:8]}"
+    placement.compute(name)
+    host = a_host(name)
+    apply(host, answer(_named(card(1, handles=4), name)))
+    lifecycle.enable(Device.objects.get().uuid, NOVA)
+    with conductor.writing():
+        DeviceProfile.objects.create(name="one", groups=[{"resources:FPGA": "1"}])
+    look()
+    yield host
+    _cloud.clear()
+
+
+def _named(one: Card, host: str) -> Card:
+    """Its provider called after the host, so that no two tests share one."""
+    from msgspec.structs import replace
+
+    (part,) = one.deployables
+    return replace(one, deployables=(replace(part, name=f"{host}_card"),))
+
+
+def look() -> None:
+    """Minutes later: Placement is looked at again, and compared."""
+    with conductor.writing():
+        AcceleratorRequest.objects.update(updated_at=LONG_AGO)
+    for row in WrittenProvider.objects.exclude(claims=None):
+        aged = {"loose": dict.fromkeys(row.claims["loose"], LONG_AGO)}
+        WrittenProvider.objects.filter(pk=row.pk).update(claims=row.claims | aged)
+    Tree.objects.update(looked_at=LONG_AGO, compared_at=LONG_AGO)
+    tasks.step()
+    faults.step()
+
+
+def provider() -> str:
+    return str(Deployable.objects.get().rp_uuid)
+
+
+def generation(placement: Placement) -> int:
+    return int(placement.call("GET", f"/resource_providers/{provider()}")["generation"])
+
+
+def found() -> list[tuple[str, str]]:
+    return sorted((row.kind, str(row.instance)) for row in Discrepancy.objects.all())
+
+
+def bind(host: Host, instance: str) -> None:
+    (request,) = binding.create("one", NOVA)
+    binding.bind([Bind(request, host.name, provider(), instance)], NOVA)
+
+
+def test_a_generation_moves_when_something_is_allocated_and_not_when_it_is_deleted(
+    host: Host, placement: Placement
+) -> None:
+    """What `faults` rests on; should Placement ever count deletions too, `REREAD_S` can go."""
+    before = generation(placement)
+    consumer = placement.allocate(provider(), 1)
+    assert generation(placement) > before
+    before = generation(placement)
+    placement.release(consumer)
+    assert generation(placement) == before
+
+
+def test_an_allocation_that_is_removed_behind_our_back(host: Host, placement: Placement) -> None:
+    instance = placement.allocate(provider(), 1)
+    bind(host, instance)
+    look()
+    assert found() == []
+    kept = placement.call("GET", f"/allocations/{instance}")
+    placement.release(instance)
+    faults.reread([host.pk])
+    look()
+    assert found() == [(Kind.UNCLAIMED, instance)]
+    (shown,) = faults.of([Device.objects.get().pk])
+    assert instance in shown.said
+    body = {name: kept[name] for name in ("project_id", "user_id", "consumer_type")}
+    allocations = {rp: {"resources": entry["resources"]} for rp, entry in kept["allocations"].items()}
+    body |= {"allocations": allocations, "consumer_generation": None}
+    placement.call("PUT", f"/allocations/{instance}", body)
+    look()
+    assert found() == []
+
+
+def test_an_allocation_that_nobody_asked_us_for(host: Host, placement: Placement) -> None:
+    stranger = placement.allocate(provider(), 2)
+    look()
+    assert found() == [], "its bind may be on its way"
+    look()
+    assert found() == [(Kind.UNATTACHED, stranger)]
+    assert f"allocation unset --provider {provider()} {stranger}" in faults.at(host.pk)[0].said
+    placement.release(stranger)
+    look()
+    assert found() == []
+
+
+@pytest.fixture
+def nova(settings: Any) -> Iterator[Nova]:
+    keys = settings.KEYS
+    with recording() as one:
+        known = {name: getattr(keys, name) for name in keys.__dataclass_fields__}
+        settings.KEYS = SimpleNamespace(**known | {"nova_endpoint": one.url})
+        yield one
+
+
+def test_an_instance_that_is_back_without_its_device(host: Host, placement: Placement, nova: Nova) -> None:
+    instance = placement.allocate(provider(), 1)
+    bind(host, instance)
+    nova.shown[instance] = ("ACTIVE", host.name)
+    apply(host, answer(), seq=2)
+    look()
+    assert found() == [(Kind.WITHOUT_DEVICE, instance)]
+    apply(host, answer(_named(card(1, handles=4), host.name)), seq=3)
+    look()
+    assert found() == []

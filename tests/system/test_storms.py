@@ -1,0 +1,157 @@
+"""`placement_sync` and a real Placement in bad weather: other writers on the same providers, and a bad line between.
+
+After each the tree is right, what others own is untouched, no allocation is lost, and one more run writes nothing.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from keystoneauth1.session import Session
+
+from placement_sync import client
+from placement_sync.mapping import Part, desired
+from tests.support.webserver import until
+from tests.system import trouble
+from tests.system.placement import keystone, placement
+from tests.system.test_placement import Site, session, site
+
+__all__ = ["keystone", "placement", "session", "site"]
+pytestmark = pytest.mark.system
+CARDS = [f"card{n}" for n in range(4)]
+ROUNDS, SHARE = 10, 0.08
+TRIES = 60
+TIMEOUT_S = 0.6
+"""Shorter than the proxy is slow, longer than Placement is."""
+
+
+def brought(site: Site, parts: list[Part], **more: Any) -> int:
+    """Try until it is done, as the job does; how often it took."""
+    for tried in range(1, TRIES):
+        try:
+            site.sync(*parts, **more)
+            return tried
+        except (client.Away, client.Conflict):
+            continue
+    raise AssertionError("never done")
+
+
+def in_step(site: Site, parts: list[Part]) -> None:
+    """The tree is right, and there is nothing more to write."""
+    shown = {one["uuid"]: one for one in site.there.tree(site.root).values()}
+    for wanted in desired(parts)[0].values():
+        now = shown[wanted.uuid]
+        entry = now["inventories"][wanted.resource_class]
+        assert (now["name"], now["parent_provider_uuid"]) == (wanted.name, site.root)
+        assert (entry["total"], entry["reserved"]) == (wanted.total, wanted.reserved)
+        assert wanted.traits <= set(now["traits"])
+    site.sync(*parts)
+    assert site.asked.writes == 0
+
+
+@dataclass
+class Rivals:
+    """Others who write to the same providers without pause, one thread each; what they did is told to them apart."""
+
+    site: Site
+    session: Session
+    wrote: dict[str, int] = field(default_factory=dict)
+    held: dict[str, str] = field(default_factory=dict)
+    stop: threading.Event = field(default_factory=threading.Event)
+
+    @contextmanager
+    def hammering(self, name: str) -> Iterator[None]:
+        """Meanwhile; everybody has got through at least once before it begins."""
+        todo: list[Callable[[client.Placement, str, int], None]] = [self.ratio, self.trait, self.allocation]
+        threads = [threading.Thread(target=self._run, args=(one, self.site.uuid(name))) for one in todo]
+        for thread in threads:
+            thread.start()
+        try:
+            until(lambda: len(self.wrote) == len(todo), 30)
+            yield
+        finally:
+            self.stop.set()
+            for thread in threads:
+                thread.join()
+
+    def _run(self, write: Callable[[client.Placement, str, int], None], provider: str) -> None:
+        mine, number = client.Placement(self.session), 0
+        while not self.stop.is_set():
+            try:
+                write(mine, provider, number := number + 1)
+                self.wrote[write.__name__] = number
+            except (client.Conflict, AssertionError):
+                continue
+
+    def ratio(self, mine: client.Placement, provider: str, number: int) -> None:
+        """An operator's ratio, and a class of somebody else's."""
+        seen = mine.provider(provider)
+        assert seen
+        known = {name: {**entry, "allocation_ratio": 1.0 + number % 3} for name, entry in seen.inventories.items()}
+        mine.set_inventories(provider, seen.generation, known | {"VGPU": {"total": number}})
+
+    def trait(self, mine: client.Placement, provider: str, number: int) -> None:
+        """Another trait each time."""
+        seen = mine.provider(provider)
+        assert seen
+        kept = {name for name in seen.traits if not name.startswith("CUSTOM_RIVAL")}
+        mine.set_traits(provider, seen.generation, kept | {f"CUSTOM_RIVAL{number % 5}"})
+
+    def allocation(self, _: client.Placement, provider: str, number: int) -> None:
+        """Instances come and go; every third one stays."""
+        consumer = self.site.there.allocate(provider, 1)
+        if number % 3 or len(self.held) == 4:
+            self.site.there.release(consumer)
+        else:
+            self.held[consumer] = provider
+
+
+def test_three_rivals_hammer_the_same_provider(site: Site, session: Session) -> None:
+    site.sync(site.part(total=64))
+    rivals = Rivals(site, session)
+    with rivals.hammering("FakeDevice"):
+        for total in (32, 48, 24, 40):
+            brought(site, [site.part(total=total, traits1=f"CUSTOM_OURS{total}")])
+    parts = [site.part(total=40, traits1="CUSTOM_OURS40")]
+    brought(site, parts)
+    in_step(site, parts)
+    shown = site.show()["FakeDevice"]
+    assert shown["inventories"]["VGPU"]["total"] == rivals.wrote["ratio"]
+    assert [name for name in shown["traits"] if name.startswith("CUSTOM_OURS")] == ["CUSTOM_OURS40"]
+    assert [name for name in shown["traits"] if name.startswith("CUSTOM_RIVAL")]
+    holders = site.there.call("GET", f"/resource_providers/{site.uuid()}/allocations")["allocations"]
+    assert rivals.held.keys() <= holders.keys()
+
+
+def test_whatever_is_on_the_line_it_ends_right(site: Site) -> None:
+    """503, connections cut, silence and rubbish, before and after the call took effect; cards come, change and go."""
+    chance, held = random.Random(11), dict[str, str]()
+    with trouble.before(site.there.url) as line:
+        for _ in range(ROUNDS):
+            parts = [_some(site, name, chance) for name in CARDS if chance.random() < 0.8]
+            line.share = SHARE
+            brought(site, parts, endpoint=line.url, timeout_s=TIMEOUT_S)
+            line.share = 0.0
+            in_step(site, parts)
+            for part in parts:
+                if part.offered and part.attributes["rc"] == "FPGA" and len(held) < 3:
+                    held[site.there.allocate(site.uuid(part.name.removeprefix(f"{site.host}_")), 1)] = part.name
+            for consumer in held:
+                assert site.there.call("GET", f"/allocations/{consumer}")["allocations"], held[consumer]
+    assert set(line.made) == set(trouble.KINDS)
+    for consumer in held:
+        site.there.release(consumer)
+    site.sync()
+    assert site.show() == {}
+
+
+def _some(site: Site, name: str, chance: random.Random) -> Part:
+    total, offered = chance.randrange(4, 16), chance.random() < 0.7
+    attributes = {"rc": chance.choice(["FPGA", "PGPU"]), "traits1": f"CUSTOM_SOME{chance.randrange(4)}"}
+    return site.part(name, total, offered, **attributes)

@@ -1,0 +1,110 @@
+"""Two writers between a real Keystone and a real Placement: switched live, killed amid a write, never double."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.webserver import until
+from tests.system import trouble
+from tests.system.clients.cloud import HANDLES, Cloud
+from tests.system.keystone import Keystone
+from tests.system.placement import Placement, keystone, placement
+from tests.system.product import Product, running
+from tests.system.trouble import Trouble
+
+__all__ = ["keystone", "placement"]
+pytestmark = pytest.mark.system
+SOON_S = 30.0
+COMMANDS = "SELECT state, text FROM accelerators_command WHERE op = 'placement' ORDER BY id"
+
+
+@pytest.fixture
+def between(placement: Placement) -> Iterator[Trouble]:
+    with trouble.before(placement.url) as one:
+        yield one
+
+
+@pytest.fixture
+def cloud(keystone: Keystone, between: Trouble, folder: Path) -> Iterator[Cloud]:
+    """The agent of the one-command product has the same `OS_…` variables as the conductor."""
+    host = f"cmp-{uuid.uuid4().hex[:8]}"
+    settings = keystone.environment("service") | {"CYBORG_AUTH": "keystone", "CYBORG_NOVA_ENDPOINT": "off"}
+    settings |= {"CYBORG_HOST_NAME": host, "CYBORG_HOST_NODE": host, "CYBORG_ENABLED_DRIVERS": "fake_driver"}
+    settings |= {"CYBORG_PLACEMENT_ENDPOINT": between.url, "CYBORG_BEAT_S": "1", "CYBORG_LEASE_FLUSH_S": "0.5"}
+    with running(Product(folder / "state", settings)) as product:
+        yield Cloud(product, keystone)
+
+
+def told(cloud: Cloud) -> list[tuple[Any, ...]]:
+    return cloud.product.rows(COMMANDS)
+
+
+def quiet(cloud: Cloud) -> bool:
+    return not cloud.product.rows("SELECT 1 FROM accelerators_intent WHERE kind = 'provider'")
+
+
+def reserved(placement: Placement, root: str) -> int:
+    (card,) = placement.tree(root).values()
+    return int(card["inventories"]["FPGA"]["reserved"])
+
+
+def in_step(cloud: Cloud, placement: Placement, root: str, wanted: int) -> None:
+    """One provider, as it is to be, nothing left to be told; and a second run would write nothing."""
+    until(lambda: quiet(cloud) and reserved(placement, root) == wanted, SOON_S)
+    assert cloud.product.manage("placement_sync", "--dry-run")[-1] == "1 hosts, 0 to be written"
+
+
+def test_writers_are_switched_live_and_killed_and_placement_is_right(
+    cloud: Cloud, placement: Placement, between: Trouble
+) -> None:
+    cloud.ready()
+    root = placement.compute(cloud.product.settings["CYBORG_HOST_NAME"])
+    until(lambda: placement.tree(root), 40.0)
+    (device,) = cloud.http("admin", "GET", "/devices").json()["devices"]
+
+    def offer(word: str) -> None:
+        assert cloud.http("admin", "POST", f"/devices/{device['uuid']}/{word}").status_code == 204
+
+    said = cloud.product.manage("placement_writer", "agents", "--reason", "closer to the hardware")
+    assert said[0].startswith("agents, epoch 1, since ")
+    assert said[1:] == ["every host's agent could write"]
+    offer("disable")
+    in_step(cloud, placement, root, HANDLES)
+    assert told(cloud) == [("succeeded", "1 writes, 1 reads")]
+
+    for n in range(6):
+        offer("enable" if n % 2 == 0 else "disable")
+        cloud.product.manage("placement_writer", "agents" if n % 2 else "conductor")
+    in_step(cloud, placement, root, HANDLES)
+    before = len(told(cloud))
+
+    gate, calls, waiting = threading.Event(), iter(range(1000)), list[int]()
+
+    def held() -> tuple[str, bool]:
+        """The conductor looks, the agent looks, and the agent's write waits."""
+        if (number := next(calls)) >= 2:
+            waiting.append(number)
+            gate.wait(SOON_S)
+        return "", True
+
+    between.next = held  # type: ignore[method-assign]
+    try:
+        offer("enable")
+        until(lambda: len(told(cloud)) > before and told(cloud)[-1][0] == "started" and len(waiting) == 1, SOON_S)
+        agent = cloud.product.child("agent")
+        assert agent
+        os.kill(agent.pid, signal.SIGKILL)
+        until(lambda: told(cloud)[-1][0] == "unknown", SOON_S)
+    finally:
+        gate.set()
+    in_step(cloud, placement, root, 0)
+    assert told(cloud)[-1][1].startswith("interrupted, since the agent stopped while it ran")
+    assert len(placement.tree(root)) == 1
