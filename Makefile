@@ -22,17 +22,27 @@ $(VENV)/dev: $(VENV)/server requirements/dev.txt
 	$(PIP) install -q --require-hashes -r requirements/dev.txt
 	@touch $@
 
+$(VENV)/browser: $(VENV)/dev requirements/browser.txt
+	$(PIP) install -q --require-hashes -r requirements/browser.txt
+	@touch $@
+
 up: $(VENV)/server  ## start everything on this machine; Ctrl-C stops it
 	@exec $(BIN)/python -m cyborgweb.serve --leash
 
 test: $(VENV)/dev  ## unit, database, HTTP and socket tests
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m "not system and not qemu" -n auto --maxprocesses 3
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m "not system and not qemu and not browser" -n auto --maxprocesses 3
 
 test-system: $(VENV)/dev  ## start the whole product, kill its parts, see that nothing is lost
 	$(BIN)/python -m pytest -m system
 
 test-qemu: $(VENV)/dev  ## boot a real kernel with simulated hardware, plug and pull, see it in the API
 	$(BIN)/python -m pytest tests/qemu -m qemu
+
+test-browser: $(VENV)/browser  ## an operator's day in a real Chromium; pictures of the main pages into var/screens
+	$(BIN)/python -m pytest tests/browser -m browser
+
+deps-browser: $(VENV)/browser  ## what test-browser needs: Playwright, and Debian's Chromium (as root) where there is no browser yet
+	@$(BIN)/python -m tests.browser.chromium
 
 deps-sim:  ## what simulated hardware needs: Debian's packages (as root), and a kernel into .sim
 	@$(PYTHON) -m tests.qemu.prepare
@@ -61,6 +71,7 @@ lock: $(VENV)/dev  ## resolve the locked requirements anew (needs uv)
 	uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --no-annotate pyproject.toml -o requirements/agent.txt
 	uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --no-annotate pyproject.toml requirements/build.in --extra server -o requirements/server.txt
 	uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --no-annotate pyproject.toml requirements/build.in --extra server --extra dev -c requirements/server.txt -o requirements/dev.txt
+	uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --no-annotate requirements/browser.in -c requirements/dev.txt -o requirements/browser.txt
 	for name in requirements/system/*.in; do uv pip compile -q --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --no-annotate $$name -o $${name%.in}.txt || exit 1; done
 
-.PHONY: help up test test-system test-qemu deps-sim environments lint bench bench-full docs lock
+.PHONY: help up test test-system test-qemu test-browser deps-browser deps-sim environments lint bench bench-full docs lock

@@ -54,6 +54,12 @@ class Standing:
         """Its state, were it not missing."""
         return (self.returns_to or _S.INACTIVE) if self.state == _S.MISSING else self.state
 
+    @property
+    def word(self) -> str:
+        """How it stands, in words that are equal when it stands the same; who holds it is not among them."""
+        returns = f", returns to {self.returns_to}" if self.returns_to else ""
+        return f"{self.state}{returns}" + (f", drains to {self.drain_to}" if self.drain_to else "")
+
     def at(self, state: DeviceState, drain_to: Drain | None = None) -> Standing:
         """The same device in another state; a missing one stays so, and returns to it."""
         if self.state == _S.MISSING:

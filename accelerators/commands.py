@@ -18,7 +18,7 @@ from django.conf import settings
 from django.db import transaction
 
 from accelerators import commands_sql as sql
-from accelerators import conductor, hub, safety, ticks
+from accelerators import conductor, delegation, hub, safety, ticks
 from accelerators.caller import Caller, request_id
 from accelerators.models import Command, Deployable, Device, Host
 from accelerators.refusals import Reason, Refused
@@ -124,7 +124,7 @@ def deadlines(op: str, programs: bool = False) -> tuple[int, int]:
     if op in ("attach", "program"):
         bind: int = keys.program_timeout_s if programs else keys.bind_timeout_s
         return bind - min(MARGIN_S, bind // 10), 0
-    return 60, 240
+    return (20, 100) if op == delegation.OP else (60, 240)
 
 
 def place(orders: Sequence[Order], source: Source = Source.SYSTEM) -> list[Command]:

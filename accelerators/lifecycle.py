@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -92,6 +92,14 @@ class Step:
     """The event's; by default the state it goes to."""
 
 
+@dataclass(frozen=True)
+class Seen:
+    """What the person who decided had before them: `Standing.word` per device, and whether it may be held."""
+
+    words: Mapping[UUID, str]
+    held_too: bool = False
+
+
 def enable(uuid: UUID, caller: Caller, reason: str = "") -> None:
     """Offer a device: ready at once, or installing when its driver has to do something first; already offered is well.
 
@@ -113,10 +121,11 @@ def ask(
     reason: str = "",
     then: Drain = Drain.MAINTENANCE,
     source: Source = Source.API,
+    seen: Seen | None = None,
 ) -> Result:
     """Do it to one device. Raises Refused: UNKNOWN; CONFLICT when its state does not allow it; HELD, naming who holds
     what is to be retired; AWAY when somebody who would have to know cannot be asked."""
-    (result,) = act(action, [uuid], caller, reason, then, source)
+    (result,) = act(action, [uuid], caller, reason, then, source, seen)
     if result.reason is not None:
         raise Refused(result.reason, result.text)
     return result
@@ -138,9 +147,11 @@ def act(
     reason: str = "",
     then: Drain = Drain.MAINTENANCE,
     source: Source = Source.API,
+    seen: Seen | None = None,
 ) -> list[Result]:
     """Do it to at most SLICE devices in one transaction, each for itself: one that is refused stops no other.
 
+    One that stands otherwise than it was `seen` is refused, unless there is nothing left to do.
     Raises Refused INVALID for a reason that cannot be stored.
     """
     assert len(uuids) <= SLICE, "more than a slice"
@@ -154,13 +165,11 @@ def act(
         for uuid, device in found.items():
             now = standing(device, held[device.id])
             try:
-                after = decide(action, now, then)
+                after = _decide(action, device, now, then, seen)
                 if after.here == _S.RETIRED != now.here:
                     free(device, now)
                 if action is Action.ENABLE and after != now:
                     _refuse_unless_idle(device, after)
-            except IllegalMove as illegal:
-                results[uuid] = _refused(device, Reason.CONFLICT, f"Device {uuid} {illegal}.")
             except Refused as refused:
                 results[uuid] = _refused(device, refused.reason, refused.text)
             else:
@@ -173,6 +182,25 @@ def act(
         for device, after in _finish(Device.objects.filter(uuid__in=draining)):
             results[device.uuid] = _result(device, after, "moved")
     return [results.get(uuid) or _unknown(uuid) for uuid in dict.fromkeys(uuids)]
+
+
+def _decide(action: Action, device: Device, now: Standing, then: Drain, seen: Seen | None) -> Standing:
+    """What becomes of a locked device. Raises Refused CONFLICT or HELD."""
+    was = seen.words.get(device.uuid, now.word) if seen else now.word
+    by = f"{device.state_by}: {device.state_reason or 'no reason given'}"
+    since = f"since {device.state_since.astimezone(UTC):%H:%M:%S} UTC, by {by}"
+    text = f"Device {device.uuid} was {was} when this was decided; it is {now.word} now, {since}. Look at it again."
+    changed = Refused(Reason.CONFLICT, text)
+    try:
+        after = decide(action, now, then)
+    except IllegalMove as illegal:
+        raise changed if was != now.word else Refused(Reason.CONFLICT, f"Device {device.uuid} {illegal}.") from None
+    if after != now and was != now.word:
+        raise changed
+    if after != now and now.held and seen and not seen.held_too:
+        holders = ", ".join(safety.requests(device).holders)
+        raise Refused(Reason.HELD, f"Device {device.uuid} is held by {holders}: confirm it for held devices.")
+    return after
 
 
 def standing(device: Device, held: int = 0) -> Standing:

@@ -111,6 +111,25 @@ class CommandState(StrEnum):
     """It was begun, and how it ended cannot be told."""
 
 
+class BulkState(StrEnum):
+    """The life of what is asked of many devices at once."""
+
+    DRAFT = "draft"
+    """The set is chosen, nobody has confirmed it."""
+    RUNNING = "running"
+    DONE = "done"
+    CANCELLED = "cancelled"
+
+
+class Outcome(StrEnum):
+    """What became of one device that something was asked of."""
+
+    MOVED = "moved"
+    UNCHANGED = "unchanged"
+    """It was so already."""
+    REFUSED = "refused"
+
+
 _D = DeviceState
 DEVICE_MOVES: dict[DeviceState, frozenset[DeviceState]] = {
     _D.INACTIVE: frozenset({_D.INSTALLING, _D.READY, _D.QUARANTINED, _D.MISSING, _D.RETIRED}),

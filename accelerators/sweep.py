@@ -1,4 +1,5 @@
-"""Removes what has been missing for long and is free, the only deletion of inventory there is; forgets old commands.
+"""Removes what has been missing for long and is free, the only deletion of inventory there is; forgets old commands
+and bulk actions.
 
 A missing device goes `CYBORG_MISSING_RETENTION_S` later, only while its agent is up and its driver answers; what a
 request names, or any witness says is held, or cannot say, stays (`safety`).
@@ -13,7 +14,7 @@ from django.conf import settings
 from django.db import connection
 from django.db.models import Exists, OuterRef, Q, QuerySet
 
-from accelerators import conductor, lifecycle, safety, ticks
+from accelerators import bulks, conductor, lifecycle, safety, ticks
 from accelerators.models import AcceleratorRequest, AttachHandle, Attribute, Command, Deployable, Device
 from accelerators.models.commands import OPEN
 from accelerators.models.devices import driver_error
@@ -28,10 +29,10 @@ REMEMBERED = timedelta(days=30)
 
 
 def run() -> None:
-    """The job `sweep`: partitions for the months to come, then what is missing for long, and old commands."""
+    """The job `sweep`: partitions for the months to come, then what is missing for long, and what is old."""
     with connection.cursor() as cursor:
         cursor.execute("SELECT accelerators_event_months(2)")
-    ticks.run("sweep", lambda: remove_missing() | forget_commands())
+    ticks.run("sweep", lambda: remove_missing() | forget_commands() | bulks.forget())
 
 
 def forget_commands(now: datetime | None = None) -> bool:

@@ -11,18 +11,28 @@ from django.contrib.auth.models import Group, User
 from django.db.models import Model
 from django.http import HttpRequest
 from django.utils.safestring import SafeString
+from django_q.models import Failure, OrmQ, Schedule, Success
 from unfold.decorators import display
 from unfold.forms import AdminPasswordChangeForm, UserChangeForm, UserCreationForm
 
 from accelerators.admin import marks
 from accelerators.admin.listing import Listing
-from accelerators.models import Host
+from accelerators.models import AcceleratorRequest, Device, Host
 from cyborgweb.models import ApiToken
+from cyborgweb.pages.device import DevicePage
 from cyborgweb.pages.host import HostPage
+from cyborgweb.pages.request import RequestPage
+from placement_sync.admin_writer import WriterAdmin
+from placement_sync.models import Writer
 
-for stock in (User, Group, Host):
+for stock in (User, Group, Host, Device, AcceleratorRequest):
     admin.site.unregister(stock)
+for queue in (Failure, OrmQ, Schedule, Success):  # who could write these would have the workers run any function
+    admin.site.unregister(queue)
 admin.site.register(Host, HostPage)
+admin.site.register(Device, DevicePage)
+admin.site.register(AcceleratorRequest, RequestPage)
+admin.site.register(Writer, WriterAdmin)
 
 
 @admin.register(User)
@@ -33,6 +43,7 @@ class UserAdmin(StockUserAdmin, Listing):
     list_display = ("username", "email", "access", "shown_login")
     list_filter = ("is_staff", "is_superuser", "is_active")
     search_help_text = "name, mail address"
+    exports = {"access": ("is_active", "is_staff", "is_superuser")}
 
     @display(description="Access")
     def access(self, user: User) -> SafeString:
@@ -51,6 +62,8 @@ class UserAdmin(StockUserAdmin, Listing):
 class GroupAdmin(StockGroupAdmin, Listing):
     """Permissions that several users share."""
 
+    list_display = ("name",)
+
 
 @admin.register(ApiToken)
 class ApiTokenAdmin(Listing):
@@ -62,6 +75,7 @@ class ApiTokenAdmin(Listing):
     search_help_text = "name, user, project"
     fields = ("name", "user", "shown_roles", "project_id", "created_at")
     readonly_fields = fields
+    exports = {"user": ("user__username",), "shown_roles": ("roles",)}
     empty = "No API tokens yet. “manage.py api_token NAME” makes one and prints it, once."
 
     def has_add_permission(self, request: HttpRequest) -> bool:

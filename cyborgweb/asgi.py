@@ -21,12 +21,15 @@ from django.urls import re_path  # noqa: E402
 from agents.gateway import Gateway  # noqa: E402
 from agents.imagery import Imagery  # noqa: E402
 from agents.wire import CHALLENGE_PATH, IMAGE_PATH, PATH  # noqa: E402
+from cyborgweb.live.socket import Console  # noqa: E402
 from cyborgweb.settings.keys import keys  # noqa: E402
 from cyborgweb.wsgi import application as wsgi  # noqa: E402
 
 BUSY = b'{"error_message": "The service is busy: try again in a second."}'
 LONG = re.compile(r"/deployables/[^/]+/program(?:[/.]|\Z)|\A/api/images/?\Z")
 """What lasts as long as a host's work, or as a caller's line makes it. It has threads of its own: lists go on."""
+EXPORT = re.compile(r"\A/admin/.*/export\.[a-z]+\Z")
+"""Takes as long as its reader does."""
 LONG_THREADS = 8
 """More than `PATCH …/program` and uploads take together, so that who comes beyond is told so at once."""
 ELSEWHERE = b'{"error": "This is for agents: console and APIs are served at another address."}'
@@ -65,7 +68,7 @@ class Http:
             await self._gateway.challenge(scope, receive, send)
         elif scope["path"].startswith(IMAGE_PATH):
             await self._imagery(scope, receive, send)
-        elif scope["method"] in ("PATCH", "POST") and LONG.search(scope["path"]):
+        elif EXPORT.search(scope["path"]) or (scope["method"] in ("PATCH", "POST") and LONG.search(scope["path"])):
             await self._long(scope, receive, send)
         else:
             await self._django(scope, receive, send)
@@ -108,6 +111,6 @@ application = ProtocolTypeRouter(
             BoundedThreads(wsgi, keys().request_threads, keys().request_queue),
             BoundedThreads(wsgi, LONG_THREADS, keys().request_queue),
         ),
-        "websocket": URLRouter([re_path(r"^ws/agent$", gateway)]),
+        "websocket": URLRouter([re_path(r"^ws/agent$", gateway), re_path(r"^ws/console$", Console())]),
     }
 )

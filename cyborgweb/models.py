@@ -1,4 +1,7 @@
-"""Identity: API tokens for `X-Auth-Token` where there is no Keystone, and which user is whom where there is one."""
+"""Identity: API tokens for `X-Auth-Token` where there is no Keystone, and which user is whom where there is one.
+
+And what people keep of the console's lists.
+"""
 
 from __future__ import annotations
 
@@ -44,6 +47,25 @@ class KeystoneUser(models.Model):
 
     def __str__(self) -> str:
         return self.keystone_id
+
+
+class SavedView(models.Model):
+    """A list as somebody wants it again: filters, search, order. Without a name: the columns they always want of it."""
+
+    user = models.ForeignKey(settings.AUTH_USER_MODEL, models.CASCADE, related_name="saved_views")
+    of = models.CharField(max_length=100, help_text="The model it lists, app.model.")
+    name = models.CharField(max_length=64, blank=True)
+    query = models.CharField(max_length=2000, blank=True, help_text="The address after its question mark.")
+    columns = ArrayField(models.CharField(max_length=64), default=list)
+    shared = models.BooleanField(default=False)
+
+    class Meta:
+        ordering = ["name", "id"]
+        constraints = [models.UniqueConstraint(fields=["user", "of", "name"], name="saved_view_one_per_name")]
+        indexes = [models.Index(fields=["of"], name="saved_view_of")]
+
+    def __str__(self) -> str:
+        return self.name
 
 
 def digest(secret: str) -> str:

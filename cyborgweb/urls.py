@@ -5,6 +5,8 @@ from django.db import DatabaseError, connection
 from django.http import HttpRequest, HttpResponse, JsonResponse
 from django.urls import include, path, re_path
 
+from cyborgweb.pages import lists, refusals, search
+
 
 def healthz(request: HttpRequest) -> HttpResponse:
     """The process lives. Asks nobody."""
@@ -27,8 +29,14 @@ OURS = "admin|api|healthz|metrics|readyz|static|ws"
 urlpatterns = [
     path("healthz", healthz),
     path("readyz", readyz),
+    re_path("^admin/.*\0", refusals.nowhere),
+    path("admin/find/", admin.site.admin_view(search.find), name="find"),
+    path("admin/lists/<str:model>/", admin.site.admin_view(lists.keep), name="list_keep"),
     path("admin/", admin.site.urls),
     re_path(r"^api(?:/|$)", include("cyborgweb.api")),
     re_path(r"^accelerator(?:/|$)", include("accelerators.api.v2.urls")),
     re_path(rf"^(?!(?:{OURS})(?:/|$))", include("accelerators.api.v2.urls")),
 ]
+handler400 = "cyborgweb.pages.refusals.bad_request"
+handler403 = "cyborgweb.pages.refusals.permission_denied"
+handler404 = "cyborgweb.pages.refusals.not_found"

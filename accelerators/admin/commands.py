@@ -57,6 +57,12 @@ class CommandAdmin(ReadOnly):
         "actor__startswith",
     )
     search_help_text = "uuid, device, host, what was asked, by whom"
+    exports = {
+        "shown_state": ("state", "outcome", "text"),
+        "by": ("actor", "reason"),
+        "since": ("created_at", "ended_at"),
+        "result": ("percent", "progress"),
+    }
     empty = "No commands yet. The pages of devices and hosts have buttons for what their agents can be asked."
 
     @display(description="State", ordering="state")

@@ -1,36 +1,29 @@
 """What a person at the console decides about devices: the buttons of a device's page, the actions of the list.
 
-Called by `admin.devices`. Everything is a POST; what cannot be undone asks once more, and so does what is done to many.
+Called by `admin.devices`. Everything is a POST; what cannot be undone, or touches what somebody holds, asks once more.
+What is asked of many is a bulk action (`admin.bulks`).
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
-from uuid import UUID
 
 from django.contrib import messages
-from django.contrib.admin.helpers import ACTION_CHECKBOX_NAME
 from django.core.exceptions import PermissionDenied
 from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse, HttpResponseNotAllowed, HttpResponseRedirect
 from django.template.response import TemplateResponse
-from django.utils.safestring import SafeString
 
-from accelerators import actions, lifecycle
+from accelerators import actions, bulks, lifecycle, safety
 from accelerators.actions import Action, Standing
 from accelerators.admin import marks
 from accelerators.caller import Caller
-from accelerators.models import Device
+from accelerators.lifecycle import Seen
+from accelerators.models import Bulk, Device
 from accelerators.refusals import Refused
 from accelerators.states import Drain, IllegalMove, Source
-
-MOST = 10_000
-"""So many devices are moved by one click; it takes seconds, slice by slice."""
-ROWS = 200
-"""So many results are listed, those that were refused first; all are counted."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +68,11 @@ CHOICES = {
 }
 
 
+def choice_of(bulk: Bulk) -> Choice:
+    """The one that a bulk action was made with."""
+    return next(c for c in CHOICES.values() if c.action == bulk.action and c.then == bulk.then)
+
+
 def may(request: HttpRequest) -> bool:
     """Whether this person decides about devices: Django's permission to change them."""
     return bool(request.user.has_perm("accelerators.change_device"))
@@ -92,17 +90,26 @@ def possible(request: HttpRequest, device: Device, held: int) -> list[Choice]:
 
 
 def one(admin: Any, request: HttpRequest, device: Device) -> HttpResponse:
-    """POST of a device's page: do it and show the page again, with a sentence; ask once more before the destructive."""
+    """POST of a device's page: do it and show the page again, with a sentence.
+
+    Before what cannot be undone it asks once more; before anything is done to a device that somebody holds, for the
+    device's address. A device that changed since the page was shown is left alone, and is shown as it is now.
+    """
     if request.method != "POST":
         return HttpResponseNotAllowed(["POST"])
     choice = CHOICES.get(request.POST.get("choice", ""))
     if choice is None or not may(request):
         raise PermissionDenied
-    reason = request.POST.get("reason", "")
-    if choice.danger and "sure" not in request.POST:
-        return _ask(admin, request, choice, 1, device)
+    holders = safety.requests(device).holders
+    typed = request.POST.get("typed", "").strip()
+    if (choice.danger or holders) and "sure" not in request.POST:
+        return _ask(admin, request, choice, device, holders)
+    if holders and typed != (device.address or device.key):
+        return _ask(admin, request, choice, device, holders, "That is not it: nothing was done.")
+    words = {device.uuid: request.POST["seen"][:200]} if request.POST.get("seen") else {}
+    reason, seen = request.POST.get("reason", ""), Seen(words, held_too=bool(holders))
     try:
-        result = lifecycle.ask(choice.action, device.uuid, person(request), reason, choice.then, Source.PERSON)
+        result = lifecycle.ask(choice.action, device.uuid, person(request), reason, choice.then, Source.PERSON, seen)
     except Refused as refused:
         messages.error(request, refused.text)
     else:
@@ -118,14 +125,16 @@ def of_list() -> Iterator[Callable[..., HttpResponse | None]]:
 
 
 def _of_list(choice: Choice) -> Callable[..., HttpResponse | None]:
+    """Freezes the set; its page shows what would come of it, and asks."""
+
     def act(admin: Any, request: HttpRequest, queryset: QuerySet[Device]) -> HttpResponse | None:
-        uuids = list(queryset.order_by("id").values_list("uuid", flat=True)[: MOST + 1])
-        if len(uuids) > MOST:
-            messages.error(request, f"More than {MOST} devices are selected: narrow the list by filters first.")
+        selection = request.GET.urlencode()
+        try:
+            bulk = bulks.choose(choice.action, choice.then, queryset, person(request), selection)
+        except Refused as refused:
+            messages.error(request, refused.text)
             return None
-        if "sure" not in request.POST:
-            return _ask(admin, request, choice, len(uuids))
-        return _done(admin, request, choice, uuids)
+        return HttpResponseRedirect(marks.page("bulk", bulk.uuid))
 
     act.__name__ = choice.name
     act.short_description = choice.label  # type: ignore[attr-defined]
@@ -133,52 +142,20 @@ def _of_list(choice: Choice) -> Callable[..., HttpResponse | None]:
     return act
 
 
-def _ask(admin: Any, request: HttpRequest, choice: Choice, number: int, device: Device | None = None) -> HttpResponse:
-    """Once more, with what will happen to how many."""
-    about = str(device) if device else f"{number} device{'' if number == 1 else 's'}"
-    kept = [("choice", choice.name)] if device else [("action", choice.name)]
-    if device is None:
-        kept += [("select_across", request.POST.get("select_across", "0"))]
-        kept += [(ACTION_CHECKBOX_NAME, key) for key in request.POST.getlist(ACTION_CHECKBOX_NAME)]
+def _ask(
+    admin: Any, request: HttpRequest, choice: Choice, device: Device, holders: tuple[str, ...], wrong: str = ""
+) -> HttpResponse:
+    """Once more, with what will happen, and to whom."""
     context = admin.admin_site.each_context(request) | {
-        "title": f"{choice.label}: {about}?",
+        "title": f"{choice.label}: {device}?",
         "opts": admin.opts,
         "choice": choice,
         "device": device,
-        "kept": kept,
+        "holders": holders,
+        "word": device.address or device.key,
+        "wrong": wrong,
+        "kept": [("choice", choice.name), ("seen", request.POST.get("seen", ""))],
         "reason": request.POST.get("reason", ""),
         "longest": lifecycle.MAX_REASON,
     }
     return TemplateResponse(request, "accelerators/decide.html", context)
-
-
-def _done(admin: Any, request: HttpRequest, choice: Choice, uuids: list[UUID]) -> HttpResponse | None:
-    """Do it to all of them and show what became of each."""
-    reason, results = request.POST.get("reason", ""), []
-    try:
-        for part in lifecycle.many(choice.action, uuids, person(request), reason, choice.then):
-            results += part
-    except Refused as refused:  # the reason, before anything was done
-        messages.error(request, refused.text)
-        return None
-    counts = Counter(result.outcome for result in results)
-    shown = sorted(results, key=lambda result: ("refused", "moved", "unchanged").index(result.outcome))[:ROWS]
-    context = admin.admin_site.each_context(request) | {
-        "title": f"{choice.label}: {len(results)} device{'' if len(results) == 1 else 's'}",
-        "opts": admin.opts,
-        "counts": [(outcome(word), counts[word]) for word in OUTCOMES if counts[word]],
-        "rows": [
-            {"result": one, "outcome": outcome(one.outcome), "state": one.state and marks.state(one.state)}
-            for one in shown
-        ],
-        "left": len(results) - len(shown),
-    }
-    return TemplateResponse(request, "accelerators/decided.html", context)
-
-
-OUTCOMES = {"moved": ("done", "good"), "unchanged": ("already so", "calm"), "refused": ("refused", "bad")}
-
-
-def outcome(word: str) -> SafeString:
-    """What became of it."""
-    return marks.mark(*OUTCOMES[word])

@@ -4,50 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import urlencode
 
 from django.contrib import admin
 from django.core.exceptions import PermissionDenied
-from django.db.models import Model, Prefetch, Q, QuerySet
+from django.db.models import Count, Model, QuerySet
 from django.http import HttpRequest, HttpResponse
 from django.template.response import TemplateResponse
-from django.urls import path
+from django.urls import path, reverse
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
 from accelerators import lifecycle
-from accelerators.admin import commands, decisions, marks, orders, timeline
+from accelerators.admin import cards, commands, decisions, marks, orders, picture, stored, timeline
+from accelerators.admin.filters import Draining, Driver, Freshness
 from accelerators.admin.listing import ReadOnly
 from accelerators.models import AttachHandle, Deployable, Device, Event
-from accelerators.models.devices import driver_error
+
+HANDLES = 256
+"""So many attach handles are shown on a device's page, those that somebody holds first; the list has them all."""
 
 
-class Freshness(admin.SimpleListFilter):
-    """Live, or stale because of the agent or the driver."""
-
-    title, parameter_name = "freshness", "stale"
-
-    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
-        return [("yes", "stale"), ("no", "live")]
-
-    def queryset(self, request: HttpRequest, queryset: QuerySet[Device]) -> QuerySet[Device]:
-        if self.value() not in ("yes", "no"):
-            return queryset
-        stale = Q(host__stale_since__isnull=False) | (Q(_error__isnull=False) & ~Q(_error=""))
-        matching = queryset.alias(_error=driver_error())
-        return matching.filter(stale) if self.value() == "yes" else matching.exclude(stale)
-
-
-class Draining(admin.SimpleListFilter):
-    """Devices that wait for their last request."""
-
-    title, parameter_name = "drain", "draining"
-
-    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
-        return [("yes", "draining"), ("no", "not draining")]
-
-    def queryset(self, request: HttpRequest, queryset: QuerySet[Device]) -> QuerySet[Device]:
-        return queryset.filter(drain_to__isnull=self.value() == "no") if self.value() else queryset
+OF_DEVICE = "deployable__device__id__exact"
+"""Of the list of handles: those of one device."""
 
 
 @admin.register(Device)
@@ -65,7 +45,7 @@ class DeviceAdmin(ReadOnly):
         "since",
     )
     list_display_links = ("shown_model",)
-    list_filter = ("state", "status", "type", Freshness, Draining, "driver")
+    list_filter = ("state", "status", "type", Freshness, Draining, Driver)
     actions = tuple(decisions.of_list())
     list_select_related = ("host",)
     ordering = ("host_id", "key")
@@ -77,6 +57,12 @@ class DeviceAdmin(ReadOnly):
         "key__icontains",
     )
     search_help_text = "uuid, PCI address, host, model, serial"
+    exports = {
+        "shown_state": ("state", "state_reason", "drain_to"),
+        "shown_health": ("status", "status_reason"),
+        "shown_model": ("model", "vendor"),
+        "shown_address": ("address", "key"),
+    }
     empty = "No devices yet. They appear as soon as an agent on a compute host reports what its drivers found."
 
     def lookup_allowed(self, lookup: str, value: str, request: HttpRequest) -> bool:
@@ -146,9 +132,10 @@ class DeviceAdmin(ReadOnly):
         if request.method not in ("GET", "HEAD") or not self.has_view_permission(request, device):
             raise PermissionDenied
         events = Event.objects.filter(subject=device.uuid)[: timeline.ROWS]
-        deployables = _inside(device)
-        held = sum(part["held"] for part in deployables)
+        (card,) = cards.of([device], HANDLES)
+        held = card.held
         offered = orders.possible(request, device, held)
+        deployables = _inside(device, card)
         context = self.admin_site.each_context(request) | {
             "title": device.model,
             "opts": self.opts,
@@ -160,47 +147,64 @@ class DeviceAdmin(ReadOnly):
             "state_since": marks.ago(device.state_since),
             "status_since": marks.ago(device.status_since),
             "reported": marks.ago(device.host.reported_at),
+            "picture": picture.device(card),
+            "legend": picture.legend([card]),
             "deployables": deployables,
+            "hidden": card.hidden.total(),
+            "handles_url": handles_of(device),
             "held": held,
+            "total": card.counts.total(),
             "draining": marks.draining(device.drain_to, held),
             "choices": decisions.possible(request, device, held),
             "to_install": device.to_install.splitlines(),
             "acts": offered,
             "images": orders.images(offered),
             "longest": lifecycle.MAX_REASON,
+            "signals": stored.signals(request, device),
+            "stored": stored.inventory(device, deployables),
             "events": timeline.rows(events),
         }
-        return TemplateResponse(request, "accelerators/device.html", context | commands.of(request, device))
+        context |= commands.of(request, device)
+        return TemplateResponse(request, "accelerators/device.html", context | self.beside(device))
+
+    def beside(self, device: Device) -> dict[str, Any]:
+        """What other rooms show on the page; this room knows nothing of them."""
+        return {}
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Device]:
         return super().get_queryset(request).select_related("host")
 
 
-def _inside(device: Device) -> list[dict[str, Any]]:
-    """A device's deployables with attributes, handles and who holds each; three statements whatever their number."""
-    handles = AttachHandle.objects.select_related("request__profile")
-    found = device.deployables.prefetch_related("attributes", Prefetch("attach_handles", handles))
+def _inside(device: Device, card: picture.Card) -> list[dict[str, Any]]:
+    """A device's deployables with their attributes and those handles that are shown; two statements."""
+    numbers = {"handles": Count("attach_handles"), "held": Count("attach_handles__request")}
+    found = device.deployables.annotate(**numbers).order_by("id").prefetch_related("attributes")
     return [
         {
             "deployable": deployable,
             "attributes": deployable.attributes.all(),
-            "handles": [
-                {
-                    "type": handle.attach_type,
-                    "info": handle.attach_info,
-                    "name": marks.handle(handle.attach_info),
-                    "request": holder(handle),
-                    "missing": marks.mark("missing", "warn", f"since {handle.missing_since:%Y-%m-%d %H:%M:%S} UTC")
-                    if handle.missing_since
-                    else "",
-                }
-                for handle in deployable.attach_handles.all()
+            "units": [
+                {"unit": unit, "state": picture.mark(unit.state), "instance_url": requests_of(unit.instance)}
+                for unit in card.units
+                if unit.part == deployable.pk
             ],
-            "held": sum(holder(handle) is not None for handle in deployable.attach_handles.all()),
+            "held": deployable.held,
+            "handles": deployable.handles,
             "missing_since": marks.ago(deployable.missing_since) if deployable.missing_since else "",
         }
         for deployable in found
     ]
+
+
+def handles_of(device: Device) -> str:
+    """Address of the list of a device's attach handles."""
+    return f"{reverse('admin:accelerators_attachhandle_changelist')}?{urlencode({OF_DEVICE: device.pk})}"
+
+
+def requests_of(instance: str) -> str:
+    """Address of the list of an instance's requests; '' for none."""
+    url = reverse("admin:accelerators_acceleratorrequest_changelist")
+    return f"{url}?{urlencode({'q': instance})}" if instance else ""
 
 
 def holder(handle: AttachHandle) -> Model | None:
@@ -230,6 +234,7 @@ class DeployableAdmin(ReadOnly):
     ordering = ("id",)
     search_fields = ("uuid__startswith", "rp_uuid__startswith", "name__icontains", "device__host__name__icontains")
     search_help_text = "uuid, provider uuid, name, PCI address, host"
+    exports = {"shown_device": ("device__uuid", "device__model")}
     empty = "No deployables yet. Each device that an agent reports brings its own."
 
     @display(description="Device", ordering="device__model")
@@ -293,7 +298,17 @@ class AttachHandleAdmin(ReadOnly):
         "shown_missing",
     )
     readonly_fields = fields
+    exports = {
+        "shown_holder": ("request__uuid",),
+        "instance": ("request__instance_uuid",),
+        "project": ("request__project_id",),
+        "shown_device": ("deployable__device__uuid", "deployable__device__model"),
+        "shown_host": ("deployable__device__host__name",),
+    }
     empty = "No attach handles yet. Each deployable that an agent reports brings its own."
+
+    def lookup_allowed(self, lookup: str, value: str, request: HttpRequest) -> bool:
+        return lookup == OF_DEVICE or super().lookup_allowed(lookup, value, request)
 
     @display(description="Handle", ordering="attach_info")
     def shown_name(self, handle: AttachHandle) -> SafeString:

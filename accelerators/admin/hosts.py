@@ -16,13 +16,13 @@ from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
-from accelerators.admin import commands, decisions, marks, orders, timeline
+from accelerators.admin import cards, commands, decisions, marks, orders, picture, timeline
 from accelerators.admin.listing import ReadOnly
 from accelerators.lifecycle import MAX_REASON
 from accelerators.models import Device, Event, Host
 
-DEVICE_ROWS = 200
-"""So many devices are shown on a host's page; the filtered list has them all."""
+DEVICE_ROWS = 64
+"""So many devices are drawn and listed on a host's page; the filtered list has them all."""
 
 
 class Live(admin.SimpleListFilter):
@@ -48,6 +48,7 @@ class HostAdmin(ReadOnly):
     ordering = ("name",)
     search_fields = ("uuid__startswith", "name__icontains", "node__icontains")
     search_help_text = "name, node, uuid"
+    exports = {"shown_drivers": ("drivers",)}
     empty = (
         "No hosts yet. Make a join token with “manage.py join_token HOST” and start cyborg-agent on that host with it."
     )
@@ -108,7 +109,9 @@ class HostAdmin(ReadOnly):
             return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
         if request.method not in ("GET", "HEAD") or not self.has_view_permission(request, host):
             raise PermissionDenied
-        devices = Device.objects.filter(host=host).order_by("key")[:DEVICE_ROWS]
+        devices = list(host.devices.order_by("numa_node", "address", "key")[:DEVICE_ROWS])
+        devices.sort(key=lambda device: device.numa_node < 0)  # the unknown last, as in the picture
+        drawn = cards.of(devices)
         context = self.admin_site.each_context(request) | {
             "title": host.name,
             "opts": self.opts,
@@ -116,7 +119,11 @@ class HostAdmin(ReadOnly):
             "live": live(host),
             "reported": marks.ago(host.reported_at),
             "drivers": [_driver(name, entry) for name, entry in sorted(host.drivers.items())],
-            "devices": [_device(host, device) for device in devices],
+            "unwanted": sorted({device.driver for device in devices} - set(host.drivers)),
+            "picture": picture.host(drawn, host.name),
+            "legend": picture.legend(drawn),
+            "nowhere": sum(card.numa < 0 for card in drawn),
+            "devices": [_device(*pair) for pair in zip(devices, drawn, strict=True)],
             "devices_url": devices_of(host),
             "events": timeline.rows(Event.objects.filter(host=host.name)[: timeline.ROWS]),
             "may": decisions.may(request),
@@ -154,11 +161,15 @@ def _driver(name: str, entry: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _device(host: Host, device: Device) -> dict[str, Any]:
+def _device(device: Device, card: picture.Card) -> dict[str, Any]:
     return {
         "device": device,
         "state": marks.state(device.state, device.state_reason),
-        "stale": marks.stale(host.why_stale(device.driver)),
+        "stale": marks.stale(device.host.why_stale(device.driver)),
         "health": marks.health(device.status, device.status_reason),
         "since": marks.ago(device.state_since),
+        "held": card.held,
+        "handles": card.counts.total(),
+        "units": [(unit, picture.mark(unit.state)) for unit in card.units],
+        "hidden": card.hidden.total(),
     }

@@ -55,6 +55,8 @@ ACTIONS = {
     "changed": "busy",
     "missing": "warn",
     "stale": "warn",
+    "appeared": "warn",
+    "mended": "good",
     "failed": "bad",
     "refused": "bad",
     "ordered": "busy",
@@ -132,8 +134,10 @@ def ago(moment: datetime | str | None, now: datetime | None = None) -> SafeStrin
 
 
 def lasted(since: datetime, until: datetime | None = None) -> str:
-    """How long it took, or takes by now; below ten seconds with tenths."""
+    """How long it took, or takes by now; below ten seconds with tenths, below one in milliseconds."""
     seconds = max(0.0, ((until or datetime.now(UTC)) - since).total_seconds())
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
     return f"{seconds:.1f} s" if seconds < 10 else _amount(seconds)
 
 
@@ -171,11 +175,13 @@ def page(model: str, key: Any) -> str:
 
 
 def handle(attach_info: str) -> str:
-    """What an attach handle points at, readable: a PCI address where the JSON is one."""
+    """What an attach handle points at, readable: the mark of a mediated device, a PCI address where the JSON is one."""
     try:
         info = json.loads(attach_info)
+        if mark := info.get("vgpu_mark"):
+            return str(mark)
         return f"{info['domain']}:{info['bus']}:{info['device']}.{info['function']}"
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return attach_info
 
 

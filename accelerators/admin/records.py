@@ -13,7 +13,7 @@ from django.utils.safestring import SafeString
 from unfold.decorators import display
 
 from accelerators.admin import marks, timeline
-from accelerators.admin.listing import BoundedPaginator, ReadOnly, as_uuid
+from accelerators.admin.listing import ReadOnly, as_uuid
 from accelerators.models import Event, Intent
 
 STUCK_AFTER = 10
@@ -40,7 +40,7 @@ class Subject(admin.SimpleListFilter):
     title, parameter_name = "subject", "about"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
-        return [(word, word) for word in ("device", "command", "driver", "host", "agent", "request", "profile")]
+        return [(word, word) for word in ("device", "command", "driver", "host", "agent", "request", "profile", "list")]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Event]) -> QuerySet[Event]:
         return queryset.filter(subject_type=self.value()) if self.value() else queryset
@@ -53,7 +53,6 @@ class EventAdmin(ReadOnly):
     list_display = ("time", "shown_action", "shown_subject", "shown_host", "shown_changes", "by")
     list_display_links = ("shown_action",)
     list_filter = (Window, Subject, "source")
-    paginator = BoundedPaginator
     ordering = ("-at", "-id")
     sortable_by = ()
     search_fields = ("subject_name",)
@@ -70,10 +69,19 @@ class EventAdmin(ReadOnly):
         "request_id",
     )
     readonly_fields = fields
+    exports = {
+        "time": ("at",),
+        "shown_action": ("action",),
+        "shown_subject": ("subject_type", "subject", "subject_name"),
+        "shown_host": ("host",),
+        "shown_changes": ("changes", "reason"),
+        "by": ("source", "actor", "request_id"),
+    }
     empty = "No events yet. Every change of the inventory will be one."
 
     def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Event | None:
-        return Event.objects.filter(pk=int(object_id)).first() if object_id.isdigit() else None
+        known = object_id.isdecimal() and len(object_id) < 19
+        return Event.objects.filter(pk=int(object_id)).first() if known else None
 
     def get_search_results(
         self, request: HttpRequest, queryset: QuerySet[Event], search_term: str

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from django.contrib import admin
+from django.core.exceptions import PermissionDenied
 from django.db.models import QuerySet
-from django.http import HttpRequest
+from django.http import HttpRequest, HttpResponse
+from django.template.response import TemplateResponse
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
-from accelerators.admin import marks
+from accelerators.admin import course, marks
 from accelerators.admin.listing import ReadOnly
-from accelerators.models import AcceleratorRequest, DeviceProfile
+from accelerators.models import AcceleratorRequest, Command, DeviceProfile, Event
+
+SIBLINGS = 20
+"""So many other requests of the same instance are shown on a request's page."""
 
 
 @admin.register(DeviceProfile)
@@ -24,6 +31,7 @@ class DeviceProfileAdmin(ReadOnly):
     ordering = ("name",)
     search_fields = ("uuid__startswith", "name__icontains", "description__icontains")
     search_help_text = "name, description, uuid"
+    exports = {"shown_groups": ("groups",)}
     empty = "No device profiles yet. Make one with “openstack accelerator device profile create”."
 
     @display(description="Groups")
@@ -62,10 +70,49 @@ class AcceleratorRequestAdmin(ReadOnly):
         "profile__name__icontains",
     )
     search_help_text = "uuid, instance uuid, project, host, profile"
+    exports = {
+        "shown_state": ("state", "fault"),
+        "handle": ("attach_handle__attach_info", "attach_handle__deployable__device__uuid"),
+    }
     empty = "No requests yet. Nova makes one for each accelerator of an instance when a flavor names a device profile."
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[AcceleratorRequest]:
         return super().get_queryset(request).select_related("profile", "attach_handle__deployable")
+
+    def change_view(
+        self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: dict[str, Any] | None = None
+    ) -> HttpResponse:
+        """The page of one request: who asks, what it holds, how it went and how long that took, what Nova was told."""
+        arq = self.get_object(request, object_id)
+        if arq is None:
+            return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
+        if request.method not in ("GET", "HEAD") or not self.has_view_permission(request, arq):
+            raise PermissionDenied
+        events = list(Event.objects.filter(subject=arq.uuid)[: course.EVENTS])
+        commands = Command.objects.filter(request=arq.uuid).select_related("host").order_by("-id")
+        siblings = AcceleratorRequest.objects.filter(instance_uuid=arq.instance_uuid).exclude(pk=arq.pk)
+        steps = course.steps(events, commands[: course.COMMANDS])
+        context = self.admin_site.each_context(request) | {
+            "title": f"Request {str(arq.uuid)[:8]}",
+            "opts": self.opts,
+            "arq": arq,
+            "state": state(arq),
+            "created": marks.ago(arq.created_at),
+            "deadline": marks.ago(arq.deadline) if arq.state == "BindStarted" else "",
+            "host": marks.link("host", arq.hostname, arq.hostname) if arq.hostname else marks.NOTHING,
+            "holds": marks.handle(arq.attach_handle.attach_info) if arq.attach_handle else "",
+            "group": sorted(arq.group.items()),
+            "steps": steps,
+            "took": course.took(steps),
+            "told": course.told(arq, events),
+            "untold": course.untold(arq),
+            "siblings": [(one, state(one)) for one in siblings.order_by("id")[:SIBLINGS]] if arq.instance_uuid else [],
+        }
+        return TemplateResponse(request, "accelerators/request.html", context | self.beside(arq))
+
+    def beside(self, request: AcceleratorRequest) -> dict[str, Any]:
+        """What other rooms show on the page; this room knows nothing of them."""
+        return {}
 
     @display(description="Request", ordering="uuid")
     def shown_uuid(self, request: AcceleratorRequest) -> SafeString:
@@ -73,7 +120,7 @@ class AcceleratorRequestAdmin(ReadOnly):
 
     @display(description="State", ordering="state")
     def shown_state(self, request: AcceleratorRequest) -> SafeString:
-        return marks.mark(request.state, marks.REQUEST_STATES[request.state], request.fault)
+        return state(request)
 
     @display(description="Profile", ordering="profile__name")
     def shown_profile(self, request: AcceleratorRequest) -> SafeString:
@@ -97,3 +144,8 @@ class AcceleratorRequestAdmin(ReadOnly):
     @display(description="Created", ordering="-created_at")
     def created(self, request: AcceleratorRequest) -> SafeString:
         return marks.ago(request.created_at)
+
+
+def state(request: AcceleratorRequest) -> SafeString:
+    """As a word."""
+    return marks.mark(request.state, marks.REQUEST_STATES[request.state], request.fault)

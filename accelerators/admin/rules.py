@@ -34,6 +34,7 @@ class AdmissionRuleAdmin(Listing):
     search_help_text = "name, host, driver, vendor"
     list_before_template = "accelerators/rules_before.html"
     fields = ("name", "order", "action", "host", "driver", "vendor", "model", "type", "enabled")
+    exports = {"shown_fits": ("host", "driver", "vendor", "model", "type")}
     empty = (
         "No admission rules yet: what is found is inactive until somebody enables it. A rule can make what fits it"
         " ready, or quarantined, as soon as it is found."

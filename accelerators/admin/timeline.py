@@ -10,7 +10,7 @@ from django.utils.safestring import SafeString
 from accelerators.admin import marks
 from accelerators.models import Event
 
-ROWS = 50
+ROWS = 25
 """So many of the newest are shown on a page; the list of events has them all."""
 
 
@@ -45,7 +45,7 @@ def rows(events: Iterable[Event]) -> list[Row]:
 
 def subject(event: Event) -> SafeString | str:
     """What it happened to, linked where it has a page."""
-    if event.subject and event.subject_type in ("device", "host", "command"):
+    if event.subject and event.subject_type in ("device", "host", "command", "bulk"):
         return marks.link(event.subject_type, event.subject, event.subject_name or event.subject)
     return event.subject_name or marks.NOTHING
 

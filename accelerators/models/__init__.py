@@ -1,5 +1,6 @@
 """Every table of the room, one file per subject. Written by `accelerators.conductor` only."""
 
+from accelerators.models.bulks import Bulk, BulkItem
 from accelerators.models.commands import Command
 from accelerators.models.devices import AttachHandle, Attribute, Deployable, Device
 from accelerators.models.hosts import Host
@@ -13,6 +14,8 @@ __all__ = [
     "AdmissionRule",
     "AttachHandle",
     "Attribute",
+    "Bulk",
+    "BulkItem",
     "Command",
     "Deployable",
     "Device",

@@ -6,12 +6,14 @@ from django.db import models
 from django.db.models import F, Func, Q, Value
 from django.db.models.functions import Now
 
+from accelerators.actions import Standing
 from accelerators.models import fields
 from accelerators.models.hosts import Host
 from accelerators.states import DeviceState, DeviceType, Drain, HandleType, Health, Origin
 
 OFFERED = (DeviceState.READY.value, DeviceState.INSTALLING.value)
 """In these a device does not drain."""
+UNWELL = (Health.DEGRADED.value, Health.FAILED.value)
 
 
 class Device(fields.Row):
@@ -82,10 +84,19 @@ class Device(fields.Row):
             models.Index(fields=["state", "type"], name="device_state_type"),
             models.Index(fields=["type", "vendor"], name="device_type_vendor"),
             models.Index(fields=["id"], condition=Q(drain_to__isnull=False), name="device_draining"),
+            models.Index(fields=["status"], condition=Q(status__in=UNWELL), name="device_unwell"),
+            models.Index(fields=["address"], name="device_address"),
+            models.Index(fields=["key"], name="device_key"),
         ]
 
     def __str__(self) -> str:
         return f"{self.model} {self.address or self.key}"
+
+    @property
+    def stands(self) -> str:
+        """How it stands: `Standing.word`, which forms send back, so that who decides is told when it has changed."""
+        state, returns_to, drain_to = DeviceState(self.state), self.returns_to, self.drain_to
+        return Standing(state, returns_to and DeviceState(returns_to), drain_to and Drain(drain_to)).word
 
 
 class Deployable(fields.Row):
@@ -145,6 +156,7 @@ class AttachHandle(fields.Row):
             models.UniqueConstraint(fields=["deployable", "attach_info"], name="handle_one_per_deployable_and_info"),
             fields.one_of("attach_type", HandleType, "handle_type_known"),
         ]
+        indexes = [models.Index(fields=["attach_info"], name="handle_info")]
 
     def __str__(self) -> str:
         return f"{self.attach_type} {self.attach_info}"

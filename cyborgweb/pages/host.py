@@ -14,6 +14,8 @@ from accelerators.admin.hosts import HostAdmin
 from accelerators.models import Host
 from agents.admin import liveness, seen_at
 from agents.models import Agent
+from cyborgweb.pages import faults
+from placement_sync.faults import at
 
 
 class HostPage(HostAdmin):
@@ -31,12 +33,13 @@ class HostPage(HostAdmin):
 
     def beside(self, host: Host) -> dict[str, Any]:
         agent: Agent | None = getattr(host, "agent", None)
+        found = {"agent": agent, "faults": faults.shown(at(host.pk))}
         if agent is None:
-            return {"agent": None}
-        return {
-            "agent": agent,
+            return found
+        return found | {
             "agent_liveness": liveness(agent),
             "agent_heard": marks.ago(seen_at(agent)),
             "agent_connected": marks.ago(agent.connected_at),
             "agent_enrolled": marks.ago(agent.enrolled_at),
+            "agent_key_since": marks.ago(agent.key_since),
         }

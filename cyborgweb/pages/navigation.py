@@ -28,6 +28,7 @@ GROUPS: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
     (
         "Record",
         (
+            ("Bulk actions", "checklist", "accelerators.bulk"),
             ("Commands", "terminal", "accelerators.command"),
             ("Events", "history", "accelerators.event"),
             ("Intents", "outbox", "accelerators.intent"),
@@ -35,7 +36,11 @@ GROUPS: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
     ),
     (
         "OpenStack",
-        (("Placement", "account_tree", "placement_sync.tree"),),
+        (
+            ("Placement", "account_tree", "placement_sync.tree"),
+            ("Discrepancies", "difference", "placement_sync.discrepancy"),
+            ("Writer", "edit_note", "placement_sync.writer"),
+        ),
     ),
     (
         "Access",

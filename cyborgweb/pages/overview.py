@@ -1,28 +1,28 @@
-"""The console's first page: what there is, who is heard, what fails, what waits, what happened last.
+"""The console's first page: what needs somebody, what there is, who is heard, what waits, what happened last.
 
-Called by unfold for the admin's index. At most seven statements of its own, whatever the number of rows (promise P3).
+Called by unfold for the admin's index. Six statements of its own, whatever the number of rows (promise P3).
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
-from urllib.parse import urlencode
 
 from django.db import connection
-from django.db.models import Count, Min, Q
+from django.db.models import Count, Q
 from django.http import HttpRequest
 from django.urls import reverse
 from django.utils.safestring import SafeString
 
+from accelerators import ticks
 from accelerators.admin import marks, timeline
-from accelerators.admin.records import STUCK_AFTER
-from accelerators.models import Device, Event, Host, Intent
+from accelerators.models import Device, Event, Host
 from accelerators.states import DeviceState, DeviceType
 from agents.admin import TONES, where
-from agents.models import Spooled
+from cyborgweb.pages import attention, capacity, work
 
 EVENTS = 20
 TROUBLES = 50
@@ -50,6 +50,7 @@ class Cell:
 class Line:
     """One state's counts, by type and in all."""
 
+    word: str
     state: SafeString
     cells: list[Cell]
     total: Cell
@@ -59,17 +60,50 @@ def context(request: HttpRequest, context: dict[str, Any]) -> dict[str, Any]:
     """The index page's context; who may not view devices sees the navigation and a sentence."""
     context |= {"title": "Overview", "may_view": request.user.has_perm("accelerators.view_device")}
     if context["may_view"]:
-        hosts = _hosts()
+        now, hosts, devices, troubles = datetime.now(UTC), _hosts(), _devices(), _troubles()
+        doing, classes = work.now(), capacity.classes()
+        house = attention.House(
+            hosts,
+            Counter({line.word: line.total.number for line in devices["lines"]}),
+            doing,
+            classes,
+            troubles["failing_n"],
+            troubles["faults_n"],
+            now,
+        )
         context |= {
-            "as_of": datetime.now(UTC),
+            "as_of": now,
             "hosts": hosts,
             "agents": [(marks.mark(word, tone), word, hosts[word]) for word, tone in TONES.items()],
-            "devices": _devices(),
-            "troubles": _troubles(),
-            "waiting": _waiting(),
+            "devices": devices,
+            "classes": classes,
+            "needs": [(marks.mark(need.word, need.tone), need) for need in attention.needs(house)],
+            "troubles": troubles,
+            "waiting": doing,
+            "told": [
+                _told("Placement", "provider", doing.placement, reverse("admin:placement_sync_tree_changelist"), now),
+                _told("Nova", "notice", doing.nova, attention.listed("intent", kind="notice"), now),
+            ],
             "events": timeline.rows(Event.objects.all()[:EVENTS]),
         }
+        context["calm"] = not any(need.tone in ("bad", "warn") for _, need in context["needs"])
     return context
+
+
+def _told(name: str, kind: str, told: work.Telling, url: str, now: datetime) -> dict[str, Any]:
+    """How far behind one that we tell is."""
+    late = told.oldest is not None and now - told.oldest > attention.LATE
+    tone, word = ("bad", "stuck") if told.stuck else ("warn", "behind") if late else ("busy", "telling")
+    mark = marks.mark(word, tone, told.error) if told.number else marks.mark("in step", "good")
+    return {
+        "name": name,
+        "url": url,
+        "number": told.number,
+        "mark": mark
+        if ticks.has_taker(kind)
+        else marks.mark("no cloud", "calm", "None is configured: nobody is told."),
+        "oldest": marks.ago(told.oldest) if told.oldest else "",
+    }
 
 
 def _hosts() -> dict[str, int]:
@@ -93,10 +127,11 @@ def _devices() -> dict[str, Any]:
     def cell(state: str = "", kind: str = "") -> Cell:
         asked = {"state__exact": state, "type__exact": kind}
         number = sum(n for (s, k), n in counts.items() if state in ("", s) and kind in ("", k))
-        return Cell(number, _list("device", **{name: word for name, word in asked.items() if word}))
+        return Cell(number, attention.listed("device", **{name: word for name, word in asked.items() if word}))
 
-    lines = [Line(marks.state(state), [cell(state, kind) for kind in kinds], cell(state)) for state in states]
-    return {"kinds": kinds, "lines": lines, "totals": [cell(kind=kind) for kind in kinds], "total": cell()}
+    lines = [Line(state, marks.state(state), [cell(state, kind) for kind in kinds], cell(state)) for state in states]
+    totals = [cell(kind=kind) for kind in kinds]
+    return {"kinds": kinds, "lines": lines, "totals": totals, "total": cell()}
 
 
 def _troubles() -> dict[str, Any]:
@@ -116,23 +151,3 @@ def _troubles() -> dict[str, Any]:
     ]
     failing_n, faults_n = (int(rows[0][5]), int(rows[0][6] or 0)) if rows else (0, 0)
     return {"failing": failing, "failing_n": failing_n, "faults": faults[:TROUBLES], "faults_n": faults_n}
-
-
-def _waiting() -> dict[str, Any]:
-    """What is on its way: reports not merged, intents not told."""
-    spool = Spooled.objects.aggregate(n=Count("pk"), oldest=Min("received_at"))
-    intents = Intent.objects.aggregate(
-        n=Count("pk"), stuck=Count("pk", filter=Q(attempts__gte=STUCK_AFTER)), oldest=Min("created_at")
-    )
-    return {
-        "spool": spool["n"],
-        "spool_oldest": marks.ago(spool["oldest"]),
-        "intents": intents["n"],
-        "intents_oldest": marks.ago(intents["oldest"]),
-        "stuck": intents["stuck"],
-    }
-
-
-def _list(model: str, **asked: str) -> str:
-    url = reverse(f"admin:accelerators_{model}_changelist")
-    return f"{url}?{urlencode(asked)}" if asked else url

@@ -83,6 +83,7 @@ INSTALLED_APPS = [
     "cyborgweb",
 ]
 MIDDLEWARE = [
+    "cyborgweb.headers.HeadersMiddleware",
     "django.middleware.security.SecurityMiddleware",
     "whitenoise.middleware.WhiteNoiseMiddleware",
     "cyborgweb.requests.RequestIdMiddleware",
@@ -160,6 +161,8 @@ SPECTACULAR_SETTINGS = {
 }
 SERVICE_SESSION = "cyborgweb.keystone.service_session"
 """Makes the keystoneauth1 session with which other rooms speak to the cloud."""
+LIST_MEMORY = "cyborgweb.pages.lists.remembered"
+"""Tells the console's lists which columns a person chose and what views were saved."""
 AGENTS_DOOR = "cyborgweb.tls.door"
 """Tells where agents reach us, and which certificate they are to pin."""
 

@@ -135,6 +135,12 @@ class Keys:
         "With Keystone: roles that may look at the console, where every project's requests are seen; `admin` may act.",
         "`manager`",
     )
+    environment: str = key(
+        "CYBORG_ENVIRONMENT",
+        "",
+        "Which cloud this is, for example `prod` or `staging`: a strip on every page of the console says it.",
+        "*(absent: no strip)*",
+    )
     allowed_hosts: tuple[str, ...] = key(
         "CYBORG_ALLOWED_HOSTS", ("*",), "Host names the web answers to, separated by commas.", "`*`"
     )
@@ -164,6 +170,8 @@ def keys() -> Keys:
         raise ConfigurationError(f"CYBORG_AUTH={read.auth!r} is not usable: write local or keystone")
     if read.console_session_h <= 0:
         raise ConfigurationError(f"CYBORG_CONSOLE_SESSION_H={read.console_session_h} is not usable: write a time")
+    if len(read.environment) > 40 or not read.environment.isprintable():
+        raise ConfigurationError("CYBORG_ENVIRONMENT is not usable: write one or two words")
     return read
 
 

@@ -9,7 +9,7 @@ from django.contrib.auth.models import Permission, User
 from django.test import Client
 from django.urls import reverse
 
-from accelerators import conductor, lifecycle
+from accelerators import conductor
 from accelerators.models import AcceleratorRequest, AdmissionRule, Device, Event
 from tests.console.conftest import Fill
 from tests.support.reports import a_host, answer, apply, card
@@ -45,6 +45,9 @@ def held() -> Device:
     return Device.objects.get(address="0000:00:00.0", host__name="cmp0.example")
 
 
+SURE = {"sure": "yes", "typed": "0000:00:00.0"}
+
+
 def ready(*devices: Device) -> None:
     with conductor.writing():
         Device.objects.filter(pk__in=[device.pk for device in devices]).update(state="ready")
@@ -67,8 +70,12 @@ def test_a_drain_is_shown_on_the_page_and_in_the_list(operator: Client, fill: Fi
     ready(held())
     answered = operator.post(decide(held()), {"choice": "drain-retire"})
     assert "Drain, then retire: 1044 0000:00:00.0?" in answered.content.decode()
+    assert "request" in answered.content.decode() and "Type <code>0000:00:00.0</code>" in answered.content.decode()
+    for typed in ("", "0000:01:00.0"):
+        wrong = operator.post(decide(held()), {"choice": "drain-retire", "sure": "yes", "typed": typed})
+        assert "That is not it: nothing was done." in wrong.content.decode()
     assert held().state == "ready"
-    answered = operator.post(decide(held()), {"choice": "drain-retire", "sure": "yes"}, follow=True)
+    answered = operator.post(decide(held()), SURE | {"choice": "drain-retire"}, follow=True)
     assert sentence(answered) == "1044 0000:00:00.0 is now maintenance, draining: 1 request left."
     assert "draining: 1 request left" in operator.get(page(held())).content.decode()
     assert buttons(operator, held()) == ["enable", "drain", "quarantine"]
@@ -82,7 +89,7 @@ def test_what_is_refused_is_said_and_changes_nothing(operator: Client, fill: Fil
     with conductor.writing():
         Device.objects.update(state="maintenance")
     assert "retire" not in buttons(operator, held())
-    answered = operator.post(decide(held()), {"choice": "retire", "sure": "yes"}, follow=True)
+    answered = operator.post(decide(held()), SURE | {"choice": "retire"}, follow=True)
     assert "is held by request" in sentence(answered)
     answered = operator.post(decide(free()), {"choice": "disable", "reason": "x" * 501}, follow=True)
     assert sentence(answered) == "A reason is at most 500 characters of text."
@@ -91,37 +98,18 @@ def test_what_is_refused_is_said_and_changes_nothing(operator: Client, fill: Fil
     assert operator.get(decide(free())).status_code == 405
 
 
-def test_the_list_does_it_to_a_selection_after_asking(operator: Client, fill: Fill) -> None:
-    fill(12)
-    chosen = [held(), free()]
-    with conductor.writing():
-        Device.objects.update(state="maintenance")
-    keys = [str(device.pk) for device in chosen]
-    asked = operator.post(reverse(LIST), {"action": "retire", "_selected_action": keys, "index": "0"})
-    text = asked.content.decode()
-    assert "Retire: 2 devices?" in text
-    sent = dict(re.findall(r'type="hidden" name="(action|select_across)" value="([^"]+)"', text))
-    assert re.findall(r'name="_selected_action" value="(\d+)"', text) == keys
-    done = operator.post(reverse(LIST), sent | {"_selected_action": keys, "sure": "yes", "reason": "old"})
-    assert [outcome for _, outcome in done.context["counts"]] == [1, 1]
-    assert "is held by request" in done.content.decode()
-    assert [*Device.objects.filter(state="retired", state_reason="old")] == [free()]
-
-
-def test_all_that_match_a_filter_are_moved_in_slices(
-    operator: Client, fill: Fill, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lifecycle, "SLICE", 25)
-    fill(70)
-    listed = f"{reverse(LIST)}?state__exact=inactive"
-    sent = {"action": "enable", "select_across": "1", "_selected_action": [str(free().pk)]}
-    assert "Enable: 63 devices?" in operator.post(listed, sent).content.decode()
-    operator.post(listed, sent | {"sure": "yes"})
-    assert Device.objects.filter(state="ready").count() == 70
-    monkeypatch.setattr("accelerators.admin.decisions.MOST", 60)
-    narrow = operator.post(reverse(LIST), sent | {"sure": "yes", "action": "disable"}, follow=True)
-    assert "More than 60 devices are selected: narrow the list by filters first." in narrow.content.decode()
-    assert Device.objects.filter(state="ready").count() == 70
+def test_a_device_that_changed_since_the_page_was_shown_is_shown_anew(operator: Client, fill: Fill) -> None:
+    fill(3)
+    shown = operator.get(page(free())).content.decode()
+    (seen,) = re.findall(r'name="seen" value="([^"]+)"', shown)
+    assert seen == "inactive"
+    operator.post(decide(free()), {"choice": "quarantine", "reason": "smells", "seen": seen}, follow=True)
+    answered = operator.post(decide(free()), {"choice": "enable", "seen": seen}, follow=True)
+    assert "was inactive when this was decided; it is quarantined now, since" in sentence(answered)
+    assert "by olga: smells. Look at it again." in sentence(answered)
+    assert answered.redirect_chain == [(page(free()), 302)] and free().state == "quarantined"
+    answered = operator.post(decide(free()), {"choice": "quarantine", "seen": seen}, follow=True)
+    assert sentence(answered) == "1044 0000:02:00.0 is already quarantined."
 
 
 def test_who_may_only_look_decides_nothing(client: Client, operator: Client, fill: Fill) -> None:

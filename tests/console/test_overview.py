@@ -64,7 +64,7 @@ def test_failing_drivers_faults_and_what_waits(operator: Client, fill: Fill) -> 
     troubles, waiting = page.context["troubles"], page.context["waiting"]
     assert (troubles["failing_n"], troubles["faults_n"]) == (2, 0)
     assert troubles["failing"][0]["error"] == "it hung for 20 s"
-    assert (waiting["spool"], waiting["intents"], waiting["stuck"]) == (1, Intent.objects.count(), 1)
+    assert (waiting.spool, waiting.placement.number, waiting.stuck) == (1, Intent.objects.count(), 1)
     assert len(page.context["events"]) == min(20, Event.objects.count())
 
 
@@ -83,8 +83,10 @@ def test_an_empty_house_teaches_how_to_begin(operator: Client) -> None:
 
 def test_it_needs_no_script_and_allows_none_inline(operator: Client, fill: Fill) -> None:
     fill(3)
-    page = operator.get(INDEX).content.decode()
-    assert "script-src 'self'" in page
+    answered = operator.get(INDEX)
+    page = answered.content.decode()
+    assert "script-src 'self'" in answered["Content-Security-Policy"]
+    assert "<style" not in page and " style=" not in page
     assert "<script>" not in page
     assert "x-cloak" not in page
     assert " onclick" not in page

@@ -1,27 +1,203 @@
-// Keeps what is under way up to date: each [data-live] names the address of its own piece of the page, asked for once a
-// second while somebody looks. When something has ended, the whole page is shown anew, unless somebody is writing in it.
+// What this page shows, kept true. A socket tells which cells of a list have changed, and when another page is to be
+// fetched anew; after every connection all visible rows are compared. The badge never says live when that is not known.
 (function () {
-  const EVERY_MS = 1000, AWAY_MS = 5000;
-  function isWritten() {
-    return Array.from(document.querySelectorAll("main input")).some(input => input.value !== input.defaultValue);
+  const SILENCE_MS = 18000, PATIENCE_MS = 3000, HIDDEN_MS = 30000, LONGEST_MS = 8000, PIECE_MS = 1000, TIMES_MS = 10000;
+  const ENDED = { 4401: "signed out, or permissions changed", 4403: "not allowed", 4400: "this page cannot be followed" };
+  const list = document.getElementById("changelist");
+  const main = document.querySelector("body[data-page] main");
+  const place = document.querySelector(".bar, #header-inner");
+  if (!place || !(list || main)) return;
+
+  let socket, tries = 0, isLive = false, heard = 0, lastLive = performance.timeOrigin, lostAt = Date.now();
+  let ended = "", fresh = 0, held = false, fetching, asleep, shown = "";
+
+  const badge = document.createElement("p");
+  badge.className = "live";
+  badge.setAttribute("role", "status");
+  place.append(badge);
+
+  function draw() {
+    const at = new Date(lastLive).toISOString().slice(11, 19);
+    const [tone, glyph, text] = ended ? ["warn", "▲", `not live: ${ended}`] : isLive ? ["good", "●", "live"]
+      : Date.now() - lostAt < PATIENCE_MS ? ["busy", "◐", "reconnecting"] : ["warn", "▲", `stale since ${at} UTC`];
+    const more = fresh ? `${fresh} new – show` : held ? "changed – show" : ended ? "reload" : "";
+    if (shown === text + more) return;
+    shown = text + more;
+    const mark = element("span", `mark ${tone}`, element("span", "", glyph), text);
+    mark.firstChild.setAttribute("aria-hidden", "true");
+    badge.replaceChildren(mark);
+    if (!more) return;
+    const link = element("a", "", more);
+    link.href = location.href;
+    badge.prepend(link);
   }
-  function follow(piece) {
-    async function look() {
-      if (document.hidden) return setTimeout(look, EVERY_MS);
-      let answer;
-      try {
-        answer = await fetch(piece.dataset.live);
-        if (answer.status >= 500) throw new Error(answer.statusText);
-      } catch (error) {
-        return setTimeout(look, AWAY_MS);
-      }
-      if (answer.redirected || !answer.ok) return;
-      const now = new DOMParser().parseFromString(await answer.text(), "text/html").body.firstElementChild;
-      if (now.dataset.open !== piece.dataset.open && !isWritten()) return location.reload();
-      if (!piece.contains(document.activeElement)) piece.replaceChildren(...now.childNodes);
-      if (now.dataset.live) setTimeout(look, EVERY_MS);
+  function element(name, className, ...inside) {
+    const made = document.createElement(name);
+    if (className) made.className = className;
+    made.append(...inside);
+    return made;
+  }
+  function lose() {
+    if (isLive) lostAt = Date.now();
+    isLive = false;
+  }
+
+  // Lists: cells in place, rows never moved.
+  const rows = new Map();
+  if (list) for (const link of list.querySelectorAll("#result_list tbody a[href]")) {
+    const key = new URL(link.href).pathname.match(/^(.*\/)([^/]+)\/change\/$/);
+    if (key && key[1] === location.pathname)
+      rows.set(key[2].replace(/_([0-9A-F]{2})/g, (_, code) => String.fromCharCode(parseInt(code, 16))), link.closest("tr"));
+  }
+  function patch(key, cells) {
+    for (const [column, html] of Object.entries(cells)) {
+      const cell = Array.from(rows.get(key)?.children ?? []).find(one => one.classList.contains(column));
+      if (!cell) continue;
+      const now = new DOMParser().parseFromString(html, "text/html").body;
+      if (now.innerHTML === cell.innerHTML) continue;
+      const focused = cell.contains(document.activeElement);
+      cell.replaceChildren(...now.childNodes);
+      if (focused) cell.querySelector("a")?.focus();
+      cell.classList.remove("changed");
+      void cell.offsetWidth;
+      cell.classList.add("changed");
     }
-    setTimeout(look, EVERY_MS);
   }
-  document.querySelectorAll("[data-live]").forEach(follow);
+  function bury(key) {
+    const row = rows.get(key);
+    if (!row || row.classList.contains("gone")) return;
+    row.classList.add("gone");
+    const mark = element("span", "mark warn", element("span", "", "▲"), "gone");
+    mark.firstChild.setAttribute("aria-hidden", "true");
+    row.querySelector("[class*='field-']")?.prepend(mark, " ");
+  }
+
+  // Other pages: fetched anew, and brought in line node by node; a form that somebody is at stays as it is.
+  function isInHand(form) {
+    return form.matches(":hover") || form.contains(document.activeElement)
+      || Array.from(form.querySelectorAll("input:not([type=hidden]), textarea")).some(one => one.value !== one.defaultValue);
+  }
+  function drop(node) {
+    const forms = node.nodeName === "FORM" ? [node] : Array.from(node.querySelectorAll?.("form") ?? []);
+    if (forms.some(isInHand)) held = true;
+    else node.remove();
+  }
+  function nameOf(node) {
+    return node.nodeType === Node.ELEMENT_NODE ? node.id || node.getAttribute("aria-labelledby") || "" : "";
+  }
+  function morph(old, now) {
+    if (old.isEqualNode(now)) return;
+    if (old.nodeType !== Node.ELEMENT_NODE) return void (old.data = now.data);
+    if (old.nodeName === "FORM" && isInHand(old)) return void (held = true);
+    for (const { name } of Array.from(old.attributes))
+      if (!now.hasAttribute(name) && name !== "open") old.removeAttribute(name);
+    for (const { name, value } of now.attributes) if (old.getAttribute(name) !== value) old.setAttribute(name, value);
+    const after = Array.from(now.childNodes), wanted = new Set(after.map(nameOf)), named = new Map();
+    for (const one of Array.from(old.childNodes)) {
+      if (!wanted.has(nameOf(one)) && nameOf(one)) drop(one);
+      else named.set(nameOf(one), one);
+    }
+    let spot = old.firstChild;
+    for (const one of after) {
+      const name = nameOf(one), like = spot && !nameOf(spot) && spot.nodeName === one.nodeName ? spot : null;
+      const same = name ? named.get(name) : like;
+      if (same && same === spot) spot = spot.nextSibling;
+      else old.insertBefore(same ?? one, spot);
+      if (same) morph(same, one);
+    }
+    while (spot) {
+      const next = spot.nextSibling;
+      drop(spot);
+      spot = next;
+    }
+  }
+  async function read(address) {
+    const answer = await fetch(address);
+    if (answer.redirected || answer.status === 403) ended = ENDED[4401];
+    if (answer.redirected || !answer.ok) throw new Error(answer.statusText);
+    const page = new DOMParser().parseFromString(await answer.text(), "text/html");
+    const token = document.querySelector("[name=csrfmiddlewaretoken]")?.value;
+    page.querySelectorAll("main [name=csrfmiddlewaretoken]").forEach(one => token && one.setAttribute("value", token));
+    return page;
+  }
+  function again() {
+    return fetching ??= renew().finally(() => { fetching = undefined; });
+  }
+  async function renew() {
+    try {
+      const page = await read(location.href), newer = document.adoptNode(page.querySelector("main"));
+      newer.prepend(...Array.from(main.querySelectorAll(":scope > .message"), said => said.cloneNode(true)));
+      held = false;
+      morph(main, newer);
+      const aside = document.querySelector(".bar > p:not(.live)"), then = page.querySelector(".bar > p");
+      if (aside && then) morph(aside, then);
+      return true;
+    } catch (error) {
+      return false;
+    }
+  }
+
+  // What is under way has an address of its own, asked once a second until it has ended; this goes without a socket.
+  async function pieces() {
+    for (const piece of document.hidden ? [] : main?.querySelectorAll("[data-live]") ?? []) try {
+      const now = (await read(piece.dataset.live)).body.firstElementChild;
+      if (now.dataset.open !== piece.dataset.open) await again();
+      else if (!piece.contains(document.activeElement)) morph(piece, now);
+    } catch (error) { /* asked again */ }
+    setTimeout(pieces, PIECE_MS);
+  }
+
+  function connect() {
+    if (ended || socket) return;
+    heard = Date.now();
+    const own = socket = new WebSocket(`${location.protocol === "https:" ? "wss" : "ws"}://${location.host}/ws/console`);
+    own.onopen = () => own.send(JSON.stringify(
+      { path: list ? location.pathname : "", query: list ? location.search.slice(1) : "", rows: Array.from(rows.keys()).slice(0, 100) }));
+    own.onmessage = async event => {
+      const said = JSON.parse(event.data);
+      heard = Date.now();
+      for (const [key, cells] of Object.entries(said.rows ?? {})) patch(key, cells);
+      (said.gone ?? []).forEach(bury);
+      fresh = said.new ?? fresh;
+      if (said.moved && !await again()) return away(own);
+      if (own !== socket) return;
+      if (said.live) [isLive, tries, lastLive] = [true, 0, heard];
+      else lose();
+      draw();
+    };
+    own.onclose = event => away(own, event.code);
+  }
+  function away(own, code) {
+    if (own !== socket) return;
+    socket = undefined;
+    own.close();
+    lose();
+    ended = ENDED[code] ?? ended;
+    if (!document.hidden) setTimeout(connect, Math.min(LONGEST_MS, 500 * 2 ** tries++) * (0.5 + Math.random()));
+    draw();
+  }
+  document.addEventListener("visibilitychange", () => {
+    clearTimeout(asleep);
+    if (document.hidden) asleep = setTimeout(() => socket && away(socket), HIDDEN_MS);
+    else connect();
+  });
+  setInterval(() => {
+    if (socket && Date.now() - heard > SILENCE_MS) away(socket);
+    draw();
+  }, 1000);
+
+  // `3 min ago` goes on. Words as the server's.
+  function amount(seconds) {
+    const unit = [[86400, "d"], [3600, "h"], [60, "min"]].find(([size]) => seconds >= size);
+    return unit ? `${Math.floor(seconds / unit[0])} ${unit[1]}` : `${Math.floor(seconds)} s`;
+  }
+  setInterval(() => document.querySelectorAll("time[datetime][title]").forEach(time => {
+    const seconds = (Date.now() - Date.parse(time.dateTime)) / 1000, by = Math.abs(seconds);
+    if (/^(now|in .*|.* ago)$/.test(time.textContent))
+      time.textContent = by < 1 ? "now" : seconds > 0 ? `${amount(by)} ago` : `in ${amount(by)}`;
+  }), TIMES_MS);
+
+  pieces();
+  connect();
+  draw();
 })();

@@ -1,0 +1,78 @@
+"""What one person asks of many devices at once: the frozen set, and what became of each. Written by `bulks`."""
+
+from __future__ import annotations
+
+from django.db import models
+from django.db.models import Q
+
+from accelerators.models import fields
+from accelerators.models.devices import Device
+from accelerators.states import BulkState, Drain, Outcome
+
+WAITING = Q(outcome="")
+UNDER_WAY = Q(state=BulkState.RUNNING.value)
+
+
+class Bulk(fields.Row):
+    """An action on a set of devices. The set is chosen once, with how each stood then, and never grows."""
+
+    action = models.CharField(max_length=16, db_collation="C", help_text="What is asked of each.")
+    then = models.CharField(max_length=16, choices=fields.choices(Drain), default=Drain.MAINTENANCE.value)
+    selection = models.CharField(
+        max_length=1000, default="", blank=True, help_text="The list's filters when the set was chosen."
+    )
+    total = models.IntegerField(default=0)
+    state = models.CharField(max_length=16, choices=fields.choices(BulkState), default=BulkState.DRAFT.value)
+    dry = models.BooleanField(default=False, help_text="What is worked on is a dry run: nothing is changed.")
+    held_too = models.BooleanField(default=False, help_text="Confirmed for devices that somebody holds, too.")
+    actor = fields.name()
+    reason = models.TextField(default="", blank=True)
+    request_id = models.CharField(max_length=64, default="", blank=True)
+    started_at = models.DateTimeField(null=True, blank=True)
+    ended_at = models.DateTimeField(null=True, blank=True)
+    moved = models.IntegerField(default=0)
+    unchanged = models.IntegerField(default=0)
+    refused = models.IntegerField(default=0)
+
+    class Meta:
+        ordering = ["-id"]
+        verbose_name = "bulk action"
+        constraints = [fields.one_of("state", BulkState, "bulk_state_known")]
+        indexes = [models.Index(fields=["updated_at"], condition=UNDER_WAY, name="bulk_under_way")]
+
+    def __str__(self) -> str:
+        return f"{self.action} {self.total} devices"
+
+    @property
+    def worked(self) -> int:
+        """How many devices it has been through."""
+        return self.moved + self.unchanged + self.refused
+
+
+class BulkItem(models.Model):
+    """One device of a set; its outcome is written in the transaction that moves the device, so it is moved once."""
+
+    bulk = models.ForeignKey(Bulk, models.CASCADE, related_name="items")
+    device = models.ForeignKey(Device, models.SET_NULL, null=True, related_name="+")
+    device_uuid = models.UUIDField()
+    device_name = fields.name()
+    host = fields.name()
+    stood = models.CharField(max_length=64, help_text="How the device stood when the set was chosen.")
+    outcome = models.CharField(
+        max_length=16, choices=fields.choices(Outcome), default="", blank=True, help_text="Empty: not worked on yet."
+    )
+    why = models.CharField(max_length=16, default="", blank=True, help_text="The kind of refusal.")
+    state = models.CharField(max_length=16, default="", blank=True, help_text="The device's, afterwards.")
+    text = models.TextField(default="", blank=True)
+
+    class Meta:
+        ordering = ["id"]
+        verbose_name = "device of a bulk action"
+        verbose_name_plural = "devices of bulk actions"
+        indexes = [
+            models.Index(fields=["bulk", "id"], condition=WAITING, name="bulk_item_waiting"),
+            models.Index(fields=["bulk", "outcome", "id"], name="bulk_item_outcome"),
+        ]
+
+    def __str__(self) -> str:
+        return self.device_name

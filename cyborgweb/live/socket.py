@@ -1,0 +1,131 @@
+"""A browser's socket at `/ws/console`, mounted by `cyborgweb.asgi`. Nothing in it waits for the database.
+
+A page says once which list it is and which rows it shows; what it is told then is `live.feed`'s. Pings are uvicorn's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from http.cookies import CookieError, SimpleCookie
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+from django.conf import settings
+
+from cyborgweb.live.feed import LATER, MALFORMED, SIGNED_OUT, Feed, Watcher
+
+MAX_WATCHERS = 500
+MAX_MESSAGE = 16_384
+BURST, PER_S = 10.0, 1.0
+"""Messages a page may send at once, and how many more a second."""
+TOO_LARGE, TOO_MANY = 1009, 4429
+
+
+class Ask(msgspec.Struct, forbid_unknown_fields=True):
+    """What a page shows: its address, and the keys of its rows."""
+
+    path: str
+    query: str = ""
+    rows: list[str] = []
+
+    def __post_init__(self) -> None:
+        if (
+            len(self.path) > 200
+            or len(self.query) > 4000
+            or len(self.rows) > 100
+            or any(len(r) > 64 for r in self.rows)
+        ):
+            raise ValueError("a page shows 100 rows at most")
+
+
+_ask = msgspec.json.Decoder(Ask)
+
+
+class Console:
+    """The ASGI application. Other origins are refused before there is a socket; who has no session, right after."""
+
+    def __init__(self, feed: Feed | None = None) -> None:
+        self.feed = feed or Feed()
+        self._inside = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await receive()  # websocket.connect
+        headers = dict(scope["headers"])
+        if not _same_origin(headers):
+            await send({"type": "websocket.close"})
+            return
+        await send({"type": "websocket.accept"})
+        session = _session(headers)
+        if not session or self._inside >= MAX_WATCHERS:
+            await send({"type": "websocket.close", "code": LATER if session else SIGNED_OUT})
+            return
+        loop, outbox = asyncio.get_running_loop(), asyncio.Queue[str | int]()
+        watcher = Watcher(session, lambda what: _post(loop, outbox, what))
+        self._inside += 1
+        self.feed.enter(watcher)
+        try:
+            code = await _first(self._hear(watcher, receive), _speak(watcher, outbox, send))
+        finally:
+            self._inside -= 1
+            self.feed.leave(watcher)
+        if code:
+            await send({"type": "websocket.close", "code": code})
+
+    async def _hear(self, watcher: Watcher, receive: Any) -> int:
+        """Take what the page says, until it goes (0) or says what it may not (a close code)."""
+        loop = asyncio.get_running_loop()
+        credit, at = BURST, loop.time()
+        while (event := await receive())["type"] == "websocket.receive":
+            credit, at = min(BURST, credit + (loop.time() - at) * PER_S) - 1, loop.time()
+            text = event.get("text") or ""
+            if credit < 0:
+                return TOO_MANY
+            if len(text) > MAX_MESSAGE:
+                return TOO_LARGE
+            try:
+                ask = _ask.decode(text)
+            except msgspec.DecodeError:
+                return MALFORMED
+            self.feed.show(watcher, ask.path, ask.query, ask.rows)
+        return 0
+
+
+async def _speak(watcher: Watcher, outbox: asyncio.Queue[str | int], send: Any) -> int:
+    """Send what the feed posts, one after the other, until it posts a close code."""
+    while isinstance(what := await outbox.get(), str):
+        await send({"type": "websocket.send", "text": what})
+        watcher.sending_since = None
+    return what
+
+
+def _post(loop: asyncio.AbstractEventLoop, outbox: asyncio.Queue[str | int], what: str | int) -> None:
+    """From the feed's thread; nobody hears it when the process ends."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(outbox.put_nowait, what)
+
+
+async def _first(*both: Any) -> int:
+    """The result of the one that ends first; the other is cancelled."""
+    tasks = [asyncio.ensure_future(one) for one in both]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return int(done.pop().result())
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _same_origin(headers: dict[bytes, bytes]) -> bool:
+    """A page of another site can open a socket here, with our cookie: its browser says whose page it is."""
+    origin, host = headers.get(b"origin", b"").decode("latin-1"), headers.get(b"host", b"").decode("latin-1")
+    return bool(host) and urlsplit(origin).netloc.lower() == host.lower()
+
+
+def _session(headers: dict[bytes, bytes]) -> str:
+    try:
+        cookie = SimpleCookie(headers.get(b"cookie", b"").decode("latin-1")).get(settings.SESSION_COOKIE_NAME)
+    except CookieError:
+        return ""
+    return cookie.value[:64] if cookie else ""

@@ -1,0 +1,17 @@
+"""A device with what Placement and Nova say against it: the list and page of `accelerators`, and that beside it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerators.admin.devices import DeviceAdmin
+from accelerators.models import Device
+from cyborgweb.pages import faults
+from placement_sync.faults import of
+
+
+class DevicePage(DeviceAdmin):
+    """Registered by `cyborgweb.admin` in place of the room's own."""
+
+    def beside(self, device: Device) -> dict[str, Any]:
+        return {"faults": faults.shown(of([device.pk]))}

@@ -1,0 +1,91 @@
+"""What is on its way or not well, as numbers: reports, intents, binds, commands, queues, devices. For `overview`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+import msgspec
+from django.db import connection
+
+from accelerators.admin.records import STUCK_AFTER
+
+NEAR_S = 10
+"""A bind whose deadline is so near is about to fail."""
+NUMBERS = """
+SELECT json_build_object(
+  'spool', (SELECT count(*) FROM spool), 'spool_oldest', (SELECT min(received_at) FROM spool),
+  'tasks', (SELECT count(*) FROM django_q_ormq), 'tick_oldest', (SELECT min(at) FROM tick),
+  'binding', (SELECT count(*) FROM accelerators_acceleratorrequest WHERE state = 'BindStarted'),
+  'near', (SELECT count(*) FROM accelerators_acceleratorrequest
+    WHERE state = 'BindStarted' AND deadline < now() + make_interval(secs => %(near)s)),
+  'overdue', (SELECT count(*) FROM accelerators_acceleratorrequest WHERE state = 'BindStarted' AND deadline < now()),
+  'commands', (SELECT count(*) FROM accelerators_command WHERE ended_at IS NULL),
+  'draining', (SELECT count(*) FROM accelerators_device WHERE drain_to IS NOT NULL),
+  'bulks', (SELECT count(*) FROM accelerators_bulk WHERE state = 'running'),
+  'discrepancies', (SELECT count(*) FROM placement_sync_discrepancy),
+  'degraded', (SELECT count(*) FROM accelerators_device WHERE status = 'degraded'),
+  'broken', (SELECT count(*) FROM accelerators_device WHERE status = 'failed'),
+  'missing_held', (SELECT count(*) FROM accelerators_device d WHERE d.state = 'missing' AND EXISTS (
+    SELECT FROM accelerators_deployable p JOIN accelerators_acceleratorrequest r ON r.deployable_id = p.id
+    WHERE p.device_id = d.id AND r.state IN ('BindStarted', 'Bound'))),
+  'intents', (SELECT coalesce(json_object_agg(kind, i), '{}') FROM (
+    SELECT kind, count(*) AS number, count(*) FILTER (WHERE attempts >= %(stuck)s) AS stuck, min(created_at) AS oldest,
+      coalesce((array_agg(last_error ORDER BY attempts DESC) FILTER (WHERE last_error <> ''))[1], '') AS error
+    FROM accelerators_intent GROUP BY kind) i))::text
+"""
+
+
+@dataclass(frozen=True)
+class Telling:
+    """Intents of one kind: how many wait, since when, how many are stuck, what they last failed with."""
+
+    number: int = 0
+    stuck: int = 0
+    oldest: datetime | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Everything that has begun and has not ended, and which devices are not well."""
+
+    spool: int
+    spool_oldest: datetime | None
+    tasks: int
+    tick_oldest: datetime | None
+    binding: int
+    near: int
+    overdue: int
+    commands: int
+    draining: int
+    bulks: int
+    discrepancies: int
+    degraded: int
+    broken: int
+    missing_held: int
+    intents: dict[str, Telling] = field(default_factory=dict)
+
+    @property
+    def placement(self) -> Telling:
+        """What Placement is still to be told."""
+        return self.intents.get("provider", Telling())
+
+    @property
+    def nova(self) -> Telling:
+        """What Nova is."""
+        return self.intents.get("notice", Telling())
+
+    @property
+    def stuck(self) -> int:
+        """Intents that failed too often to be left alone."""
+        return sum(one.stuck for one in self.intents.values())
+
+
+def now() -> Work:
+    """One statement."""
+    with connection.cursor() as cursor:
+        cursor.execute(NUMBERS, {"near": NEAR_S, "stuck": STUCK_AFTER})
+        found: Any = cursor.fetchone()[0]
+    return msgspec.json.decode(found, type=Work)

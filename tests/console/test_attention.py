@@ -1,0 +1,110 @@
+"""What needs an operator: a sentence for each, the worst first, each with a link to where it is mended; or none."""
+
+from __future__ import annotations
+
+from collections import Counter
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from django.db import connection
+from django.test import Client
+from django.test.utils import CaptureQueriesContext
+
+from accelerators import conductor, ticks
+from accelerators.models import AcceleratorRequest, AttachHandle, Device, DeviceProfile, Intent
+from cyborgweb.pages import attention, capacity, work
+from tests.console.conftest import Fill
+from tests.support.reports import a_host, answer, apply, card
+
+NOW = datetime(2026, 11, 1, tzinfo=UTC)
+QUIET = dict.fromkeys(
+    ("spool", "tasks", "binding", "near", "overdue", "commands", "draining", "bulks", "discrepancies", "missing_held"),
+    0,
+) | {"degraded": 0, "broken": 0, "spool_oldest": None, "tick_oldest": None}
+
+
+def words(devices: dict[str, int] | None = None, down: int = 0, failing: int = 0, **doing: Any) -> list[str]:
+    """The needs of a house, each as one line."""
+    hosts, now = {"down": down}, work.Work(**(QUIET | doing))
+    house = attention.House(hosts, Counter(devices or {}), now, [], failing, 0, NOW)
+    return [f"{need.tone} {need.word}: {need.what} {need.then}" for need in attention.needs(house)]
+
+
+def test_nothing_wrong_needs_nobody() -> None:
+    assert words({"ready": 100, "maintenance": 3}) == []
+
+
+def test_the_worst_comes_first_and_what_waits_for_a_decision_last() -> None:
+    found = words({"inactive": 2, "missing": 3, "failed": 1}, down=1, failing=2, missing_held=1, discrepancies=1)
+    tones = [line.split()[0] for line in found]
+    assert tones == ["bad"] * 5 + ["warn", "calm"]
+    assert found[0].startswith("bad missing: 1 device held by instances all the same")
+    assert found[5].startswith("warn missing: 2 devices no longer named")
+    assert found[-1].startswith("calm new: 2 devices found")
+
+
+def test_who_is_behind_is_named_with_the_error_and_stuck_outdoes_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ticks, "_jobs", dict(ticks._jobs))
+    late = work.Telling(3, 0, NOW - timedelta(minutes=4), "503 from Placement")
+    assert words(intents={"provider": late}) == []  # no cloud is configured: nobody is told
+    ticks.register("placement", "none", cluster="work", intent="provider")
+    assert words(intents={"provider": late}) == [
+        "warn behind: Placement is behind by 4 min, 3 to tell: 503 from Placement"
+    ]
+    stuck = work.Telling(3, 1, NOW, "x" * 300)
+    (line,) = words(intents={"provider": stuck})
+    assert line.startswith("bad stuck: 1 intent failed ten times and more: xxx") and line.endswith("x…")
+
+
+def test_binds_and_our_own_workers() -> None:
+    assert [line.split(":")[0] for line in words(near=3, overdue=1)] == ["bad stuck", "warn late"]
+    old = NOW - timedelta(seconds=40)
+    assert [line.split(":")[0] for line in words(spool=2, spool_oldest=old, tick_oldest=old)] == [
+        "bad waiting",
+        "bad asleep",
+    ]
+    assert words(spool=2, spool_oldest=NOW, tick_oldest=NOW, binding=5) == []
+
+
+@pytest.mark.django_db
+def test_capacity_counts_held_free_and_out_of_offer_by_class() -> None:
+    apply(a_host(), answer(*(card(n, handles=4) for n in range(3))))
+    with conductor.writing():
+        Device.objects.filter(address__in=["0000:00:00.0", "0000:01:00.0"]).update(state="ready")
+        profile = DeviceProfile.objects.create(name="p", groups=[])
+        for handle in AttachHandle.objects.order_by("id")[:3]:
+            AcceleratorRequest.objects.create(
+                project_id="p",
+                state="Bound",
+                profile=profile,
+                group={},
+                deployable=handle.deployable,
+                attach_handle=handle,
+            )
+    (one,) = capacity.classes()
+    assert (one.name, one.total, one.held, one.free, one.reserved) == ("FPGA", 12, 3, 5, 4)
+    assert 'class="free" width="66.67"' in one.bar and 'class="held" width="25.00"' in one.bar
+    with conductor.writing():
+        Device.objects.filter(address="0000:02:00.0").update(state="retired")
+    assert capacity.classes()[0].total == 8
+
+
+@pytest.mark.django_db
+def test_a_full_class_is_said_and_every_link_leads_somewhere(operator: Client, fill: Fill) -> None:
+    fill(30)
+    with conductor.writing():
+        Device.objects.filter(address="0000:02:00.0").update(state="failed")
+        Device.objects.filter(address="0000:00:00.0").update(state="missing", status="failed")
+        Intent.objects.update(attempts=10, last_error="503")
+        AcceleratorRequest.objects.filter(state="Bound").update(state="BindStarted", deadline=NOW)
+    with CaptureQueriesContext(connection) as captured:
+        page = operator.get("/admin/")
+    assert len(captured) <= 10
+    needs = {need.word: need for _, need in page.context["needs"]}
+    assert {"missing", "failed", "broken", "failing", "stuck", "new"} <= needs.keys() and not page.context["calm"]
+    for need in needs.values():
+        if need.url.startswith("/"):
+            assert operator.get(need.url).status_code == 200, need.url
+            if need.url.startswith("/admin/accelerators/device/") and need.word != "full":
+                assert operator.get(need.url).context["cl"].result_count >= int(need.what.split()[0])

@@ -1,0 +1,115 @@
+"""A list as a file: exactly what its filters leave, harmless in spreadsheets, told in the audit, for who may see it."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from typing import Any
+
+import pytest
+import yaml
+from django.contrib.auth.models import Permission, User
+from django.core.signals import request_finished
+from django.db import close_old_connections
+from django.test import Client
+from django.urls import reverse
+
+from accelerators.admin import export
+from accelerators.models import AttachHandle, Command, Device, Event, Host
+from tests.console.conftest import Fill
+from tests.support.reports import a_host, answer, apply, card
+
+pytestmark = pytest.mark.django_db
+
+DEVICES = "/admin/accelerators/device/export."
+
+
+def taken(client: Client, path: str, **asked: str) -> str:
+    answered = client.get(path, asked)
+    assert answered.status_code == 200
+    return b"".join(answered.streaming_content).decode()
+
+
+def leave(answered: Any) -> None:
+    """Close an answer that nobody read, twice as some servers do; the test's connection stays open."""
+    request_finished.disconnect(close_old_connections)
+    answered.close()
+    answered.close()
+    request_finished.connect(close_old_connections)
+
+
+def as_csv(text: str) -> list[dict[str, Any]]:
+    return list(csv.DictReader(io.StringIO(text)))
+
+
+def test_the_three_forms_say_the_same_of_exactly_the_filtered_rows(operator: Client, fill: Fill) -> None:
+    fill(23)
+    asked = {"state__exact": "inactive", "q": "cmp1", "columns": "state,address,since"}
+    one = as_csv(taken(operator, f"{DEVICES}csv", **asked))
+    two, three = (read(taken(operator, f"{DEVICES}{form}", **asked)) for form, read in FORMS)
+    wanted = Device.objects.filter(state="inactive", host__name="cmp1.example").order_by("host_id", "key")
+    assert [row["uuid"] for row in one] == [str(device.uuid) for device in wanted] != []
+    assert list(one[0]) == ["uuid", "state", "state_reason", "drain_to", "address", "key", "state_since"]
+    assert two == three
+    assert [{name: value or "" for name, value in row.items()} for row in two] == one
+
+
+FORMS = (("json", json.loads), ("yaml", yaml.safe_load))
+
+
+def test_many_rows_leave_in_slices_and_none_is_lost(
+    operator: Client, fill: Fill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(23)
+    monkeypatch.setattr(export, "SLICE", 5)
+    answered = operator.get(f"{DEVICES}json")
+    pieces = list(answered.streaming_content)
+    assert len(pieces) == 6
+    assert len({row["uuid"] for row in json.loads(b"".join(pieces))}) == 23
+    for form, read in FORMS:
+        assert read(taken(operator, f"{DEVICES}{form}", q="nothing")) == []
+
+
+def test_what_agents_say_is_no_formula_in_a_spreadsheet(operator: Client) -> None:
+    apply(a_host(), answer(card(1, model="=HYPERLINK(1)", vendor="@SUM(1)", status="ok", status_reason="-2+3")))
+    (row,) = as_csv(taken(operator, f"{DEVICES}csv"))
+    assert (row["model"], row["vendor"], row["status_reason"]) == ("'=HYPERLINK(1)", "'@SUM(1)", "'-2+3")
+
+
+def test_who_exported_what_and_how_much_is_an_event(operator: Client, fill: Fill) -> None:
+    fill(13)
+    taken(operator, f"{DEVICES}csv", q="cmp1")
+    event = Event.objects.get(action="list.exported")
+    assert (event.actor, event.source, event.subject_name) == ("olga", "person", "devices")
+    assert event.changes == {"rows": [None, 3], "as": [None, "csv"], "only": [None, "q=cmp1"]}
+
+
+def test_exports_are_for_whom_the_list_is_and_bounded_in_number(client: Client, fill: Fill) -> None:
+    user = User.objects.create(username="viewer", is_staff=True)
+    client.force_login(user)
+    assert client.get(f"{DEVICES}csv").status_code == 403
+    user.user_permissions.add(Permission.objects.get(codename="view_device"))
+    open_ones = [client.get(f"{DEVICES}csv") for _ in range(export.AT_ONCE)]
+    busy = client.get(f"{DEVICES}csv")
+    assert (busy.status_code, busy["Retry-After"]) == (503, "10")
+    for answered in open_ones:
+        leave(answered)
+    taken(client, f"{DEVICES}csv")
+    client.logout()
+    assert client.get(f"{DEVICES}csv").status_code == 302
+
+
+@pytest.mark.parametrize("asked", ["csv?columns=nonsense", "csv?state__exact=%00", "json?columns="])
+def test_what_is_asked_wrongly_is_refused(asked: str, operator: Client) -> None:
+    assert operator.get(f"{DEVICES}{asked}").status_code == 400
+    assert operator.get(f"{DEVICES}exe").status_code == 404
+
+
+@pytest.mark.parametrize("model", [Host, AttachHandle, Event, Command, "agents.agent", "placement_sync.tree"], ids=str)
+def test_every_list_can_be_had(model: Any, operator: Client, fill: Fill) -> None:
+    fill(3)
+    label = model if isinstance(model, str) else model._meta.label_lower
+    url = reverse(f"admin:{label.replace('.', '_')}_export", args=["json"])
+    rows = json.loads(taken(operator, url))
+    assert all(rows) or label.endswith(("command", "tree"))

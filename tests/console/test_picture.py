@@ -1,0 +1,119 @@
+"""The picture of a host: where cards are put, what is said of them, and that it stays readable and well-formed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+from xml.etree import ElementTree
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accelerators.admin import picture
+from accelerators.admin.picture import SHAPES, SHOWN, UNITS, WIDTH, Card, Unit
+from accelerators.states import DeviceType
+
+SVG = "{*}"
+
+
+def card(bus: str = "0000:3b", numa: int = 0, units: int = 1, hidden: int = 0, **changes: object) -> Card:
+    states = list(UNITS)
+    shown = tuple(Unit(f"{bus}:00.{n}", states[n % len(states)], f"/handle/{n}/") for n in range(units))
+    counts = Counter(unit.state for unit in shown) + Counter(free=hidden)
+    values: dict[str, object] = {"name": f"L40S {bus}:00.0", "model": "L40S", "type": "GPU", "place": f"{bus}:00.0"}
+    values |= {"numa": numa, "bus": bus, "url": "/device/1/", "marks": (("ready", "good"),)}
+    return Card(**values | {"units": shown, "counts": counts} | changes)  # type: ignore[arg-type]
+
+
+def titles(svg: str) -> list[str]:
+    return [title.text or "" for title in ElementTree.fromstring(svg).iter("title")]
+
+
+def test_nodes_stand_in_pairs_the_unknown_last_and_alone_as_wide_as_two() -> None:
+    areas = picture.layout([card(numa=-1), card(numa=1), card(numa=0)])
+    assert [area.numa for area in areas] == [0, 1, -1]
+    assert areas[0].y == areas[1].y < areas[2].y
+    assert areas[0].x + areas[0].width < areas[1].x
+    assert areas[2].width == WIDTH
+    assert "NUMA node unknown" in picture.host([card(numa=-1)], "cmp1")
+
+
+def test_cards_of_one_bus_stay_together_behind_one_port() -> None:
+    buses = picture.layout([card("0000:d8"), card("0000:17"), card("0000:d8", place="0000:d8:00.1"), card("")])[0].buses
+    assert [[placed.card.bus for placed in bus] for bus in buses] == [["0000:17"], ["0000:d8", "0000:d8"], [""]]
+    assert {"PCI bus 0000:d8", "not on PCI"} <= set(titles(picture.host([card("0000:d8"), card("")], "cmp1")))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(
+        st.builds(
+            card,
+            bus=st.sampled_from(["", "0000:17", "0000:3b", "0000:d8"]),
+            numa=st.integers(-1, 3),
+            units=st.sampled_from([0, 1, 16, 17, SHOWN]),
+            hidden=st.sampled_from([0, 200]),
+        ),
+        max_size=10,
+    )
+)
+def test_nothing_overlaps_or_leaves_its_area_and_every_card_is_there(cards: list[Card]) -> None:
+    areas = picture.layout(cards)
+    assert sum(len(area.cards) for area in areas) == len(cards)
+    for area in areas:
+        assert area.x >= 0 and area.x + area.width <= WIDTH
+        placed = [one for bus in area.buses for one in bus]
+        for one in placed:
+            assert one.x >= 0 and one.x + picture.COLUMN - picture.GUTTER <= area.width
+            assert one.y + one.card.height <= area.height
+        for column in {one.x for one in placed}:
+            column_of = sorted((one.y, one.card.height) for one in placed if one.x == column)
+            assert all(y + high < following for (y, high), (following, _) in pairwise(column_of))
+    if cards:
+        ElementTree.fromstring(picture.host(cards, "cmp1"))
+
+
+def test_a_state_is_a_fill_a_glyph_and_a_word_and_every_cell_is_a_link() -> None:
+    svg = ElementTree.fromstring(picture.device(card(units=len(UNITS))))
+    links = svg.findall(f".//{SVG}a")
+    assert links[0].attrib["href"] == "/device/1/"
+    cells = {
+        cell.attrib["class"].removeprefix("cell "): cell for cell in svg.iter("g") if "cell " in cell.get("class", "")
+    }
+    assert set(cells) == {state.replace(" ", "-") for state in UNITS}
+    assert len({(cell.find("text").text) for cell in cells.values()}) == len(UNITS)  # type: ignore[union-attr]
+    assert [link.find("title").text for link in links[1:]] == [  # type: ignore[union-attr]
+        f"0000:3b:00.{n}: {state}" for n, state in enumerate(UNITS)
+    ]
+
+
+def test_who_holds_a_function_is_said() -> None:
+    unit = Unit("0000:3b:00.2", "held", "/", 1, "PCI", "{}", "1a2b3c4d-…", "small", "i-1", "p-1")
+    assert unit.said == "0000:3b:00.2: held, instance i-1, request 1a2b3c4d of small, project p-1"
+
+
+def test_many_functions_are_counted_not_drawn() -> None:
+    cards = [card(f"0000:{n:02x}", n % 2, SHOWN, 256 - SHOWN) for n in range(16)]
+    svg = picture.host(cards, "cmp1")
+    assert svg.count(f"+{256 - SHOWN}<") == 16
+    assert f"{256 - SHOWN} more: {256 - SHOWN} free" in titles(svg)
+    assert max(area.height for area in picture.layout(cards)) < 1500
+    assert sum(number for *_, number in picture.legend(cards)) == 16 * 256
+
+
+def test_what_a_driver_says_is_text_and_has_no_power() -> None:
+    evil = '"><script>alert(1)</script>'
+    svg = picture.host([card(model=evil, name=evil, place=evil, type=evil)], evil)
+    assert "<script" not in svg
+    assert evil in "".join(titles(svg))
+    assert " style=" not in svg
+
+
+def test_each_type_has_a_shape_of_its_own_and_others_a_plain_one() -> None:
+    assert set(SHAPES) == {kind.value for kind in DeviceType} | {""}
+    assert len(set(SHAPES.values())) == len(SHAPES)
+    assert SHAPES[""] in picture.device(card(type="TPU"))
+
+
+def test_an_empty_host_has_no_picture() -> None:
+    assert picture.host([], "cmp1") == ""

@@ -1,0 +1,91 @@
+"""What people keep of a list: its view by name, for themselves or for all, and the columns they always want."""
+
+from __future__ import annotations
+
+import pytest
+from django.contrib.auth.models import Permission, User
+from django.test import Client
+from django.urls import reverse
+
+from cyborgweb.models import SavedView
+from tests.console.conftest import Fill
+
+pytestmark = pytest.mark.django_db
+
+DEVICES = reverse("admin:accelerators_device_changelist")
+KEEP = reverse("list_keep", args=["accelerators.device"])
+
+
+@pytest.fixture
+def viewer(operator: Client, fill: Fill) -> Client:
+    """Another person, who may look at devices, of which there are three."""
+    fill(3)
+    user = User.objects.create(username="vera", is_staff=True)
+    user.user_permissions.add(Permission.objects.get(codename="view_device"))
+    client = Client()
+    client.force_login(user)
+    return client
+
+
+def views(client: Client) -> list[str]:
+    return [view.name for view in client.get(DEVICES).context["cl"].views()]
+
+
+def columns(client: Client, **asked: str) -> list[str]:
+    return [name for name in client.get(DEVICES, asked).context["cl"].list_display if name != "action_checkbox"]
+
+
+def test_a_view_is_saved_shown_opened_and_deleted(operator: Client, viewer: Client) -> None:
+    query = "q=cmp0&state__exact=ready"
+    answered = operator.post(KEEP, {"name": "  what is ready ", "query": query})
+    assert (answered.status_code, answered["location"]) == (302, f"{DEVICES}?{query}")
+    operator.post(KEEP, {"name": "for all", "query": "stale=yes", "shared": "on"})
+    assert views(operator) == ["for all", "what is ready"]
+    assert views(viewer) == ["for all"]
+    page = operator.get(DEVICES).content.decode()
+    assert 'href="?q=cmp0&amp;state__exact=ready"' in page
+    shared = SavedView.objects.get(name="for all")
+    viewer.post(KEEP, {"delete": shared.pk})
+    assert views(viewer) == ["for all"]
+    operator.post(KEEP, {"delete": shared.pk})
+    assert views(viewer) == []
+
+
+def test_a_name_is_saved_once_and_many_are_refused(operator: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    for query in ("stale=yes", "stale=no"):
+        operator.post(KEEP, {"name": "mine", "query": query})
+    assert SavedView.objects.get().query == "stale=no"
+    monkeypatch.setattr("cyborgweb.pages.lists.MOST", 1)
+    for name in ("second", "", "x" * 65, "\0"):
+        operator.post(KEEP, {"name": name, "query": ""})
+    assert SavedView.objects.count() == 1
+
+
+def test_columns_are_chosen_by_address_and_for_good(operator: Client, viewer: Client) -> None:
+    every = columns(operator)
+    assert columns(operator, columns="type,state") == ["type", "shown_state"]
+    operator.post(KEEP, {"columns": ["model", "state"], "query": "o=3&q=cmp0"})
+    assert columns(operator) == ["shown_model", "shown_state"]
+    assert columns(viewer) == every
+    assert operator.get(DEVICES).context["cl"].as_saved() == "columns=model%2Cstate"
+    operator.post(KEEP, {"reset": "yes", "query": ""})
+    assert columns(operator) == every
+
+
+def test_what_is_no_column_list_or_permission_is_refused(operator: Client, viewer: Client) -> None:
+    assert operator.get(DEVICES, {"columns": "state,nonsense"}).status_code == 400
+    assert operator.post(KEEP, {"columns": ["nonsense"]}).status_code == 400
+    assert operator.post(KEEP, {}).status_code == 400
+    assert operator.get(KEEP).status_code == 405
+    assert operator.post(reverse("list_keep", args=["no.list"]), {"name": "x"}).status_code == 404
+    assert viewer.post(reverse("list_keep", args=["accelerators.host"]), {"name": "x"}).status_code == 403
+    for key in ("", "x", "9" * 30):
+        assert operator.post(KEEP, {"delete": key}).status_code == 302
+
+
+def test_the_choosers_and_files_stand_above_every_list(operator: Client, fill: Fill) -> None:
+    fill(3)
+    page = operator.get(DEVICES, {"stale": "no", "p": "1"}).content.decode()
+    assert 'href="export.csv?stale=no"' in page
+    assert 'name="columns" value="model" checked' in page
+    assert 'action="/admin/find/"' in page

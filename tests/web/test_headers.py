@@ -1,0 +1,69 @@
+"""Every address bears the headers that bound what a browser may do; only the pages that need more allow more."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+from django.test import Client
+from django.urls import URLPattern, URLResolver, get_resolver, reverse
+
+from cyborgweb.headers import PERMISSIONS, policy
+
+pytestmark = pytest.mark.django_db
+
+UUID = "00000000-0000-0000-0000-000000000001"
+STOCK = policy((("script-src", "'unsafe-eval'"), ("style-src", "'unsafe-inline'")))
+
+
+@pytest.fixture
+def operator(client: Client, django_user_model: type) -> Client:
+    """Logged in, may do everything."""
+    client.force_login(django_user_model.objects.create(username="olga", is_staff=True, is_superuser=True))
+    return client
+
+
+def routes(resolver: URLResolver, before: str = "/") -> Iterator[str]:
+    """An address that each route of the urlconf takes, with a uuid for what varies."""
+    for one in resolver.url_patterns:
+        here = before + filled(str(one.pattern))
+        if isinstance(one, URLPattern):
+            yield here
+        else:
+            yield from routes(one, here)
+
+
+def filled(pattern: str) -> str:
+    """A route or regular expression with a uuid for what varies; of alternatives the first, of options the plain."""
+    text = re.sub(r"<[a-z]+:\w+>|\(\?P<\w+>(?:[^()]|\([^()]*\))*\)", UUID, pattern)
+    text = re.sub(r"\(\?!.*\)", "", text)
+    text = re.sub(r"\(\?:(?:([^()\\\[|]*)|\\.*?|/\[.*?)(?:\|[^()]*)?\)", r"\1", text)
+    return re.sub(r"\\[AZ]|[\^$?]", "", text)
+
+
+def test_every_route_bears_them(client: Client) -> None:
+    """Also of who is refused or sent to the login, which makes it fast: what a view answers makes no difference."""
+    addresses = sorted({*routes(get_resolver()), "/v2/nowhere", "/static/console/page.css", "/static/nowhere.css"})
+    assert len(addresses) > 150
+    for address in addresses:
+        answered = client.get(address)
+        assert answered.headers["X-Content-Type-Options"] == "nosniff", address
+        assert answered.headers["Referrer-Policy"] == "same-origin", address
+        assert answered.headers["Cross-Origin-Opener-Policy"] == "same-origin", address
+        assert answered.headers["Permissions-Policy"] == PERMISSIONS, address
+        said = answered.headers["Content-Security-Policy"]
+        assert said.startswith("default-src 'none'; script-src 'self'"), address
+        assert "frame-ancestors 'none'" in said, address
+
+
+def test_our_own_pages_are_strict_and_stock_ones_get_what_they_need(operator: Client) -> None:
+    ours = ["/admin/", "/admin/nowhere/", "/api/", "/api/devices/", "/v2", "/healthz", "/static/console/page.css"]
+    for path in ours:
+        assert operator.get(path).headers["Content-Security-Policy"] == policy(), path
+    for path in (reverse("admin:accelerators_device_changelist"), reverse("admin:auth_user_add")):
+        assert operator.get(path).headers["Content-Security-Policy"] == STOCK, path
+    swagger = operator.get("/api/docs/", headers={"accept": "text/html"}).headers["Content-Security-Policy"]
+    assert swagger == policy((("style-src", "'unsafe-inline'"),))
+    assert Client().get("/admin/login/").headers["Content-Security-Policy"] == STOCK
+    assert "unsafe" not in policy()
