@@ -1,0 +1,145 @@
+"""A small cloud to look at: six hosts of two NUMA nodes, cards of every kind, some trouble, some demand.
+
+Run in a process of its own (`python -m tests.browser.sample`) over the state directory of a product that is up.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import UTC, datetime, timedelta
+from uuid import NAMESPACE_OID, uuid5
+
+import django
+from msgspec.structs import replace
+
+os.environ.setdefault("DJANGO_SETTINGS_MODULE", "cyborgweb.settings.base")
+django.setup()
+
+from django.contrib.auth.models import User  # noqa: E402  (needs Django's registry, as all that follows)
+
+from accelerators import conductor  # noqa: E402
+from accelerators.models import AcceleratorRequest, AdmissionRule, AttachHandle, Device, DeviceProfile, Host  # noqa: E402
+from agents.models import Agent, JoinToken, Lease  # noqa: E402
+from cyborgweb.models import ApiToken  # noqa: E402
+from drivers.inventory import (  # noqa: E402
+    Attribute,
+    DriverReport,
+    Fault,
+)
+from drivers.inventory import Device as Found  # noqa: E402
+from tests.support.reports import a_host, answer, apply, card  # noqa: E402
+
+KINDS = (
+    (0x17, "GPU", "10de", "NVIDIA A100-PCIE-40GB", 1),
+    (0x31, "GPU", "10de", "NVIDIA A100-PCIE-40GB", 1),
+    (0x3B, "NIC", "15b3", "BlueField-3", 16),
+    (0x5E, "SSD", "144d", "PM1743", 1),
+    (0x98, "FPGA", "10ee", "Alveo U250", 2),
+    (0xB1, "FPGA", "8086", "Stratix 10", 1),
+    (0xCA, "QAT", "8086", "QAT 4xxx", 8),
+    (0xE3, "AICHIP", "1ed5", "Ascend 910B", 1),
+)
+"""Bus, type, vendor, model, handles; the first four at NUMA node 0."""
+CLASSES = {"GPU": "PGPU", "FPGA": "FPGA"}
+STATES = ("ready", "ready", "ready", "inactive", "ready", "maintenance", "ready", "failed", "quarantined")
+WHY = {
+    "ready": ("admitted by the rule “all of rack 2”", "rule"),
+    "inactive": ("found by its driver", "agent"),
+    "maintenance": ("firmware update", "olga"),
+    "failed": ("install: the bitstream does not match the shell", "agent"),
+    "quarantined": ("two ECC errors in a day", "olga"),
+}
+TROUBLE = {
+    3: ("degraded", "link at x8 of x16"),
+    13: ("failed", "thermal shutdown, slot 4"),
+    27: ("unknown", "no sensor"),
+}
+
+
+def cards(host: int) -> list[Found]:
+    """What is in one box."""
+    found = []
+    for place, (bus, kind, vendor, model, handles) in enumerate(KINDS):
+        status, reason = TROUBLE.get(host * len(KINDS) + place, ("ok", ""))
+        more = {"numa_node": place // 4, "kernel_driver": "vfio-pci", "status": status, "status_reason": reason}
+        [part] = (plain := card(bus, handles)).deployables
+        part = replace(part, attributes=(Attribute("rc", CLASSES.get(kind, f"CUSTOM_{kind}")),))
+        found.append(replace(plain, type=kind, vendor=vendor, model=model, deployables=(part,), **more))
+    return found
+
+
+def fill() -> None:
+    """Everything, once."""
+    now = datetime.now(UTC)
+    for number in range(6):
+        host = a_host(f"cmp{number:02}.rack{number % 3 + 1}.example.net")
+        gpus, rest = cards(number)[:2], cards(number)[2:]
+        faults = (Fault("0000:3f:00.0", "class 0x120000 tells no type; state one in the rule"),) if number == 2 else ()
+        pci = DriverReport("pci_driver", "", tuple(rest), faults)
+        apply(host, pci, answer(*gpus, driver="nvidia_gpu_driver"))
+        if number == 3:
+            apply(host, pci, answer(driver="nvidia_gpu_driver", error="it hung for 20 s and was killed"), seq=2)
+        if number == 4:
+            apply(host, answer(*rest[:-1], driver="pci_driver"), answer(*gpus, driver="nvidia_gpu_driver"), seq=2)
+        Agent.objects.create(
+            host=host,
+            public_key=f"sample {number}",
+            version="0.1.0",
+            wire="cyborg.agent.1",
+            boot_id=str(uuid5(NAMESPACE_OID, host.name)),
+            connected_at=now - timedelta(hours=3),
+        )
+        Lease.objects.create(host=host, seen_at=now - timedelta(hours=number == 5))
+    decide(now)
+    demand()
+    JoinToken.objects.create(
+        host_name="cmp99.rack1.example.net",
+        secret_hash="a" * 64,
+        expires_at=now + timedelta(hours=20),
+        created_by="admin",
+    )
+    ApiToken.make("nova", User.objects.get(username="admin"), ["service"], "local")
+
+
+def decide(now: datetime) -> None:
+    """What people and rules said of the devices."""
+    with conductor.writing():
+        AdmissionRule.objects.create(name="all of rack 2", driver="pci_driver", action="ready")
+        for number, device in enumerate(Device.objects.exclude(state="missing").filter(host__name__startswith="cmp")):
+            state = STATES[number % len(STATES)]
+            why, by = WHY[state]
+            since = now - timedelta(minutes=7 * number + 1)
+            Device.objects.filter(pk=device.pk).update(state=state, state_reason=why, state_by=by, state_since=since)
+
+
+def demand() -> None:
+    """Requests: some bound, one failed, one that waits."""
+    with conductor.writing():
+        profile = DeviceProfile.objects.create(
+            name="fpga-small", groups=[{"resources:FPGA": "1"}], description="One FPGA"
+        )
+        group = profile.groups[0]
+        handles = AttachHandle.objects.filter(deployable__device__state="ready").select_related(
+            "deployable__device__host"
+        )
+        for number, handle in enumerate(handles[:40:3]):
+            host: Host = handle.deployable.device.host
+            AcceleratorRequest.objects.create(
+                project_id="8f1d6c2e5b7a4f0d9c3e1a2b4c5d6e7f",
+                state="Bound",
+                profile=profile,
+                group=group,
+                hostname=host.name,
+                instance_uuid=uuid5(NAMESPACE_OID, f"instance {number // 2}"),
+                deployable=handle.deployable,
+                attach_handle=handle,
+            )
+        fault = "none of the provider's 2 attach handles is free"
+        AcceleratorRequest.objects.create(
+            project_id="p2", state="BindFailed", profile=profile, group=group, fault=fault
+        )
+        AcceleratorRequest.objects.create(project_id="p2", state="Initial", profile=profile, group=group)
+
+
+if __name__ == "__main__":
+    fill()

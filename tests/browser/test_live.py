@@ -1,0 +1,153 @@
+"""Pages that stay true while hardware, people and the socket come and go."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+from playwright.sync_api import Locator, Page, expect
+
+from tests.browser.conftest import Desk, Hardware
+from tests.support.webserver import until
+from tests.system.product import Product
+
+pytestmark = pytest.mark.browser
+
+DEVICES = "/admin/accelerators/device/"
+CARDS = ("0000:0c:00.0", "0000:0d:00.0", "0000:0e:00.0")
+FOURTH = "0000:0f:00.0"
+OUTAGE = """SELECT pg_terminate_backend(pid) FROM pg_stat_activity
+             WHERE datname = current_database() AND pid <> pg_backend_pid()"""
+
+
+@pytest.fixture(autouse=True)
+def _cards(product: Product, hardware: Hardware) -> None:
+    """All of them plugged, whatever the test before did."""
+    hardware("reset")
+    hardware("count", str(len(CARDS)))
+    until(lambda: all(stored(product).get(card, "missing") != "missing" for card in CARDS), 60)
+
+
+def stored(product: Product) -> dict[str, str]:
+    """Address and state, as the database has them."""
+    return dict(product.rows("SELECT address, state FROM accelerators_device"))
+
+
+def the_list(desk: Desk) -> Page:
+    """Open, live, and marked so that a reload would be noticed."""
+    page = desk.operator()
+    page.goto(DEVICES)
+    expect(badge(page)).to_contain_text("live")
+    page.evaluate("window.sameAsBefore = true")
+    return page
+
+
+def badge(page: Page) -> Locator:
+    """What says whether the page is live."""
+    return page.locator("p.live")
+
+
+def row(page: Page, card: str) -> Locator:
+    """A device's line."""
+    return page.locator("#result_list tbody tr").filter(has_text=card)
+
+
+def is_true(page: Page, product: Product) -> None:
+    """Every row comes to show what the database has, and the page was never loaded anew."""
+    for card, state in stored(product).items():
+        expect(row(page, card)).to_contain_text(state)
+    assert page.evaluate("window.sameAsBefore"), "the page was loaded anew"
+
+
+def test_a_device_comes_and_goes_on_the_screen(desk: Desk, hardware: Hardware) -> None:
+    page = the_list(desk)
+    hardware("unplug", "0")
+    expect(row(page, CARDS[0])).to_contain_text("missing")
+    hardware("plug", "0")
+    expect(row(page, CARDS[0])).not_to_contain_text("missing")
+    is_true(page, desk.product)
+    hardware("count", str(len(CARDS) + 1))
+    badge(page).get_by_role("link", name="1 new").click()
+    expect(row(page, FOURTH)).to_be_visible()
+    hardware("unplug", str(len(CARDS)))
+    expect(row(page, FOURTH)).to_contain_text("missing")
+
+
+def test_another_persons_decision_is_seen_on_the_devices_page(desk: Desk) -> None:
+    page, other = the_list(desk), desk.operator()
+    for one in (page, other):
+        one.goto(DEVICES)
+        row(one, CARDS[2]).get_by_role("link", name="miss model info").click()
+    expect(badge(page)).to_contain_text("live")
+    other.locator("#reason").fill("seen by the other one")
+    other.get_by_role("button", name="Enable", exact=True).click()
+    expect(page.get_by_role("region", name="Now")).to_contain_text("seen by the other one")
+
+
+def test_the_socket_is_lost_and_regained(desk: Desk, hardware: Hardware) -> None:
+    page = the_list(desk)
+    web = desk.product.child("web")
+    assert web
+    os.kill(web.pid, signal.SIGSTOP)
+    hardware("unplug", "1")
+    os.kill(web.pid, signal.SIGKILL)
+    expect(badge(page)).to_contain_text("reconnecting")
+    expect(badge(page)).to_have_text("●live", timeout=60_000)
+    until(lambda: stored(desk.product)[CARDS[1]] == "missing", 30)
+    is_true(page, desk.product)
+    desk.forgive("WebSocket connection|Failed to load resource|ERR_")
+
+
+def test_a_page_that_cannot_know_says_that_it_is_stale(desk: Desk, hardware: Hardware) -> None:
+    """Every connection to the database is cut as soon as it is made, the hub's among them."""
+    page = the_list(desk)
+    hardware("unplug", "2")
+    until(lambda: [desk.product.rows(OUTAGE), "stale since" in badge(page).inner_text()][1], 60)
+    expect(badge(page)).to_have_text("●live", timeout=60_000)
+    until(lambda: stored(desk.product)[CARDS[2]] == "missing", 30)
+    is_true(page, desk.product)
+    desk.forgive("WebSocket connection|Failed to load resource")
+
+
+def test_a_bulk_action_tells_what_changed_meanwhile(desk: Desk) -> None:
+    page, other = desk.operator(), desk.operator()
+    page.goto(DEVICES)
+    for card in CARDS[:2]:
+        row(page, card).get_by_role("checkbox").check()
+    page.locator("select[name=action]").select_option(label="Quarantine")
+    page.get_by_role("button", name="Run").click()
+    expect(page.get_by_role("heading", level=1)).to_contain_text("2 devices")
+    page.locator("#reason").fill("second come")
+    other.goto(DEVICES)
+    row(other, CARDS[0]).get_by_role("link", name="miss model info").click()
+    other.locator("#reason").fill("first come")
+    other.get_by_role("button", name="Enable", exact=True).click()
+    expect(other.get_by_role("region", name="Now")).to_contain_text("ready")
+    page.get_by_role("button", name="of 2").click()
+    outcome = page.get_by_role("region", name="What became of each")
+    expect(outcome.get_by_role("row").filter(has_text=CARDS[1])).to_contain_text("done")
+    expect(outcome.get_by_role("row").filter(has_text=CARDS[0])).to_contain_text("Look at it again")
+
+
+def test_everything_is_found_from_everywhere(desk: Desk) -> None:
+    page = desk.operator()
+    page.goto("/admin/accelerators/event/")
+    page.keyboard.press("/")
+    page.keyboard.type(CARDS[1])
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", level=1)).to_contain_text(CARDS[1])
+    page.keyboard.press("g")
+    page.keyboard.press("d")
+    page.wait_for_url(f"**{DEVICES}")
+    page.keyboard.press("j")
+    page.keyboard.press("j")
+    page.keyboard.press("x")
+    expect(page.locator("#result_list tbody tr").nth(1).get_by_role("checkbox")).to_be_checked()
+    page.keyboard.press("?")
+    expect(page.get_by_role("dialog", name="Keys")).to_be_visible()
+    page.keyboard.press("Escape")
+    page.keyboard.press("Control+k")
+    page.keyboard.type("agen")
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/agents/agent/")

@@ -1,0 +1,136 @@
+"""What an operator does in a day: log in, find a device, make it ready; also without a mouse, without
+JavaScript, in the dark."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from tests.browser.conftest import Desk, log_in
+
+pytestmark = pytest.mark.browser
+
+DEVICES = "/admin/accelerators/device/"
+
+
+def the_device(page: Page) -> None:
+    """From the first page to the fake device's, by its links."""
+    page.goto("/admin/")
+    page.get_by_role("navigation", name="Console").get_by_role("link", name="Devices").click()
+    page.get_by_role("link", name="localhost").click()
+    page.get_by_role("link", name="miss model info").first.click()
+    expect(page.get_by_role("heading", level=1)).to_contain_text("miss model info")
+
+
+def decide(page: Page, choice: str, why: str) -> None:
+    """Say what becomes of the device on the screen."""
+    page.locator("#reason").fill(why)
+    page.get_by_role("button", name=choice, exact=True).click()
+
+
+def says(page: Page, state: str, why: str) -> None:
+    """The device's page tells both, and the event beside them."""
+    now = page.get_by_role("region", name="Now")
+    expect(now).to_contain_text(state)
+    expect(now).to_contain_text(why)
+    expect(page.get_by_role("region", name="Events")).to_contain_text(why)
+
+
+def test_a_wrong_password_is_refused_and_the_right_one_opens(desk: Desk) -> None:
+    page = desk.stranger()
+    page.goto(DEVICES)
+    expect(page).to_have_url(re.compile(rf"/admin/login/\?next={DEVICES}"))
+    page.get_by_label("Username").fill("admin")
+    page.get_by_label("Password").fill("wrong")
+    page.get_by_label("Password").press("Enter")
+    expect(page.get_by_role("alert")).to_contain_text("Please enter the correct username and password")
+    log_in(page, desk.product)
+    expect(page.get_by_role("heading", level=1)).to_have_text("Overview")
+
+
+def test_a_device_is_made_ready(desk: Desk) -> None:
+    page = desk.operator()
+    the_device(page)
+    expect(page.get_by_role("region", name="Now")).to_contain_text("inactive")
+    decide(page, "Enable", "burnt in over night")
+    says(page, "ready", "burnt in over night")
+
+
+def test_it_all_works_without_javascript(desk: Desk) -> None:
+    page = desk.stranger(java_script_enabled=False)
+    log_in(page, desk.product)
+    the_device(page)
+    decide(page, "Quarantine", "smells of smoke")
+    says(page, "quarantined", "smells of smoke")
+    decide(page, "Release", "it was the toast")
+    says(page, "maintenance", "it was the toast")
+    page.goto(f"{DEVICES}?q=nothing+like+this")
+    expect(page.get_by_role("heading", name="Nothing matches")).to_be_visible()
+    page.get_by_role("link", name="Show all", exact=True).first.click()
+    expect(page.locator("#result_list tbody tr")).to_have_count(1)
+    for one in page.get_by_role("navigation", name="Console").get_by_role("link").all():
+        expect(one).to_be_visible()
+
+
+def tab_to(page: Page, wanted: str, limit: int = 80) -> None:
+    """Press Tab until what has the focus is called `wanted`; every stop on the way has to be seen."""
+    for _ in range(limit):
+        page.keyboard.press("Tab")
+        name, outlined = page.evaluate(
+            """() => { const one = document.activeElement, style = getComputedStyle(one);
+                       const label = one.labels?.[0]?.textContent ?? one.ariaLabel ?? one.textContent;
+                       const drawn = one.ownerSVGElement !== undefined && one.matches(":focus-visible");
+                       return [label.trim(), drawn || style.outlineStyle !== "none" || style.boxShadow !== "none"]; }"""
+        )
+        assert outlined, f"nobody sees that {name!r} has the focus"
+        if name == wanted:
+            return
+    raise AssertionError(f"no way to {wanted!r} with the Tab key")
+
+
+def test_it_all_works_without_a_mouse(desk: Desk) -> None:
+    page = desk.operator()
+    page.goto("/admin/")
+    page.keyboard.press("Tab")
+    expect(page.get_by_role("link", name="Skip to content")).to_be_focused()
+    tab_to(page, "Hosts")
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/host/")
+    tab_to(page, "localhost")
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/change/")
+    tab_to(page, "miss model info")
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/device/**")
+    tab_to(page, "Reason")
+    page.keyboard.type("by hand")
+    tab_to(page, "Quarantine")
+    page.keyboard.press("Enter")
+    says(page, "quarantined", "by hand")
+
+
+def dark(page: Page) -> bool:
+    """What is behind everything is nearly black."""
+    ground: Any = page.evaluate(
+        """() => { const spot = document.createElement("canvas").getContext("2d");
+                   spot.fillStyle = getComputedStyle(document.body).backgroundColor; spot.fillRect(0, 0, 1, 1);
+                   return Array.from(spot.getImageData(0, 0, 1, 1).data).slice(0, 3); }"""
+    )
+    return max(ground) < 80
+
+
+def test_the_theme_is_chosen_once_for_all_pages(desk: Desk) -> None:
+    page = desk.operator(color_scheme="light")
+    page.goto("/admin/")
+    assert not dark(page)
+    page.locator("details.who summary").click()
+    page.get_by_role("button", name="Dark").click()
+    for path in ("/admin/", DEVICES, "/api/"):
+        page.goto(path)
+        assert dark(page), path
+    other = desk.operator(color_scheme="light")
+    other.goto("/admin/")
+    assert not dark(other)
