@@ -17,7 +17,7 @@ from accelerators.admin.listing import Listing, ReadOnly
 from accelerators.refusals import Refused
 from agents import trust
 from agents.models import Agent, JoinToken
-from agents.standing import WORDS, seen_at, standing, where, word_of
+from agents.standing import WORDS, lacks, seen_at, standing, where, word_of
 
 __all__ = ["TONES", "liveness", "seen_at", "where"]
 
@@ -70,6 +70,7 @@ class AgentAdmin(ReadOnly):
         "public_key",
         "key_since",
         "rotate_asked_at",
+        "shown_writes",
         "barred_reason",
     )
     readonly_fields = fields
@@ -90,6 +91,10 @@ class AgentAdmin(ReadOnly):
     @display(description="Liveness", ordering="host__lease__seen_at")
     def shown_liveness(self, agent: Agent) -> SafeString:
         return liveness(agent)
+
+    @display(description="Writes to Placement itself")
+    def shown_writes(self, agent: Agent) -> str:
+        return lacks(agent) or "it can"
 
     @display(description="Last heard", ordering="-host__lease__seen_at")
     def heard(self, agent: Agent) -> SafeString:

@@ -64,7 +64,7 @@ def word_of(agent: Agent) -> str:
 def hands(hosts: Collection[int]) -> dict[int, Hand]:
     """How the agents of these hosts stand who are to write to Placement; a host that has none is left out."""
     found = Agent.objects.filter(host__in=hosts).order_by().select_related("host__lease")
-    return {agent.host_id: Hand(_lacks(agent), _is_silent(agent)) for agent in found}
+    return {agent.host_id: Hand(lacks(agent), _is_silent(agent)) for agent in found}
 
 
 def _is_silent(agent: Agent) -> bool:
@@ -72,7 +72,8 @@ def _is_silent(agent: Agent) -> bool:
     return seen is None or seen < limits()[1]
 
 
-def _lacks(agent: Agent) -> str:
+def lacks(agent: Agent) -> str:
+    """Why it cannot write to Placement now, '' when it can."""
     if agent.barred:
         return f"its agent may not connect: {agent.barred}"
     if _is_silent(agent):
