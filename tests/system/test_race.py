@@ -1,4 +1,4 @@
-"""Promises S1 and S2 under fire: two processes of 25 threads fight for the last handle, a thousand times."""
+"""Promises S1 and S2 under fire: two processes of 25 threads fight for the last handle, again and again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.system.fighter import NOVA
 
 pytestmark = [pytest.mark.system, pytest.mark.django_db(transaction=True)]
 
-ROUNDS, PROCESSES, THREADS = 1000, 2, 25
+ROUNDS, PROCESSES, THREADS = 300, 2, 25
 BACK = """UPDATE accelerators_acceleratorrequest SET state = 'Initial', hostname = NULL, instance_uuid = NULL,
 device_rp_uuid = NULL, deployable_id = NULL, attach_handle_id = NULL, fault = ''"""
 

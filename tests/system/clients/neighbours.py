@@ -16,6 +16,8 @@ VERSIONS: dict[str, dict[str, Any]] = {
     "/compute/v2.1": {"version": {"id": "v2.1", "status": "CURRENT", "version": "2.96", "min_version": "2.1"}},
     "/image": {"versions": [{"id": "v2.9", "status": "CURRENT"}]},
 }
+ELSEWHERE = {"status": "ACTIVE", "OS-EXT-SRV-ATTR:host": "elsewhere.example"}
+"""Where every server lives: whatever it had of the card that the tests bind, it has let go of."""
 
 
 class Neighbour(BaseHTTPRequestHandler):
@@ -29,7 +31,7 @@ class Neighbour(BaseHTTPRequestHandler):
         if path in VERSIONS:
             self._answer(self._linked(VERSIONS[path], f"{here}{path.removesuffix('/v2.1')}"))
         elif "/servers/" in path:
-            self._answer({"server": {"id": name, "name": "a server"}})
+            self._answer({"server": {"id": name, "name": "a server"} | ELSEWHERE})
         elif "/images/" in path:
             self._answer({"id": name, "name": "an image", "status": "active"})
         else:
