@@ -227,12 +227,21 @@ class Supervisor:
         self._keep_database()
         for child in self.children.values():
             child.keep()
-        for name, job in self.watch.stalled() if self.watch else ():
-            child = self.children[name]
-            # Twice as long after each quick death: a busy machine must not have it replaced before it has started.
-            if child.running_for() > (self.settings.tick_stall_s + 3) * 2 ** min(child.deaths, 4):
-                say("serve", f"cluster {name} does not take up job {job}: replacing it")
-                child.kill()
+        for name, job in self.watch.seen() if self.watch else ():
+            self._judge(self.children[name], job)
+
+    def _judge(self, cluster: Child, stuck: str | None) -> None:
+        """Replace a cluster that is `stuck` with a job, unless it may still be starting.
+
+        It is given twice as long after each quick death, or a busy machine would have it replaced before it has
+        started; once it has taken up its work, the deaths before count no more.
+        """
+        patience = self.settings.tick_stall_s + 3
+        if stuck is None:
+            cluster.deaths = 0 if cluster.running_for() > patience else cluster.deaths
+        elif cluster.running_for() > patience * 2 ** min(cluster.deaths, 4):
+            say("serve", f"cluster {cluster.name} does not take up job {stuck}: replacing it")
+            cluster.kill()
 
     def _keep_database(self) -> None:
         if self.postgres is None or self.postgres.process is None or self.postgres.process.poll() is None:

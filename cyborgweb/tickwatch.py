@@ -23,16 +23,16 @@ WHERE t.at < clock_timestamp() - make_interval(secs => %s)
 
 
 class TickWatch(threading.Thread):
-    """`jobs` maps a job to (cluster, lock class, lock id); `stalled()` hands out (cluster, job) once per finding."""
+    """`jobs` maps a job to (cluster, lock class, lock id); `seen()` hands out what was found since."""
 
     def __init__(self, jobs: dict[str, tuple[str, int, int]], dsn: str, stall_s: float, wake: int) -> None:
         super().__init__(daemon=True, name="tickwatch")
         self._jobs, self._dsn, self._stall_s, self._wake = jobs, dsn, stall_s, wake
-        self._found: dict[str, str] = {}
+        self._found: dict[str, str | None] = {}
         self._lock = threading.Lock()
 
-    def stalled(self) -> list[tuple[str, str]]:
-        """(cluster, job) found stuck since the last call."""
+    def seen(self) -> list[tuple[str, str | None]]:
+        """(cluster, the job it does not take up; None where it takes up all); clusters not looked at are left out."""
         with self._lock:
             found, self._found = list(self._found.items()), {}
         return found
@@ -53,8 +53,8 @@ class TickWatch(threading.Thread):
             lock_class = next(iter(mine.values()))[1]
             ids = [job[2] for job in mine.values()]
             rows = connection.execute(STALLED, (self._stall_s, lock_class, ids)).fetchall()
-            for (name,) in rows:
-                if name in mine:
-                    with self._lock:
-                        self._found[cluster] = name
-                    os.write(self._wake, b"t")
+            stuck = next((name for (name,) in rows if name in mine), None)
+            with self._lock:
+                self._found[cluster] = stuck
+            if stuck:
+                os.write(self._wake, b"t")

@@ -30,11 +30,15 @@ def serving(application: Any, **options: Any) -> Iterator[int]:
         thread.join(10)
 
 
+PATIENCE = 3
+"""How many times longer than its figure a wait may take: a deadline is there to end a wait, not to assert a speed."""
+
+
 def until(condition: Callable[[], Any], deadline_s: float = 20.0) -> Any:
-    """Wait for a condition, never for a time; fails loudly at the deadline."""
-    end = time.monotonic() + deadline_s
+    """Wait for a condition, never for a time; fails loudly at `PATIENCE` times the deadline."""
+    end = time.monotonic() + PATIENCE * deadline_s
     while time.monotonic() < end:
         if found := condition():
             return found
         time.sleep(0.02)
-    raise AssertionError(f"not within {deadline_s} s: {condition}")
+    raise AssertionError(f"not within {PATIENCE} × {deadline_s} s: {condition}")

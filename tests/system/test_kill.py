@@ -107,16 +107,27 @@ def test_a_cluster_whose_idle_workers_were_killed_is_replaced(load: Load) -> Non
     """django-q2 dead-locks for good then: the killed worker held the lock of the queue it waited at."""
     product = load.product
     load.until_stored()
+    tries = 0
     for name, count in (("ingest", 1), ("work", 2)):
         first = product.until(lambda name=name: product.child(name), 30, f"{name} runs")
         place = product.mark()
-        kill(product.until(lambda n=name, c=count: product.workers(n, c), 30, f"{name} is complete"))
-        if name == "ingest":
-            with load.reporting():
-                load.until_acknowledged(1)
-        product.until_said(rf"cluster {name} does not take up job", 60, after=place)
+        # A worker that was not at the queue just then held no lock: its cluster goes on with another. Once more, then.
+        while not said_to_be_stuck(product, name, place):
+            kill(product.until(lambda n=name, c=count: product.workers(n, c), 30, f"{name} is complete"))
+            if name == "ingest":
+                with load.reporting():
+                    load.until_acknowledged(1)
+            with contextlib.suppress(AssertionError):
+                product.until(lambda n=name, p=place: said_to_be_stuck(product, n, p), 8, "")
+            tries += 1
+            assert tries < 8, product.log()[place:][-4000:]
         product.until(lambda f=first, n=name: product.child(n) not in (None, f), 30, f"{name} is another one")
     load.until_stored()
+
+
+def said_to_be_stuck(product: Product, cluster: str, place: int) -> bool:
+    """Whether the supervisor has said so after this place on the log."""
+    return f"cluster {cluster} does not take up job" in product.log()[place:]
 
 
 @pytest.mark.parametrize("at_rest", [False, True], ids=["amid reports", "when all is acknowledged"])

@@ -22,7 +22,7 @@ from accelerators.models import Device
 from cyborgweb.live.feed import Feed, Pace
 from cyborgweb.live.socket import Console
 from tests.support.reports import a_heard_host, a_host, answer, apply, card
-from tests.support.webserver import serving
+from tests.support.webserver import PATIENCE, serving
 
 pytestmark = pytest.mark.django_db(transaction=True)
 DEVICES = "/admin/accelerators/device/"
@@ -98,7 +98,7 @@ class Tab:
         self.moved += said.get("moved", False)
 
     def until(self, condition: Any, deadline_s: float = 20.0) -> None:
-        end = time.monotonic() + deadline_s
+        end = time.monotonic() + PATIENCE * deadline_s
         while not condition():
             self.hear(max(0.01, end - time.monotonic()))
 

@@ -21,13 +21,14 @@ from agents import wire
 from agents.host.door import Gateway
 from agents.host.pace import Pace
 from drivers.inventory import Device, DriverReport, Fault
+from tests.support.webserver import PATIENCE
 
 QUICK = Pace(low=0.02, high=0.05, slow=0.05, settled=0.5, open=5.0, ping=20.0, silence=15.0, report=60.0)
 
 
 async def until(true: Callable[[], object], seconds: float = 15.0) -> None:
     """Wait for a condition, with a deadline."""
-    async with asyncio.timeout(seconds):
+    async with asyncio.timeout(PATIENCE * seconds):
         while not true():
             await asyncio.sleep(0.005)
 
