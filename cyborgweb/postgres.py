@@ -29,8 +29,9 @@ SETTINGS = (
     "log_min_messages=warning",
     "jit=off",  # compiling a list's query takes longer than running it
 )
-THROWN_AWAY = ("fsync=off", "synchronous_commit=off", "full_page_writes=off")
-"""For data nobody keeps: tests."""
+THROWN_AWAY = ("fsync=off", "synchronous_commit=off", "full_page_writes=off", "autovacuum=off")
+"""For data nobody keeps: tests. They roll back what they write, so that what autovacuum learns of the tables is always
+wrong: it cost plans of half a minute."""
 
 
 class PostgresError(RuntimeError):
