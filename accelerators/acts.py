@@ -41,6 +41,7 @@ ACTS = {
         Act("uninstall", "device", "Take back what installing it did to the host; it is inactive then."),
         Act("rescan", "host", "Have its drivers look again now; a driver in quarantine is let out.", "driver"),
         Act("logs", "host", "Fetch the last lines of the agent's own log."),
+        Act("report", "host", "Fetch what its agent reported last, as it is; of all its drivers, or of one.", "driver"),
     )
 }
 OF_DEVICE = tuple(act.op for act in ACTS.values() if act.of == "device")

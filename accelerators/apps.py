@@ -16,3 +16,4 @@ class AcceleratorsConfig(AppConfig):
         ticks.register("images", "accelerators.fetching.run", cluster="work", timely=True)
         ticks.register("drains", "accelerators.lifecycle.run_drains", cluster="work", timely=True)
         ticks.register("bulks", "accelerators.bulks.run", cluster="work", timely=True)
+        ticks.register("rollouts", "accelerators.rollouts.run", cluster="work", timely=True)

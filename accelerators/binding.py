@@ -1,8 +1,8 @@
 """Accelerator requests: create, bind, unbind, delete. The only writer of requests, and the last guard of a handle.
 
-Called by the v2 API (Nova), by `outcomes`, and by the job `deadlines`. Contract sections 2.3 and 4.1; the life cycle is
-`states.REQUEST_MOVES`. A bind finds free handles with SKIP LOCKED under a unique index: it waits for nobody, and what
-it believes free is checked again by the database (promises S1, S2). Requests are locked before hosts and devices.
+Called by the v2 API (Nova), `attachments`, `outcomes`, and the job `deadlines`. Contract sections 2.3 and 4.1; the life
+cycle is `states.REQUEST_MOVES`. A bind finds free handles with SKIP LOCKED under a unique index: it waits for nobody,
+and what it believes free is checked again by the database (S1, S2). Requests are locked before hosts and devices.
 
 A bind that programs has its device for itself: one command programs it, and all requests of that bind there share its
 fate.
@@ -125,16 +125,17 @@ def create(profile_name: str, caller: Caller) -> list[str]:
     raise Refused(Reason.UNKNOWN, f"Device Profile not found with name={profile_name}")
 
 
-def bind(wanted: Sequence[Bind], caller: Caller) -> None:
+def bind(wanted: Sequence[Bind], caller: Caller, beside: bool = False) -> None:
     """Reserve a handle for every one of `wanted`, or for none; those that need nothing on their host are Bound.
 
-    Raises Refused; NONE_FREE, UNKNOWN provider and INVALID groups leave all of them BindFailed with the reason.
+    `beside`: also beside requests that the instance has already; Nova never asks for that. Raises Refused; NONE_FREE,
+    UNKNOWN provider and INVALID groups leave all of them BindFailed with the reason.
     """
     end, pause = time.monotonic() + PATIENCE_S, 0.01
     while True:
         try:
             with conductor.writing():
-                refused = _bind(wanted, caller)
+                refused = _bind(wanted, caller, beside)
             break
         except (_Contended, IntegrityError, OperationalError) as error:
             if isinstance(error, OperationalError) and not isinstance(error.__cause__, DeadlockDetected):
@@ -225,11 +226,11 @@ def run_deadlines() -> None:
     ticks.run("deadlines", expire)
 
 
-def _bind(wanted: Sequence[Bind], caller: Caller) -> Refused | None:
+def _bind(wanted: Sequence[Bind], caller: Caller, beside: bool) -> Refused | None:
     """One attempt, in the caller's transaction; a Refused that is returned is to be committed with what it says."""
     instances = sorted({one.instance_uuid for one in wanted})
     _execute(sql.LOCK_INSTANCES, {"lock": INSTANCE_LOCK, "instances": instances})
-    if taken := _execute(sql.TAKEN, {"instances": instances, "project": _project(caller)}):
+    if not beside and (taken := _execute(sql.TAKEN, {"instances": instances, "project": _project(caller)})):
         text = f"Instance {taken[0][0]} already has accelerator requests. Cannot bind additional ARQs."
         raise Refused(Reason.INVALID, f"Couldn't apply patch. Reason: {text}")
     by_uuid = {one.uuid: one for one in wanted}
@@ -276,9 +277,11 @@ def _refuse(rp: str, count: int) -> None:
     found = _execute(sql.WHY_NONE, {"rp": rp})
     if not found:
         raise Refused(Reason.UNKNOWN, f"Deployable not found with resource provider uuid={rp}")
-    ((deployable, state, busy, free),) = found
+    ((deployable, state, busy, free, nodes),) = found
     if free >= count:
         raise _Contended
+    if nodes:
+        raise _none_free(deployable, "its handles are device nodes (DEV), which no guest gets")
     why = "all are held" if state == "ready" else f"its device is {state}, not ready"
     raise _none_free(deployable, "its device is busy with a command" if busy else why)
 

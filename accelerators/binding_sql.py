@@ -49,7 +49,7 @@ _FREE = """
 FROM accelerators_attachhandle t
 JOIN accelerators_deployable p ON p.id = t.deployable_id JOIN accelerators_device d ON d.id = p.device_id
 WHERE p.rp_uuid = %(rp)s::uuid AND p.missing_since IS NULL AND t.missing_since IS NULL AND d.state = 'ready'
-  AND d.busy_with IS NULL
+  AND d.busy_with IS NULL AND t.attach_type <> 'DEV'
   AND NOT EXISTS (SELECT FROM accelerators_acceleratorrequest r WHERE r.attach_handle_id = t.id)
 """
 
@@ -63,7 +63,9 @@ RESERVE_ALONE = f"{_RESERVE} FOR NO KEY UPDATE OF d SKIP LOCKED"
 """The same for a bind that may program the device: no other binds there meanwhile."""
 
 WHY_NONE = f"""
-SELECT p.id, d.state, d.busy_with IS NOT NULL, (SELECT count(*) {_FREE}) FROM accelerators_deployable p
+SELECT p.id, d.state, d.busy_with IS NOT NULL, (SELECT count(*) {_FREE}),
+  EXISTS (SELECT FROM accelerators_attachhandle t WHERE t.deployable_id = p.id AND t.attach_type = 'DEV')
+FROM accelerators_deployable p
 JOIN accelerators_device d ON d.id = p.device_id
 WHERE p.rp_uuid = %(rp)s::uuid ORDER BY p.missing_since NULLS FIRST LIMIT 1
 """

@@ -1,4 +1,5 @@
-"""What one person asks of many devices at once: choose a set, see what would come of it, confirm, follow, cancel.
+"""What one person asks of many devices, or of their agents (`asks`), at once: choose a set, see what would come of
+it, confirm, follow, cancel.
 
 Called by the console. The job `bulks` works on what is confirmed, a slice a transaction: each device's outcome is
 written with its move, so whoever is killed amid a slice has done nothing of it, and no device is moved twice.
@@ -17,7 +18,7 @@ import msgspec
 from django.db import connection, transaction
 from django.db.models import Count, Exists, F, OuterRef, Q, QuerySet
 
-from accelerators import commands, conductor, lifecycle, ticks
+from accelerators import asks, commands, conductor, lifecycle, ticks
 from accelerators.actions import Action, Standing, decide, drained
 from accelerators.caller import Caller, request_id
 from accelerators.lifecycle import Result, Seen
@@ -25,6 +26,7 @@ from accelerators.models import AcceleratorRequest, Bulk, BulkItem, Device
 from accelerators.models.bulks import UNDER_WAY, WAITING
 from accelerators.refusals import Reason, Refused
 from accelerators.states import BulkState, DeviceState, Drain, IllegalMove, Outcome, Source
+from drivers.steps import DESTRUCTIVE
 
 MOST = 100_000
 """So many devices one bulk action may be about."""
@@ -59,8 +61,9 @@ class Forecast:
     number: int = 1
 
 
-def choose(action: Action, then: Drain, devices: QuerySet[Device], caller: Caller, selection: str = "") -> Bulk:
-    """Freeze a set of devices with how each stands now; nothing is done until it is confirmed.
+def choose(action: Action | str, then: Drain, devices: QuerySet[Device], caller: Caller, selection: str = "") -> Bulk:
+    """Freeze a set of devices with how each stands now; nothing is done until it is confirmed. `action` may be one of
+    `asks.OPS`.
 
     Raises Refused INVALID when there are none, or more than MOST.
     """
@@ -96,8 +99,8 @@ def first(bulk: Bulk, most: int, held: bool = False) -> list[tuple[BulkItem, For
     return [(item, foresee(bulk, item.stood, *(getattr(item, name) for name in SHOWN))) for item in items]
 
 
-COLUMNS = ("device__state", "device__returns_to", "device__drain_to", "installs", "busy", "is_held")
-SHOWN = ("now_state", "now_returns", "now_drains", "installs", "busy", "is_held")
+COLUMNS = ("device__state", "device__returns_to", "device__drain_to", "installs", "busy", "is_held", "able")
+SHOWN = ("now_state", "now_returns", "now_drains", "installs", "busy", "is_held", "able")
 
 
 def _standing(bulk: Bulk) -> QuerySet[BulkItem]:
@@ -110,6 +113,7 @@ def _standing(bulk: Bulk) -> QuerySet[BulkItem]:
         installs=Q(device__to_install__gt=""),
         busy=Q(device__busy_with__isnull=False),
         is_held=reduce(or_, holds),
+        able=Q(device__acts__regex=rf"\m{bulk.action}\M"),
     )
 
 
@@ -119,12 +123,17 @@ HOLDING = ("deployable__device", "attach_handle__deployable__device")
 def foresee(
     bulk: Bulk, stood: str, state: str | None, returns: str | None, drains: str | None, *facts: bool | None
 ) -> Forecast:
-    """Of a device that was `stood` when it was chosen; `facts`: its driver installs it, it is busy, it is held."""
-    installs, busy, held = map(bool, facts)
+    """Of a device that was `stood` when it was chosen; `facts`: its driver installs it, it is busy, it is held, and its
+    driver can do what is asked."""
+    installs, busy, held, able = map(bool, facts)
     if state is None:
         return Forecast(Outcome.REFUSED, "is not there any more", held)
     here, drain_to = returns and DeviceState(returns), drains and Drain(drains)
     now = Standing(DeviceState(state), here or None, drain_to or None, int(held), installs)
+    if bulk.action in asks.OPS:
+        said = asks.blocked(bulk.action, stood, now.word, now.state, able=able, busy=busy, held=held)
+        in_use = held and bulk.action in DESTRUCTIVE
+        return Forecast(Outcome.REFUSED if said else Outcome.MOVED, said or "its agent is asked", in_use)
     action, blocked = Action(bulk.action), ""
     try:
         after = decide(action, now, Drain(bulk.then))
@@ -212,9 +221,11 @@ def _move(bulk: Bulk, items: list[BulkItem]) -> list[Result]:
     caller = Caller(bulk.actor, "", frozenset(), "")
     try:
         with transaction.atomic():
-            uuids = [item.device_uuid for item in items]
-            action, then = Action(bulk.action), Drain(bulk.then)
-            results = lifecycle.act(action, uuids, caller, bulk.reason, then, Source.PERSON, seen)
+            if bulk.action in asks.OPS:
+                results = asks.many(bulk.action, seen.words, caller, bulk.reason)
+            else:
+                action, then, uuids = Action(bulk.action), Drain(bulk.then), list(seen.words)
+                results = lifecycle.act(action, uuids, caller, bulk.reason, then, Source.PERSON, seen)
             if bulk.dry:
                 transaction.set_rollback(True)
     finally:

@@ -50,7 +50,7 @@ ASKED = {
     "health": _ANYWHERE,
 }
 """What can be asked of a device by name, and in which states it can be."""
-ASKED_OF_HOST = ("rescan", "logs")
+ASKED_OF_HOST = ("rescan", "logs", "report")
 _DONE = {"uninstall": "uninstalled", "program": "programmed", "partition": "partitioned", "reset": "reset"}
 
 _COLUMNS = ("op", "device", "handle", "part", "host", "arguments", "exclusive", "request", "actor", "reason")
@@ -153,12 +153,14 @@ def ask(
     layout: Mapping[str, str] | None = None,
     image: UUID | None = None,
     deployable: UUID | None = None,
+    generation: int | None = None,
     source: Source = Source.API,
 ) -> Command:
     """Order one of ASKED. `layout` is partition's, `image` program's; `deployable` says which part is programmed.
 
-    Raises Refused: UNKNOWN; INVALID arguments; CONFLICT, when the device's state, its driver, another command or its
-    agent does not allow it; for what is destructive HELD, by whom, or AWAY, when a witness cannot be asked.
+    Raises Refused: UNKNOWN; INVALID arguments; CONFLICT, when the device is at another `generation` than who asks has
+    seen, or its state, its driver, another command or its agent does not allow it; for what is destructive HELD, by
+    whom, or AWAY, when a witness cannot be asked.
     """
     arguments = _arguments(op, layout, image)
     reason = check_reason(reason)
@@ -167,6 +169,8 @@ def ask(
         if device is None:
             raise Refused(Reason.UNKNOWN, f"Device not found with uuid={device_uuid}")
         part = _part(device, deployable) if op == "program" else None
+        refuse_changed(device, generation)
+        _refuse_words(device, layout or {})
         _check(op, device)
         order = Order(op, device.uuid, None, part, None, arguments, caller.name, reason)
         return place([order], source)[0]
@@ -175,20 +179,20 @@ def ask(
 def ask_host(
     op: str, host_uuid: UUID, caller: Caller, *, driver: str = "", reason: str = "", source: Source = Source.API
 ) -> Command:
-    """Order one of ASKED_OF_HOST; rescan may name one driver, which is released if it is quarantined.
+    """Order one of ASKED_OF_HOST; rescan and report may name one driver, and rescan releases it from quarantine.
 
     Raises Refused: UNKNOWN; INVALID; CONFLICT when its agent takes no commands.
     """
     if op not in ASKED_OF_HOST:
         raise Refused(Reason.INVALID, f"A host cannot be asked to {op}; it can be asked: {', '.join(ASKED_OF_HOST)}.")
-    if len(driver) > MAX_WORD or "\0" in driver or (driver and op != "rescan"):
-        raise Refused(Reason.INVALID, "Only rescan takes a driver, by its name.")
+    if len(driver) > MAX_WORD or "\0" in driver or (driver and op == "logs"):
+        raise Refused(Reason.INVALID, "Only rescan and report take a driver, by its name.")
     reason = check_reason(reason)
     with conductor.writing():
         host = Host.objects.filter(uuid=host_uuid).first()
         if host is None:
             raise Refused(Reason.UNKNOWN, f"Host not found with uuid={host_uuid}")
-        _reachable(host)
+        reachable(host)
         arguments = {"driver": driver} if driver else {}
         return place([Order(op, host=host.id, arguments=arguments, actor=caller.name, reason=reason)], source)[0]
 
@@ -329,9 +333,25 @@ def _check(op: str, device: Device) -> None:
     if op not in device.acts.split():
         raise Refused(Reason.CONFLICT, f"Device {device.uuid}: {device.driver} cannot {op} it.")
     refuse_busy(device, op)
-    _reachable(device.host)
+    reachable(device.host)
     if op in DESTRUCTIVE:
         safety.refuse_unless_free(device, _DONE[op])
+
+
+def refuse_changed(device: Device, seen: int | None) -> None:
+    """Raises Refused CONFLICT: of two who saw the same device and change it, the second looks again."""
+    if seen is not None and seen != device.generation:
+        now = f"generation {device.generation}"
+        why = f"is at {now} now, not {seen}: somebody changed it"
+        raise Refused(Reason.CONFLICT, f"Device {device.uuid} {why}. Look at it again, then say {now}.")
+
+
+def _refuse_words(device: Device, layout: Mapping[str, str]) -> None:
+    """An agent that does not say which words its driver takes leaves it to the driver."""
+    words = device.changeable.split()
+    if words and (strange := sorted(layout.keys() - words)):
+        takes = f"{device.driver} takes {', '.join(words)}"
+        raise Refused(Reason.INVALID, f"{', '.join(strange)[:200]}: no word for device {device.uuid}; {takes}.")
 
 
 def refuse_busy(device: Device, op: str) -> None:
@@ -342,7 +362,8 @@ def refuse_busy(device: Device, op: str) -> None:
         raise Refused(Reason.CONFLICT, text)
 
 
-def _reachable(host: Host) -> None:
+def reachable(host: Host) -> None:
+    """Raises Refused CONFLICT when its agent is known to take no commands."""
     for reach in _reaches:
         if text := reach(host):
             raise Refused(Reason.CONFLICT, f"{text[0].upper()}{text[1:]}.")

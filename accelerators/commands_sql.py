@@ -29,7 +29,7 @@ made AS (
   JOIN accelerators_host h ON h.id = coalesce(d.host_id, x.host)
   ORDER BY x.n RETURNING *
 ), busy AS (
-  UPDATE accelerators_device d SET busy_with = m.uuid, updated_at = now() FROM made m
+  UPDATE accelerators_device d SET busy_with = m.uuid, generation = d.generation + 1, updated_at = now() FROM made m
   WHERE d.id = m.device_id AND m.exclusive
 ), logged AS ({
     _EVENT.format(

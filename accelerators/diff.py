@@ -1,22 +1,23 @@
 """Stored × reported → changes. Pure: values in, rows out; `accelerators.conductor` reads and writes around it.
 
 The rules (design, flow "A report"): a driver that answered *ok* gave its complete list, so what it did not name is
-missing; a driver that did not answer keeps everything as it was. An empty answer marks, it never removes.
+missing; a driver, or a backend of one, that did not answer keeps everything as it was. An empty answer marks, it never
+removes.
 """
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
 
-from accelerators import traits
+from accelerators import seen, traits
 from accelerators.admission import Facts, Rule, first
 from accelerators.providers import provider_uuid
-from drivers.inventory import Deployable, Device, DriverReport, Fault
+from drivers.inventory import Backend, Deployable, Device, DriverReport, Fault
 
 Row = dict[str, Any]
 
@@ -34,8 +35,13 @@ DEVICE_FIELDS = (
     "status_reason",
     "to_install",
     "acts",
+    "changeable",
+    "sized_by",
+    "backend",
+    "bridges",
 )
 """What a report says of a device, in the order of `StoredDevice.facts`."""
+DRIVER, MODEL, BACKEND = (DEVICE_FIELDS.index(name) for name in ("driver", "model", "backend"))
 
 
 class StoredAttribute(msgspec.Struct, frozen=True, array_like=True):
@@ -115,6 +121,8 @@ class Changes:
     gone_attributes: list[int] = field(default_factory=list)
     missing_deployables: list[int] = field(default_factory=list)
     missing_handles: list[int] = field(default_factory=list)
+    resized: list[str] = field(default_factory=list)
+    """Devices (uuid) whose handles came or went."""
     events: list[Row] = field(default_factory=list)
     hosts: list[Row] = field(default_factory=list)
     providers: list[Row] = field(default_factory=list)
@@ -126,17 +134,36 @@ class Changes:
 
 @dataclass(frozen=True)
 class Answer:
-    """What several reports of one batch say of one driver: its last error, and its last complete list, if any."""
+    """What several reports of one batch say of one driver: its last error, and its last complete list, if any.
+
+    `backends` are as said last; `answered` names those of which `devices` has the complete list.
+    """
 
     error: str
     devices: tuple[Device, ...] | None
     faults: tuple[Fault, ...]
+    backends: tuple[Backend, ...] = ()
+    answered: frozenset[str] = frozenset()
+
+    def then(self, said: DriverReport) -> Answer:
+        """What both come to: who fails now keeps what it answered before."""
+        if said.error:
+            return replace(self, error=said.error, faults=said.faults)
+        failed = {backend.name for backend in said.backends if backend.error}
+        kept = tuple(device for device in self.devices or () if device.backend in failed)
+        answered = {backend.name for backend in said.backends} - failed | self.answered & failed
+        return Answer("", (*said.devices, *kept), said.faults, said.backends, frozenset(answered))
+
+    def names_all_of(self, device: StoredDevice) -> bool:
+        """Whether this stored device of the driver is missing when it is not among `devices`."""
+        failed = {backend.name for backend in self.backends if backend.error}
+        return self.devices is not None and device.facts[BACKEND] not in failed - self.answered
 
 
 def fold(reports: Iterable[HostReport], after: tuple[int, int]) -> tuple[HostReport, dict[str, Answer]] | None:
     """The newest report later than `after`, and per driver the newest complete answer; None when all are old.
 
-    A driver that answered in one report and failed in the next must not lose the answer.
+    A driver or backend that answered in one report and failed in the next must not lose the answer.
     """
     fresh = sorted((r for r in reports if (r.epoch, r.seq) > after), key=lambda r: (r.epoch, r.seq))
     if not fresh:
@@ -144,10 +171,8 @@ def fold(reports: Iterable[HostReport], after: tuple[int, int]) -> tuple[HostRep
     answers: dict[str, Answer] = {}
     for report in fresh:
         for said in report.drivers:
-            known = answers.get(said.driver)
-            devices = said.devices if not said.error else (known.devices if known else None)
-            answers[said.driver] = Answer(said.error, devices, said.faults)
-    enabled = {said.driver for said in fresh[-1].drivers}
+            answers[said.driver] = answers.get(said.driver, Answer("", None, ())).then(said)
+    enabled = seen.spoken_for(fresh[-1].drivers)
     return fresh[-1], {name: answer for name, answer in answers.items() if name in enabled}
 
 
@@ -162,14 +187,14 @@ def compare(host: StoredHost, report: HostReport, answers: dict[str, Answer], no
             if device.key not in reported:
                 reported.add(device.key)
                 _device(host, driver, device, stored.get(device.key), now, into)
-    complete = {driver for driver, answer in answers.items() if answer.devices is not None}
     for known in host.devices:
-        if known.key not in reported and known.facts[0] in complete and known.state != "missing":
-            _missing(host, known, now, into)
+        asked = answers.get(str(known.facts[DRIVER]))
+        if asked and asked.names_all_of(known) and known.key not in reported and known.state != "missing":
+            _missing(host, known, seen.why_missing(str(known.facts[DRIVER]), report.drivers), now, into)
     after = len(into.deployables) + len(into.missing_deployables) + len(into.attributes) + len(into.gone_attributes)
     if after + len(into.moves) != before:
         into.providers.append({"kind": "provider", "key": host.uuid, "payload": {"host": host.name}})
-    drivers = _drivers(host, answers, now, into)
+    drivers = seen.entries(host.drivers, _drivers(host, answers, now, into), report.drivers, now)
     into.hosts.append(
         {"id": host.id, "epoch": report.epoch, "seq": report.seq, "hash": report.hash, "drivers": drivers}
     )
@@ -205,6 +230,10 @@ def _device(host: StoredHost, driver: str, device: Device, old: StoredDevice | N
         device.status_reason,
         device.to_install,
         device.acts,
+        device.changeable,
+        device.sized_by,
+        device.backend,
+        device.bridges,
     )
     changes: dict[str, list[Any]] = {}
     device_uuid = old.uuid if old else str(uuid.uuid4())
@@ -223,6 +252,8 @@ def _device(host: StoredHost, driver: str, device: Device, old: StoredDevice | N
         if name not in named and not gone.missing:
             into.missing_deployables.append(gone.id)
             changes[f"deployable {name}"] = ["present", "missing"]
+    if old is not None and any(name.startswith(("handle ", "deployable ")) for name in changes):
+        into.resized.append(device_uuid)
     action = "device.found" if old is None else "device.changed"
     if old is not None and old.state == "missing":
         action = "device.back"
@@ -298,17 +329,20 @@ def _handles(
             changes[f"handle {info}"] = [handle.attach_type, "missing"]
 
 
-def _missing(host: StoredHost, device: StoredDevice, now: str, into: Changes) -> None:
-    reason = f"{device.facts[0]} answered and did not name it"
+def _missing(host: StoredHost, device: StoredDevice, reason: str, now: str, into: Changes) -> None:
     into.moves.append({"uuid": device.uuid, "state": "missing", "returns_to": device.state, "reason": reason})
     changes = {"state": [device.state, "missing"], "state_since": [device.state_since, now]}
-    into.events.append(_event(host, "device.missing", device.uuid, str(device.facts[3]), changes, reason))
+    into.events.append(_event(host, "device.missing", device.uuid, str(device.facts[MODEL]), changes, reason))
 
 
 def _drivers(host: StoredHost, answers: dict[str, Answer], now: str, into: Changes) -> dict[str, dict[str, Any]]:
     """The host's `drivers` column; a driver that is no longer enabled stays, as an error, while it has devices."""
     result: dict[str, dict[str, Any]] = {}
     counts = {driver: len(answer.devices) for driver, answer in answers.items() if answer.devices is not None}
+    for known in host.devices:
+        driver = str(known.facts[DRIVER])
+        if driver in counts and known.state != "missing" and not answers[driver].names_all_of(known):
+            counts[driver] += 1
     for driver, answer in answers.items():
         old = host.drivers.get(driver, {})
         result[driver] = {
@@ -316,17 +350,37 @@ def _drivers(host: StoredHost, answers: dict[str, Answer], now: str, into: Chang
             "since": old.get("since", now) if old.get("error", "") == answer.error else now,
             "devices": counts.get(driver, old.get("devices", 0)),
             "faults": [[fault.subject, fault.reason] for fault in answer.faults],
+            "backends": _backends(host, driver, answer, now, into),
         }
     for driver, old in host.drivers.items():
         if driver not in answers and any(device.facts[0] == driver for device in host.devices):
             error = "no longer enabled on this host"
             since = old["since"] if old.get("error") == error else now
-            result[driver] = {"error": error, "since": since, "devices": old.get("devices", 0), "faults": []}
+            result[driver] = old | {"error": error, "since": since, "devices": old.get("devices", 0), "faults": []}
     for driver, entry in result.items():
         was = host.drivers.get(driver, {}).get("error", "")
         if was != entry["error"]:
             action = "driver.failed" if entry["error"] else "driver.recovered"
             into.events.append(_event(host, action, None, driver, {"error": [was, entry["error"]]}, entry["error"]))
+    return result
+
+
+def _backends(host: StoredHost, driver: str, answer: Answer, now: str, into: Changes) -> dict[str, Row]:
+    """Name → what a backend said last, since when it says so, and its services."""
+    stored: dict[str, Row] = host.drivers.get(driver, {}).get("backends", {})
+    if answer.devices is None:
+        return stored
+    result: dict[str, Row] = {}
+    for backend in answer.backends:
+        old = stored.get(backend.name, {"error": ""})
+        was, error = old["error"], backend.error
+        said = {"kind": backend.kind, "labels": backend.labels, "error": error}
+        services = [msgspec.structs.asdict(service) for service in backend.services]
+        result[backend.name] = said | {"services": services, "since": old.get("since", now) if was == error else now}
+        if was != error:
+            action = "backend.failed" if error else "backend.recovered"
+            name = f"{driver}:{backend.name}"
+            into.events.append(_event(host, action, None, name, {"error": [was, error]}, error))
     return result
 
 

@@ -66,6 +66,7 @@ def _write(cursor: Any, changes: Changes) -> None:
         (sql.GONE_ATTRIBUTES, changes.gone_attributes),
         (sql.MISSING_DEPLOYABLES, changes.missing_deployables),
         (sql.MISSING_HANDLES, changes.missing_handles),
+        (sql.GENERATIONS, changes.resized),
     ):
         if ids:
             cursor.execute(statement, [ids])

@@ -16,7 +16,7 @@ from django.db import transaction
 from django.db.models import F, Max, Q, QuerySet
 from django.db.models.functions import Now
 
-from accelerators import binding, commands, conductor, delegation, intents, ticks
+from accelerators import binding, commands, conductor, delegation, intents, ticks, wishes
 from accelerators import commands_sql as sql
 from accelerators.binding import End, Waiting
 from accelerators.lifecycle import Step, standing, store
@@ -131,6 +131,8 @@ def _settle(found: Sequence[Ended]) -> None:
     conductor.cursor().execute(sql.END, {"rows": _json.encode(rows).decode()})
     if told := {str(one.command.host.uuid) for one in found if one.command.op == delegation.OP}:
         intents.again("provider", told)
+    if any(one.command.op == wishes.OP for one in found):
+        transaction.on_commit(partial(ticks.kick, "rollouts"), robust=True)
     uuids = [str(one.command.uuid) for one in found]
     transaction.on_commit(partial(commands.ring_changed, uuids), robust=True)
 

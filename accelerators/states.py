@@ -130,6 +130,49 @@ class Outcome(StrEnum):
     REFUSED = "refused"
 
 
+class DriverState(StrEnum):
+    """How a driver on a host was seen."""
+
+    OK = "ok"
+    FAILED = "failed"
+    QUARANTINED = "quarantined"
+    """It broke again and again, and is started no more until somebody says so."""
+    DISABLED = "disabled"
+    """It is wanted there, and not to run."""
+    ABSENT = "absent"
+    """It is not run there; its package may be installed."""
+
+
+class RolloutOp(StrEnum):
+    """What is asked of a driver on hosts."""
+
+    INSTALL = "install"
+    UPDATE = "update"
+    UNINSTALL = "uninstall"
+
+
+class RolloutState(StrEnum):
+    """How a roll-out stands; `stopped` by a failure, `cancelled` by a person: no further host is begun.
+
+    One that goes on whatever fails is `done` in the end.
+    """
+
+    RUNNING = "running"
+    DONE = "done"
+    STOPPED = "stopped"
+    CANCELLED = "cancelled"
+
+
+class StepState(StrEnum):
+    """How one host of a roll-out stands."""
+
+    WAITING = "waiting"
+    ORDERED = "ordered"
+    DONE = "done"
+    FAILED = "failed"
+    SKIPPED = "skipped"
+
+
 _D = DeviceState
 DEVICE_MOVES: dict[DeviceState, frozenset[DeviceState]] = {
     _D.INACTIVE: frozenset({_D.INSTALLING, _D.READY, _D.QUARANTINED, _D.MISSING, _D.RETIRED}),

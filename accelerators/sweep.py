@@ -14,7 +14,7 @@ from django.conf import settings
 from django.db import connection
 from django.db.models import Exists, OuterRef, Q, QuerySet
 
-from accelerators import bulks, conductor, lifecycle, safety, ticks
+from accelerators import bulks, conductor, lifecycle, rollouts, safety, ticks
 from accelerators.models import AcceleratorRequest, AttachHandle, Attribute, Command, Deployable, Device
 from accelerators.models.commands import OPEN
 from accelerators.models.devices import driver_error
@@ -32,7 +32,7 @@ def run() -> None:
     """The job `sweep`: partitions for the months to come, then what is missing for long, and what is old."""
     with connection.cursor() as cursor:
         cursor.execute("SELECT accelerators_event_months(2)")
-    ticks.run("sweep", lambda: remove_missing() | forget_commands() | bulks.forget())
+    ticks.run("sweep", lambda: remove_missing() | forget_commands() | bulks.forget() | rollouts.forget())
 
 
 def forget_commands(now: datetime | None = None) -> bool:

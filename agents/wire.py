@@ -150,6 +150,23 @@ class ImageRef(Struct, frozen=True, omit_defaults=True):
     properties: Annotated[dict[str, str], Meta(max_length=256)] = {}
 
 
+class Wish(Struct, frozen=True, omit_defaults=True):
+    """What is wanted of a driver on this host, over what the host's own configuration says.
+
+    Not `installed`: it is not run, and its settings are forgotten. `settings` None: those of the host's own file.
+    """
+
+    generation: Number
+    installed: bool = True
+    enabled: bool = True
+    settings: dict[str, object] | None = None
+
+    @property
+    def runs(self) -> bool:
+        """Whether the driver is to run."""
+        return self.installed and self.enabled
+
+
 class Command(Message, frozen=True, omit_defaults=True):
     """Something to be done on the host, once for its `id`. `number` orders the commands of all hosts.
 
@@ -173,6 +190,8 @@ class Command(Message, frozen=True, omit_defaults=True):
     writer: Number = 0
     payload: Annotated[str, Meta(max_length=MAX_PAYLOAD)] = ""
     """Of a `placement`: the epoch of the writer that it was placed for, and what `placement_sync.direct` is to do."""
+    wish: Wish | None = None
+    """Of a `configure`: what is wanted of the `driver`."""
 
 
 class Writer(Message, frozen=True):

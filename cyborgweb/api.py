@@ -92,6 +92,8 @@ def _routes() -> Iterator[URLPattern]:
         for pattern, verbs, detail in ((name, ON_LIST, False), (member, ON_MEMBER, True)):
             actions = {method: action for method, action in verbs.items() if hasattr(view, action)}
             yield re_path(rf"\A{pattern}/?\Z", view.as_view(actions, detail=detail, basename=name))
+        for word, action in view.words.items():
+            yield re_path(rf"\A{name}/{word}/?\Z", view.as_view({"post": action}, detail=False, basename=name))
         for verb in view.verbs:
             yield re_path(rf"\A{member}/{verb}/?\Z", view.as_view({"post": verb}, detail=True, basename=name))
 

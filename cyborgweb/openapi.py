@@ -74,26 +74,39 @@ class Schema(AutoSchema):
     def get_summary(self) -> str:
         """What it does, to what."""
         names = self.view.basename.replace("_", " ")
+        if said := self._word():
+            return f"{said.capitalize()} {names}"
         word = VERBS.get(self.view.action) or self.view.action.capitalize()
         return f"{word} {names if self.view.action == 'list' else names.removesuffix('s')}"
 
     def get_description(self) -> str:
         """What the resource says of itself, or what the verb does."""
-        said = getattr(self.view, self.view.action) if self.view.action in self.view.verbs else type(self.view)
-        return getdoc(said) or ""
+        own = self.view.action in self.view.verbs or self.view.action in self.view.answers
+        return getdoc(getattr(self.view, self.view.action) if own else type(self.view)) or ""
 
     def get_operation_id(self) -> str:
         """A verb needs no second one."""
         made: str = super().get_operation_id()
-        return made.removesuffix("_create") if self.view.action in self.view.verbs else made
+        return made.removesuffix("_create") if self._word() or self.view.action in self.view.verbs else made
 
     def get_request_serializer(self) -> Any:
         """What a verb may send is its own."""
         if self.view.action in self.view.verbs:
             return self.view.verbs[self.view.action]
+        if body := self.view.bodies.get(self.view.action):
+            return body
         if self.view.action == "create" and hasattr(self.view, "sends"):
             return {self.view.sends: {"type": "string", "format": "binary", "minLength": 1}}
         return super().get_request_serializer()
+
+    def get_response_serializers(self) -> Any:
+        """What some actions are answered with is no row."""
+        status, body = self.view.answers.get(self.view.action, (0, None))
+        return {status: body} if body else super().get_response_serializers()
+
+    def _word(self) -> str:
+        """What is asked of the whole collection; '' for everything else."""
+        return next((word for word, action in self.view.words.items() if action == self.view.action), "")
 
     def get_override_parameters(self) -> list[Any]:
         """The fields there are to choose from, and the orders a list knows."""

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,17 @@ LOOK_EVERY_S = 1.0
 MAX_DECISIONS = 20_000
 MAX_FILE_BYTES = 1_048_576
 LIKE_A_GET = ("HEAD", "OPTIONS")
+RANKS = ("reader", "member", "manager", "admin")
+ROLES = {role: frozenset(RANKS[: n + 1]) for n, role in enumerate(RANKS)}
+"""The usual roles, each with those that it brings along in Keystone."""
+
+
+class Denied(PermissionDenied):
+    """Upstream's sentence. `remedy` is one of ours, for who reads more: which role would do."""
+
+    def __init__(self, rule: str | None, remedy: str = "") -> None:
+        super().__init__(f"Access was denied to the following resource: {rule}")
+        self.remedy = remedy
 
 
 class RulePermission(BasePermission):
@@ -40,12 +51,22 @@ class RulePermission(BasePermission):
         rule = rules.get(request.method) or (rules.get("GET") if request.method in LIKE_A_GET else None)
         if rule and allows(request.user, rule):
             return True
-        raise PermissionDenied(f"Access was denied to the following resource: {rule}")
+        raise Denied(rule, remedy(request.user, rule) if rule else "")
 
 
 def allows(caller: Caller, rule: str) -> bool:
     """Whether the rule lets the caller do it. An unknown rule is a fault of ours: KeyError."""
     return _policy().allows(caller, rule)
+
+
+def remedy(caller: Caller, rule: str) -> str:
+    """What a caller who was denied needs, as the rules in force have it: one sentence."""
+    if not caller.project_id or caller.system_scope or caller.domain_id:
+        return "Ask with a token of a project."
+    lowest = (role for role, roles in ROLES.items() if allows(replace(caller, roles=roles), rule))
+    if role := next(lowest, ""):
+        return f"The role {role} would do."
+    return "None of the usual roles would do; the policy file says who may."
 
 
 @lru_cache(maxsize=1)

@@ -16,6 +16,7 @@ ANYONE = "rule:admin_or_owner"
 STRICT_MEMBER = "rule:project_member_api or rule:admin_api"
 STRICT_MANAGER = "rule:project_manager_api or rule:admin_api"
 """What `project_manager_or_admin` says, without the legacy alternative that lets everyone in."""
+ELEVATED = "rule:elevated"
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,12 @@ BLOCKS = (
     _composite("project_reader_or_admin", "rule:project_reader_api or rule:admin_api", "Readers and administrators."),
     _composite("project_member_or_admin", "rule:project_member_api or rule:admin_api", "Members and administrators."),
     _composite("project_manager_or_admin", "rule:project_manager_api or rule:admin_api", "Managers, administrators."),
+    Rule(
+        "elevated",
+        STRICT_MANAGER,
+        "Who runs accelerators without being an administrator: sees them all, looks for more, installs drivers,"
+        " attaches and detaches. Name a role of your own here to give it to others than managers.",
+    ),
     Rule("admin_or_owner", "is_admin:True or project_id:%(project_id)s", "Legacy: every token of a project."),
     Rule("admin_or_user", "is_admin:True or user_id:%(user_id)s", "Legacy: every user."),
     Rule("is_admin", ADMIN, "Legacy: administrators."),
@@ -125,16 +132,46 @@ OWN = (
     Rule("cyborg:accelerator:update", STRICT_MEMBER, "Label what is attached.", ("PATCH /api/accelerators/{uuid}/",)),
     Rule(
         "cyborg:accelerator:elevated",
-        STRICT_MANAGER,
-        "See and label the accelerators of every project, not only one's own.",
+        ELEVATED,
+        "See and label the accelerators of every project, not only one's own, and see the free ones.",
         ("GET /api/accelerators/", "PATCH /api/accelerators/{uuid}/"),
     ),
+    Rule("cyborg:accelerator:create", ADMIN, "Divide devices into more units.", ("POST /api/accelerators/",)),
+    Rule("cyborg:accelerator:delete", ADMIN, "Divide them into fewer.", ("POST /api/accelerators/delete/",)),
     Rule(
         "cyborg:device:update",
         ADMIN,
-        "Move a device to another state.",
-        ("POST /api/devices/{uuid}/{enable,disable,drain,quarantine,release,retire,reinstate}/",),
+        "Move a device to another state, or give it another layout.",
+        (
+            "POST /api/devices/{uuid}/{enable,disable,drain,quarantine,release,retire,reinstate}/",
+            "PATCH /api/devices/{uuid}/",
+        ),
     ),
+    Rule("cyborg:backend:get", ELEVATED, "See drivers' backends.", ("GET /api/backends/", "GET /api/backends/{id}/")),
+    Rule("cyborg:service:get", ELEVATED, "See what backends can do.", ("GET /api/services/",)),
+    Rule(
+        "cyborg:service:discover", ELEVATED, "Have a host's drivers look again.", ("POST /api/commands/ (op: rescan)",)
+    ),
+    Rule(
+        "cyborg:driver:get",
+        ELEVATED,
+        "See hosts' drivers and what is rolled out.",
+        ("GET /api/drivers/", "GET /api/rollouts/", "GET /api/rollouts/{uuid}/"),
+    ),
+    Rule(
+        "cyborg:driver:rollout",
+        ELEVATED,
+        "Install, uninstall, change drivers on hosts.",
+        ("POST /api/rollouts/", "POST /api/rollouts/{uuid}/cancel/"),
+    ),
+    Rule(
+        "cyborg:attachment:get",
+        ELEVATED,
+        "See what was attached to running instances, step by step.",
+        ("GET /api/attachments/", "GET /api/attachments/{uuid}/"),
+    ),
+    Rule("cyborg:attachment:create", ELEVATED, "Attach to a running instance.", ("POST /api/attachments/",)),
+    Rule("cyborg:attachment:delete", ELEVATED, "Detach from it.", ("POST /api/attachments/{uuid}/detach/",)),
     Rule("cyborg:command:get_all", STRICT_MANAGER, "List commands to agents.", ("GET /api/commands/",)),
     Rule("cyborg:command:get_one", STRICT_MANAGER, "Show a command.", ("GET /api/commands/{uuid}/",)),
     Rule("cyborg:command:create", ADMIN, "Command a host's agent.", ("POST /api/commands/",)),

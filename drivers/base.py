@@ -2,6 +2,7 @@
 
 A driver knows one kind of hardware and does nothing itself: it reads through the Machine it is given, and what is to be
 changed it plans as steps. Its process cannot write (`drivers.confine`).
+docs/writing-a-driver.md teaches it with an example.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Iterable
 from typing import ClassVar, NamedTuple
 
 from drivers.errors import Unsupported
-from drivers.inventory import Device, Fault, Sample
+from drivers.inventory import Backend, Device, Fault, Sample
 from drivers.machine import Machine
 from drivers.steps import Act, Ask, Plan, Vitals
 
@@ -23,10 +24,12 @@ Settings = dict[str, object]
 
 
 class Findings(NamedTuple):
-    """Everything a driver sees: its complete list of devices, and what it could not take for one."""
+    """Everything a driver sees: its complete list of devices, what it could not take for one, and how its backends
+    are, if it has any: of one with an error it lists no devices, and those known before are kept."""
 
     devices: tuple[Device, ...] = ()
     faults: tuple[Fault, ...] = ()
+    backends: tuple[Backend, ...] = ()
 
 
 class Driver:

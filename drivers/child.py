@@ -1,8 +1,9 @@
-"""The process a driver lives in: `python -I -m drivers.child NAME`, started by `drivers.runner` and by nobody else.
+"""The process a driver lives in: `python -I -m drivers.child NAME`, started by `drivers.runner`; by hand, to look.
 
 JSON lines. It first says `{"ready": {manifest}}`, then answers each line of stdin, a Request, with an Answer that has
 exactly one of `report`, `reasons`, `vitals`, `plan` and `error`. It can read the host and nothing else
-(`drivers.confine`). Small on purpose: no asyncio, no logging, pyudev only for those who use it.
+(`drivers.confine`), so its answers go to a terminal or a pipe, never to a file (docs/writing-a-driver.md).
+Small on purpose: no asyncio, no logging, pyudev only for those who use it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from drivers import catalogue
 from drivers.base import API, Driver, Findings, at_most
 from drivers.confine import MEMORY, confine
 from drivers.errors import DriverError, Failed, Invalid, Unsupported, kind_of
-from drivers.inventory import Device, DriverReport, Fault, Text
+from drivers.inventory import Backend, Device, DriverReport, Fault, Text
 from drivers.machine import Machine
 from drivers.process import die_with_parent
 from drivers.steps import Act, Ask, Plan, Vitals
@@ -33,18 +34,21 @@ T = TypeVar("T")
 Call = Literal[
     "discover", "probe", "health", "install", "uninstall", "attach", "detach", "program", "partition", "reset"
 ]
+Backends = Annotated[tuple[Backend, ...], Meta(max_length=256)]
 Reasons = Annotated[tuple[Text, ...], Meta(max_length=64)]
 Globs = Annotated[tuple[Annotated[str, Meta(max_length=512)], ...], Meta(max_length=256)]
 
 
 class Request(Struct, frozen=True):
-    """One line of stdin. `state` is where `/state` leads; `ask` is there for all but discover and probe."""
+    """One line of stdin. `state` is where `/state` leads; the answer is waited for `deadline_s` seconds; `ask` is there
+    for all but discover and probe."""
 
     id: int
     call: Call
     node: str
     state: str = ""
     settings: dict[str, object] = {}
+    deadline_s: float = 20.0
     ask: Ask | None = None
 
 
@@ -126,6 +130,7 @@ def _manifest(name: str, driver: Driver, unconfined: tuple[str, ...]) -> Ready:
 def _answer(name: str, driver: Driver, request: Request, unconfined: tuple[str, ...]) -> Answer:
     try:
         machine = Machine(request.node, state_root=request.state or "/state")
+        machine.deadline_s = request.deadline_s
         if request.call == "discover":
             findings = driver.discover(machine, request.settings)
             return Answer(request.id, report=_report(name, findings))
@@ -172,7 +177,9 @@ def _report(name: str, findings: object) -> DriverReport:
             subject = str(getattr(device, "key", "")) or type(device).__name__
             faults.append(_fault(subject, str(error)))
     known = [_fault(fault.subject, fault.reason) for fault in at_most(findings.faults)]
-    return DriverReport(name, devices=tuple(devices), faults=at_most([*known, *faults]))
+    backends = (msgspec.structs.replace(backend, error=_clean(backend.error)) for backend in findings.backends)
+    checked = _checked(tuple(backends), Backends, "its backends")
+    return DriverReport(name, devices=tuple(devices), faults=at_most([*known, *faults]), backends=checked)
 
 
 def _fault(subject: str, reason: str) -> Fault:

@@ -40,6 +40,26 @@ def claimed(reports: Iterable[DriverReport]) -> dict[str, str]:
     return {claim: report.driver for report in reports for device in report.devices for claim in _claims(device)}
 
 
+def carried(report: DriverReport, before: DriverReport | None) -> DriverReport:
+    """The report with what `before` had of the backends that failed now, which so keep it: before `settle`."""
+    failed = _failed(report)
+    kept = [device for device in before.devices if device.backend in failed] if before else []
+    keys = {device.key for device in kept}
+    found = (device for device in report.devices if device.key not in keys)
+    return msgspec.structs.replace(report, devices=(*kept, *found)) if kept else report
+
+
+def without_carried(report: DriverReport) -> DriverReport:
+    """What the driver itself answered of it: after `settle`."""
+    failed = _failed(report)
+    devices = tuple(device for device in report.devices if device.backend not in failed)
+    return msgspec.structs.replace(report, devices=devices)
+
+
+def _failed(report: DriverReport) -> set[str]:
+    return {backend.name for backend in report.backends if backend.error}
+
+
 def _settled(report: DriverReport, owners: dict[str, str]) -> DriverReport:
     keys = Counter(device.key for device in report.devices)
     devices, faults = [], list(report.faults)

@@ -184,6 +184,8 @@ class FakeDevice:
             deployables=(Deployable(name, len(handles), attributes, handles, "fake"),),
             to_install="\n".join(step.does for step in self.to_install()),
             acts=" ".join(sorted((*FakeDriver.acts, "health"))),
+            changeable="parts",
+            sized_by="parts",
         )
 
     def set(self, name: str, value: str, now: str | None = None) -> Step:

@@ -28,6 +28,8 @@ PciAddress = Annotated[str, Meta(max_length=32, pattern=r"^[0-9a-f]{4,8}:[0-9a-f
 DeviceType = Literal["GPU", "FPGA", "AICHIP", "QAT", "NIC", "SSD"]
 HandleType = Literal["PCI", "MDEV", "TEST_PCI", "DEV"]
 Health = Literal["ok", "degraded", "failed", "unknown"]
+BackendKind = Literal["pci", "mdev", "accel-class", "firmware", "remote"]
+ServiceName = Literal["passthrough", "sriov", "mdev", "program", "firmware", "reset", "health", "stats"]
 
 
 class Attribute(Struct, frozen=True, omit_defaults=True, gc=False):
@@ -70,7 +72,10 @@ class Device(Struct, frozen=True, omit_defaults=True, gc=False):
     `address` is the PCI address of the management function, None for what is not on PCI.
     `vendor` and `model` are the exact strings that upstream shows for the same hardware. `to_install` is what its
     driver would do to make it ready, a line a step, '' when nothing has to be done; `acts` what can be asked of its
-    driver, words with blanks between them.
+    driver, words with blanks between them. `changeable` are the words of a layout that its driver takes, in the same
+    form, and `sized_by` the one of them whose value is the number of handles; '' where that cannot be chosen.
+    `backend` names the part of its driver that found it, '' for a driver that has no backends. `bridges` are the
+    addresses of the PCI bridges above it, root first, blanks between them.
     """
 
     key: Name
@@ -87,6 +92,10 @@ class Device(Struct, frozen=True, omit_defaults=True, gc=False):
     deployables: Annotated[tuple[Deployable, ...], Meta(max_length=256)] = ()
     to_install: Text = ""
     acts: Annotated[str, Meta(max_length=255)] = ""
+    changeable: Annotated[str, Meta(max_length=255)] = ""
+    sized_by: Annotated[str, Meta(max_length=64)] = ""
+    backend: Annotated[str, Meta(max_length=64)] = ""
+    bridges: Annotated[str, Meta(max_length=255)] = ""
 
 
 class Fault(Struct, frozen=True, omit_defaults=True, gc=False):
@@ -104,13 +113,42 @@ class Sample(Struct, frozen=True, omit_defaults=True, gc=False):
     value: float
 
 
-class DriverReport(Struct, frozen=True, omit_defaults=True, gc=False):
-    """What one driver answered. `error` empty means *ok*: `devices` is then its complete list.
+class Service(Struct, frozen=True, omit_defaults=True, gc=False):
+    """Something a backend can do, as found at run time: `version` of the interface it has for it, `reason` why it is
+    unavailable, `limits` in words and numbers of its own (`total_vfs`, `methods`)."""
 
-    With an error `devices` is empty, and what was known before stays known (shown stale).
+    name: ServiceName
+    version: Annotated[str, Meta(max_length=64)] = "1"
+    state: Literal["ready", "unavailable"] = "ready"
+    reason: Annotated[str, Meta(max_length=1024)] = ""
+    limits: Annotated[dict[Word, Annotated[str, Meta(max_length=255)]], Meta(max_length=32)] = {}
+
+
+class Backend(Struct, frozen=True, omit_defaults=True, gc=False):
+    """A part of a driver that answers by itself. With an `error` its devices are not in the report, and what was known
+    of them before stays known (shown stale)."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.-]+$")]
+    kind: BackendKind
+    labels: Annotated[dict[Word, Annotated[str, Meta(max_length=255)]], Meta(max_length=64)] = {}
+    error: Text = ""
+    services: Annotated[tuple[Service, ...], Meta(max_length=16)] = ()
+
+
+class DriverReport(Struct, frozen=True, omit_defaults=True, gc=False):
+    """What one driver answered. `error` empty means *ok*: `devices` is then its complete list, but for those of
+    `backends` with an error.
+
+    With an error `devices` is empty, and what was known before stays known (shown stale). The last three fields are the
+    agent's: the driver's own version, why it does not answer ('' when it is asked, else `quarantined`, `disabled` or
+    `absent`), and the generation of the wish it runs by, 0 where the host's own configuration decides.
     """
 
     driver: Word
     error: Text = ""
     devices: Annotated[tuple[Device, ...], Meta(max_length=4096)] = ()
     faults: Annotated[tuple[Fault, ...], Meta(max_length=256)] = ()
+    backends: Annotated[tuple[Backend, ...], Meta(max_length=256)] = ()
+    version: Annotated[str, Meta(max_length=64)] = ""
+    state: Annotated[str, Meta(max_length=16)] = ""
+    generation: Annotated[int, Meta(ge=0, le=2**53)] = 0

@@ -25,6 +25,9 @@ PCI_DEVICES = "/sys/bus/pci/devices"
 class Machine:
     """One look at one host. `node` is its name in deployable names."""
 
+    deadline_s: float = 20.0
+    """How long the caller waits for the driver's answer."""
+
     def __init__(
         self,
         node: str,

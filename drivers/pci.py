@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -45,19 +45,27 @@ MAX_STEPS, TOLD_STEPS = 240, 20
 CAP_DAC_OVERRIDE = 1 << 1
 NOT_NOW = "cannot be done: "
 
+M = TypeVar("M", bound="Match")
+Vfs = Annotated[int, Meta(ge=0, le=1024)]
+Bind = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]*$", max_length=64)]
 Glob = Annotated[str, Meta(pattern=r"^[0-9a-f*?\[\]!:.-]+$", max_length=64)]
 
 
-class Rule(Struct, frozen=True, forbid_unknown_fields=True, rename={"pci_class": "class"}):
-    """One line of what to take. A class has four digits (`0302`) or six (`030200`)."""
+class Match(Struct, frozen=True, forbid_unknown_fields=True, rename={"pci_class": "class"}):
+    """Which functions are meant. A class has four digits (`0302`) or six (`030200`)."""
 
     vendor: Glob = "*"
     product: Glob = "*"
     pci_class: Glob = "*"
     address: Glob = "*"
+
+
+class Rule(Match, frozen=True, forbid_unknown_fields=True):
+    """One line of what to take, and what to make of it."""
+
     type: DeviceType | None = None
-    vfs: Annotated[int, Meta(ge=0, le=1024)] | None = None
-    bind: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]*$", max_length=64)] | None = None
+    vfs: Vfs | None = None
+    bind: Bind | None = None
 
 
 class Function(Struct, frozen=True):
@@ -98,32 +106,20 @@ class PciDriver(Driver):
     def discover(self, machine: Machine, settings: dict[str, object]) -> Findings:
         """Raises Invalid for unusable rules, DriverError when it cannot be told what the host uses."""
         rules = read_rules(settings)
-        taken: list[Device] = []
-        faults: list[Fault] = []
-        in_use = used_by_host(machine) if rules else {}
-        for address in machine.pci_functions() if rules else ():
-            try:
-                for found in _take(machine, address, rules, in_use):
-                    if isinstance(found, Fault):
-                        faults.append(found)
-                    else:
-                        taken.append(found)
-            except Gone:
-                continue  # unplugged while we looked
-            except DriverError as error:
-                faults.append(Fault(address, str(error)))
-        if not taken and not faults:
-            faults.append(Fault("rules", "no PCI function of this machine matches: say in `rules` which ones to offer"))
-        return Findings(tuple(taken), at_most(faults))
+        found = take(machine, rules) if rules else Findings()
+        if found == Findings():
+            nothing = Fault("rules", "no PCI function of this machine matches: say in `rules` which ones to offer")
+            return Findings(faults=(nothing,))
+        return found
 
     def health(self, machine: Machine, settings: dict[str, object], ask: Ask) -> Vitals:
         """The verdict of `discover`, with all there is to read."""
-        address = _find(machine, ask.key)
+        address = find(machine, ask.key)
         return Vitals(*signals.status(machine, address), signals.signals(machine, address))
 
     def stats(self, machine: Machine, settings: dict[str, object], ask: Ask) -> tuple[Sample, ...]:
         """Temperatures."""
-        return signals.samples(machine, ask.key, _find(machine, ask.key))
+        return signals.samples(machine, ask.key, find(machine, ask.key))
 
     def install(self, machine: Machine, settings: dict[str, object], ask: Ask) -> Plan:
         """As the rule, or the words `vfs` and `bind` of `ask.layout` over it, want the function.
@@ -132,7 +128,7 @@ class PciDriver(Driver):
         and ask again, until there are none (two plans, more for a hundred functions). Raises Busy before anything is
         touched when the host or a guest uses any of it; Invalid, Unsupported with what to do about it.
         """
-        address = _find(machine, ask.key)
+        address = find(machine, ask.key)
         rule = _rule_over(matching(_function(machine, address), read_rules(settings)) or Rule(), ask.layout)
         look = binding.Look(machine, used_by_host(machine), acting=True)
         return Plan(tuple(_steps(look, address, rule)[:MAX_STEPS]), _said(rule))
@@ -143,7 +139,7 @@ class PciDriver(Driver):
 
     def uninstall(self, machine: Machine, settings: dict[str, object], ask: Ask) -> Plan:
         """The number of virtual functions and the driver as at first. Raises Busy as `install` does."""
-        address = _find(machine, ask.key)
+        address = find(machine, ask.key)
         look = binding.Look(machine, used_by_host(machine), acting=True)
         steps = sriov.back(look, address, ask.first)
         for part in [address] if steps else [address, *sriov.virtual(machine, address)]:
@@ -152,7 +148,7 @@ class PciDriver(Driver):
 
     def reset(self, machine: Machine, settings: dict[str, object], ask: Ask) -> Plan:
         """By the kernel's own method; of a card, its virtual functions with it. Raises Busy, Unsupported."""
-        address = _find(machine, ask.key)
+        address = find(machine, ask.key)
         path, parts = f"{PCI_DEVICES}/{address}", [address, *sriov.virtual(machine, address)]
         if not machine.exists(f"{path}/reset"):
             raise Unsupported(f"{address} cannot be reset: the kernel knows no method for it")
@@ -164,6 +160,25 @@ class PciDriver(Driver):
             timeout_s=RESET_S,
         )
         return Plan((step,), "reset")
+
+
+def take(machine: Machine, rules: list[Rule]) -> Findings:
+    """What the rules take. Raises DriverError when it cannot be told what the host uses."""
+    taken: list[Device] = []
+    faults: list[Fault] = []
+    in_use = used_by_host(machine)
+    for address in machine.pci_functions():
+        try:
+            for found in _take(machine, address, rules, in_use):
+                if isinstance(found, Fault):
+                    faults.append(found)
+                else:
+                    taken.append(found)
+        except Gone:
+            continue  # unplugged while we looked
+        except DriverError as error:
+            faults.append(Fault(address, str(error)))
+    return Findings(tuple(taken), at_most(faults))
 
 
 def read_rules(settings: dict[str, object]) -> list[Rule]:
@@ -183,7 +198,7 @@ def _rule_over(rule: Rule, layout: dict[str, str]) -> Rule:
     """The rule with the words of a layout in place of its own."""
     try:
         if unknown := set(layout) - {"vfs", "bind"}:
-            raise Invalid(f"a layout of pci_driver has no word {min(unknown)}: it has vfs and bind")
+            raise Invalid(f"the layout of a PCI function has no word {min(unknown)}: it has vfs and bind")
         changed = {**msgspec.to_builtins(rule), **layout}
         return msgspec.convert(changed, Rule, strict=False)
     except msgspec.ValidationError as error:
@@ -206,7 +221,7 @@ def _lacks(machine: Machine, rules: list[Rule]) -> Iterator[str]:
             yield f"the kernel has no driver {name}, which a rule binds to: load it (modprobe {name})"
 
 
-def _find(machine: Machine, key: str) -> str:
+def find(machine: Machine, key: str) -> str:
     """The address of the device with this key; raises Gone."""
     kind, _, rest = key.partition(":")
     for address in [rest] if kind == "pci" else machine.pci_functions():
@@ -281,7 +296,7 @@ def _said(rule: Rule) -> str:
     return ", ".join(filter(None, ("" if rule.vfs is None else f"{rule.vfs} virtual functions", bound)))
 
 
-def matching(function: Function, rules: list[Rule]) -> Rule | None:
+def matching(function: Function, rules: Sequence[M]) -> M | None:
     """The first rule whose globs all match; a bridge is nobody's."""
     for rule in rules if not function.pci_class.startswith(BRIDGE) else ():
         pairs = (
@@ -326,9 +341,12 @@ def _device(machine: Machine, function: Function, kind: DeviceType, handed_out: 
         status_reason=reason,
         numa_node=max(-1, machine.read_int(f"{path}/numa_node", -1)),
         kernel_driver=machine.link(f"{path}/driver"),
+        bridges=signals.bridges(machine, address),
         deployables=(Deployable(f"{machine.node}_{address}", len(handles), attributes, handles, owner),),
         to_install=to_install,
         acts=" ".join(["health", "install", *(word for word, can in able.items() if can), "uninstall"]),
+        changeable="bind vfs" if able["partition"] else "bind",
+        sized_by="vfs" if able["partition"] else "",
     )
 
 

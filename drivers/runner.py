@@ -59,7 +59,7 @@ class DriverProcess:
         self.name = name
         self.manifest = Ready()
         self._settings = dict(settings)
-        self._request = {"node": node, "state": state, "settings": self._settings}
+        self._request = {"node": node, "state": state, "settings": self._settings, "deadline_s": deadline_s}
         self._deadline_s = deadline_s
         self._max_answer = max_answer
         self._command = command or [sys.executable, "-I", "-m", "drivers.child", name]
@@ -75,6 +75,11 @@ class DriverProcess:
     def pid(self) -> int | None:
         """The process, None while there is none."""
         return self._pipe.pid if self._pipe and not self._pipe.exited.is_set() else None
+
+    @property
+    def quarantined(self) -> bool:
+        """Whether it is started no more until `release`."""
+        return self._not_before == float("inf")
 
     @property
     def subsystems(self) -> tuple[str, ...]:
@@ -118,9 +123,10 @@ class DriverProcess:
         self._pause_s, self._not_before = FIRST_PAUSE_S, 0.0
 
     async def close(self) -> None:
-        """End the process and all it started. May be called twice."""
+        """End the process and all it started; whoever still waits for an answer is refused. May be called twice."""
         async with self._one_at_a_time:
             await self._stop()
+            self._not_before, self._broken = float("inf"), "it was stopped"
 
     async def _asked(self, call: Call, ask: Ask | None = None) -> Answer:
         async with self._one_at_a_time:

@@ -14,6 +14,7 @@ from drivers.steps import Signal
 
 AER = ("correctable", "nonfatal", "fatal")
 MAX_SIGNALS = 64
+MAX_PATH = 255
 
 
 def status(machine: Machine, address: str) -> tuple[Health, str]:
@@ -25,6 +26,16 @@ def status(machine: Machine, address: str) -> tuple[Health, str]:
     if 0 < now < best < 255:
         return "degraded", f"its PCIe link is x{now}, it could be x{best}"
     return "ok", ""
+
+
+def bridges(machine: Machine, address: str) -> str:
+    """Addresses of the PCI bridges above a function, root first, blanks between: its directory's place in sysfs is its
+    place in the tree. Of more than fit the nearest."""
+    place = machine.resolve(f"{PCI_DEVICES}/{address}").split("/")
+    above = [name for name in place[:-1] if PCI_ADDRESS.fullmatch(name)]
+    while len(text := " ".join(above)) > MAX_PATH:
+        del above[0]
+    return text
 
 
 def signals(machine: Machine, address: str) -> tuple[Signal, ...]:

@@ -16,9 +16,9 @@ class PlacementSyncConfig(AppConfig):
         from django.conf import settings
         from django.utils.module_loading import import_string
 
-        from accelerators import delegation, fetching, safety, ticks
+        from accelerators import attachments, delegation, fetching, safety, ticks
         from accelerators.api.own import instances
-        from placement_sync import witness, writers
+        from placement_sync import attaching, witness, writers
         from placement_sync.glance import Glance
         from placement_sync.nova import Nova
 
@@ -36,6 +36,10 @@ class PlacementSyncConfig(AppConfig):
         if keys.has_cloud and keys.nova_endpoint != "off":
             ticks.register("notices", "placement_sync.tell.run", cluster="work", timely=True, intent="notice")
             ticks.register("instances", "placement_sync.watcher.run", cluster="work", timely=True)
+            ticks.register(
+                "attachments", "placement_sync.attaching.run", cluster="work", timely=True, intent="attachment"
+            )
+            attachments.register(attaching.look)
             safety.register("nova", witness.instances)
         if settings.KEYS.glance_endpoint != "off":
             fetching.register(Glance(session, settings.KEYS.glance_endpoint))

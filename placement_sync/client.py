@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from urllib.parse import quote
 
+from placement_sync.claims import Consumer
 from placement_sync.reconcile import Inventory, Observed
 
 TIMEOUT_S = 10.0
@@ -18,6 +19,8 @@ TREE, WRITE, TRAITS, CLASSES, INVENTORY, MOVE = "1.14", "1.20", "1.6", "1.7", "1
 """in_tree · create with an answer · traits · classes by PUT · reserved equal to total · another parent."""
 CODES = "1.23"
 """From here on errors have codes."""
+CONSUMER = "1.28"
+"""From here on consumers have generations. Later versions want a consumer's type, which this one leaves as it is."""
 
 
 class Away(Exception):
@@ -40,6 +43,7 @@ class Stopped(Exception):
     """Somebody else writes now, or may: raised by `before_call`, and nobody is called any more."""
 
 
+CONCURRENT = "placement.concurrent_update"
 IN_USE = frozenset({"placement.inventory.inuse", "placement.resource_provider.inuse"})
 
 
@@ -92,6 +96,21 @@ class Placement:
         """Consumer → what it has of this provider."""
         found = self._call("GET", f"/resource_providers/{uuid}/allocations", TREE, missing=True) or {}
         return {consumer: dict(entry["resources"]) for consumer, entry in found.get("allocations", {}).items()}
+
+    def consumer(self, uuid: str) -> Consumer:
+        """All that a consumer has, with its generation."""
+        found = self._get(f"/allocations/{uuid}", CONSUMER)
+        try:
+            has = {provider: dict(entry["resources"]) for provider, entry in found["allocations"].items()}
+            if not has:
+                return Consumer(uuid)
+            return Consumer(uuid, int(found["consumer_generation"]), has, found["project_id"], found["user_id"])
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise Away(f"GET /allocations/{uuid}: the answer is no consumer") from None
+
+    def allocate(self, uuid: str, body: Mapping[str, Any]) -> None:
+        """Replace all that a consumer has; Conflict with the code CONCURRENT when its generation is another."""
+        self._write("PUT", f"/allocations/{uuid}", CONSUMER, body)
 
     def create(self, uuid: str, name: str, parent: str) -> int:
         """Make a provider; returns its generation."""

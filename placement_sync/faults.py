@@ -225,7 +225,7 @@ def _unclaimed(one: Holding) -> Fault:
         f"Instance {one.instance} holds request {one.request} on {one.provider_name}, and Placement has no allocation"
         " of it there: it may give the same part to another. Shelve and unshelve the instance through Nova, which"
         f" claims and binds anew; or add rp={one.provider} to its allocations: openstack resource provider allocation"
-        f" show {one.instance}, then “allocation set”."
+        f" show {one.instance}, then “allocation set”. What was attached while it ran, detach and attach again instead."
     )
     return _fault(Kind.UNCLAIMED, one, said)
 

@@ -23,9 +23,12 @@ SELECT p.name, coalesce(p.rp_uuid::text, ''), CASE WHEN p.missing_since IS NULL 
   coalesce((SELECT json_object_agg(a.key, a.value) FROM accelerators_attribute a WHERE a.deployable_id = p.id), '{}'),
   d.state = 'ready' AND p.missing_since IS NULL
 FROM accelerators_deployable p JOIN accelerators_device d ON d.id = p.device_id
-WHERE d.host_id = %s AND p.rp_uuid IS NOT NULL ORDER BY p.missing_since NULLS FIRST, p.id
+WHERE d.host_id = %s AND p.rp_uuid IS NOT NULL
+  AND NOT EXISTS (SELECT FROM accelerators_attachhandle t WHERE t.deployable_id = p.id AND t.attach_type = 'DEV')
+ORDER BY p.missing_since NULLS FIRST, p.id
 """
-"""A provider is there from when its device first left `inactive` (its id is recorded then) until it is removed."""
+"""A provider is there from when its device first left `inactive` (its id is recorded then) until it is removed. Device
+nodes are for no guest: Nova is never offered one."""
 WRITTEN = (
     "SELECT uuid::text, classes::json, traits::json, seen::json FROM placement_sync_writtenprovider WHERE host_id = %s"
 )

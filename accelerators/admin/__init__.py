@@ -3,6 +3,6 @@
 Loaded by Django's admin. Pages that show more than one room live in `cyborgweb.pages`.
 """
 
-from accelerators.admin import bulks, commands, devices, hosts, records, requests, rules
+from accelerators.admin import attachments, bulks, commands, devices, drivers, hosts, records, requests, rules
 
-__all__ = ["bulks", "commands", "devices", "hosts", "records", "requests", "rules"]
+__all__ = ["attachments", "bulks", "commands", "devices", "drivers", "hosts", "records", "requests", "rules"]

@@ -18,7 +18,7 @@ from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
-from accelerators import bulks, lifecycle, safety
+from accelerators import asks, bulks, lifecycle, safety
 from accelerators.admin import decisions, marks
 from accelerators.admin.listing import ReadOnly
 from accelerators.models import Bulk, BulkItem, Device
@@ -29,6 +29,8 @@ FIRST, ROWS = 20, 200
 """So many devices are named before it is confirmed, and afterwards, those that were refused first; all are counted."""
 STATES = {"draft": "calm", "running": "busy", "done": "good", "cancelled": "warn"}
 OUTCOMES = {"moved": ("done", "good"), "unchanged": ("already so", "calm"), "refused": ("refused", "bad")}
+ORDERED = ("ordered", "good")
+"""The word for what is done when agents are asked."""
 COMING = {"moved": ("will be done", "good"), "unchanged": ("already so", "calm"), "refused": ("refused", "bad")}
 
 
@@ -134,6 +136,7 @@ class BulkItemAdmin(ReadOnly):
     list_display = ("shown_device", "shown_host", "shown_outcome", "shown_state", "stood", "text")
     list_display_links = None
     list_filter = ("outcome", "why")
+    list_select_related = ("bulk",)
     ordering = ("id",)
     search_fields = ("device_name__icontains", "host__startswith", "device_uuid__startswith")
     search_help_text = "device, host, uuid"
@@ -152,7 +155,7 @@ class BulkItemAdmin(ReadOnly):
 
     @display(description="Outcome", ordering="outcome")
     def shown_outcome(self, item: BulkItem) -> SafeString:
-        return outcome(item.outcome)
+        return outcome(item.outcome, item.bulk)
 
     @display(description="State afterwards", ordering="state")
     def shown_state(self, item: BulkItem) -> SafeString | str:
@@ -177,22 +180,37 @@ def bar(bulk: Bulk) -> SafeString:
 
 def counts(bulk: Bulk) -> list[tuple[SafeString, int]]:
     """Outcomes and how many of each, and those that were not reached."""
+    words = OUTCOMES | ({"moved": ORDERED} if bulk.action in asks.OPS else {})
     told = [
-        (marks.mark(f"{getattr(bulk, word)} {said}", tone), getattr(bulk, word))
-        for word, (said, tone) in OUTCOMES.items()
+        (marks.mark(f"{getattr(bulk, word)} {said}", tone), getattr(bulk, word)) for word, (said, tone) in words.items()
     ]
     left = bulk.total - bulk.worked
     return [*((mark, n) for mark, n in told if n), *([(marks.mark(f"{left} not done", "calm"), left)] if left else [])]
 
 
-def outcome(word: str) -> SafeString:
+def outcome(word: str, bulk: Bulk) -> SafeString:
     """What became of it."""
+    if word == Outcome.MOVED and bulk.action in asks.OPS:
+        return marks.mark(*ORDERED)
     return marks.mark(*OUTCOMES[word]) if word else marks.mark("not done", "calm")
 
 
 def device(item: BulkItem) -> SafeString | str:
     """A link while there is such a device."""
     return marks.link("device", item.device_id, item.device_name) if item.device_id else item.device_name
+
+
+def _why(item: BulkItem, bulk: Bulk) -> SafeString | str:
+    """Why it came to that; of an order the command, which a dry run took back."""
+    if bulk.action not in asks.OPS or item.outcome != Outcome.MOVED:
+        return item.text
+    return "" if bulk.dry else marks.link("command", item.text.removeprefix("command "), item.text)
+
+
+def commands_of(bulk: Bulk) -> str:
+    """Address of the list of the commands that it ordered."""
+    asked = {"together": bulk.request_id, "op": bulk.action}
+    return f"{reverse('admin:accelerators_command_changelist')}?{urlencode(asked)}"
 
 
 def standing(bulk: Bulk) -> dict[str, Any]:
@@ -242,7 +260,11 @@ def _result(bulk: Bulk) -> dict[str, Any]:
     order = list(bulk.items.exclude(outcome="").order_by(refused_first, "id")[:ROWS])
     listed = reverse("admin:accelerators_bulkitem_changelist")
     return {
-        "rows": [(device(i), i.host, outcome(i.outcome), i.state and marks.state(i.state), i.text) for i in order],
+        "rows": [
+            (device(i), i.host, outcome(i.outcome, bulk), i.state and marks.state(i.state), _why(i, bulk))
+            for i in order
+        ],
         "left": max(0, bulk.worked - len(order)),
+        "commands_url": commands_of(bulk) if bulk.action in asks.OPS and bulk.moved and not bulk.dry else "",
         "all_items": f"{listed}?{urlencode({'bulk__id__exact': bulk.pk})}",
     }

@@ -82,7 +82,7 @@ def _addresses(model: str) -> str:
 
 
 def _card(device: Device, units: Sequence[Unit], counts: Counter[str]) -> Card:
-    stale = bool(device.host.why_stale(device.driver))
+    stale = bool(device.host.why_stale(device.driver, device.backend))
     others = (
         (f"health {device.status}", marks.HEALTH[device.status], device.status not in ("ok", "unknown")),
         ("draining", "busy", bool(device.drain_to)),
@@ -95,6 +95,7 @@ def _card(device: Device, units: Sequence[Unit], counts: Counter[str]) -> Card:
         place=device.address or device.key,
         numa=device.numa_node,
         bus=(device.address or "").rpartition(":")[0],
+        bridges=tuple(device.bridges.split()),
         url=marks.page("device", device.pk),
         marks=((device.state, marks.STATES[device.state]), *((word, tone) for word, tone, true in others if true)),
         units=tuple(units),

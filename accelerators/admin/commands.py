@@ -40,13 +40,26 @@ class Ended(admin.SimpleListFilter):
         return queryset.exclude(OPEN) if self.value() == "no" else queryset
 
 
+class Together(admin.SimpleListFilter):
+    """What was ordered by one request of a person, as a bulk action is; there is no choice to be made of it."""
+
+    title, parameter_name = "ordered with request", "together"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
+        asked = request.GET.get("together", "")
+        return [(asked, asked)] if asked else []
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Command]) -> QuerySet[Command]:
+        return queryset.filter(request_id=self.value()) if self.value() else queryset
+
+
 @admin.register(Command)
 class CommandAdmin(ReadOnly):
     """What agents were told to do, and what became of it."""
 
     list_display = ("shown_state", "shown_op", "shown_device", "shown_host", "by", "since", "result")
     list_display_links = ("shown_op",)
-    list_filter = ("state", Ended, "op")
+    list_filter = ("state", Ended, "op", Together)
     list_select_related = ("host", "device")
     ordering = ("-id",)
     search_fields = (
@@ -139,7 +152,8 @@ class CommandAdmin(ReadOnly):
         return TemplateResponse(request, "accelerators/command.html", context)
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Command]:
-        return super().get_queryset(request).select_related("host", "device")
+        """Without what came back: only a command's own page shows it, and a report is long."""
+        return super().get_queryset(request).select_related("host", "device").defer("detail")
 
 
 def state(command: Command) -> SafeString:
@@ -214,7 +228,7 @@ def standing(command: Command) -> dict[str, Any]:
 
 def lately(commands: QuerySet[Command], of: str, pk: int) -> dict[str, Any]:
     """For `command_lately.html`: the newest of them. One statement."""
-    newest = list(commands.select_related("host").order_by("-id")[:LATELY])
+    newest = list(commands.select_related("host").defer("detail").order_by("-id")[:LATELY])
     rows = [
         {
             "command": one,
@@ -250,6 +264,7 @@ def _asked(command: Command) -> Iterator[tuple[str, Any]]:
     pairs = {name: said.get(name) for name in ("driver", "deployable", "uuid", "consumer")}
     pairs |= said.get("layout", {})
     pairs |= {name.replace("_", " "): value for name, value in said.get("wanted", {}).items()}
+    pairs |= {name: json.dumps(value) for name, value in said.get("wish", {}).items()}
     image = said.get("image") or {}
     pairs |= {"image": image.get("id"), "image's name": image.get("name"), "image's sha256": image.get("sha256")}
     return ((name, value) for name, value in pairs.items() if value)

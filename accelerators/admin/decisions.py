@@ -16,7 +16,7 @@ from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse, HttpResponseNotAllowed, HttpResponseRedirect
 from django.template.response import TemplateResponse
 
-from accelerators import actions, bulks, lifecycle, safety
+from accelerators import actions, acts, bulks, lifecycle, safety
 from accelerators.actions import Action, Standing
 from accelerators.admin import marks
 from accelerators.caller import Caller
@@ -68,9 +68,37 @@ CHOICES = {
 }
 
 
-def choice_of(bulk: Bulk) -> Choice:
+@dataclass(frozen=True)
+class Ask:
+    """An action of the list that moves no device: its agent is asked."""
+
+    name: str
+    label: str
+    then: Drain = Drain.MAINTENANCE
+
+    @property
+    def action(self) -> str:
+        """As a bulk action keeps it."""
+        return self.name
+
+    @property
+    def danger(self) -> bool:
+        """Whether the hardware is touched."""
+        return acts.ACTS[self.name].danger
+
+    @property
+    def meaning(self) -> str:
+        """One sentence."""
+        return acts.ACTS[self.name].meaning
+
+
+ASKS = {ask.name: ask for ask in (Ask("health", "Check health"), Ask("reset", "Reset"))}
+
+
+def choice_of(bulk: Bulk) -> Choice | Ask:
     """The one that a bulk action was made with."""
-    return next(c for c in CHOICES.values() if c.action == bulk.action and c.then == bulk.then)
+    every = (*CHOICES.values(), *ASKS.values())
+    return next(c for c in every if c.action == bulk.action and c.then == bulk.then)
 
 
 def may(request: HttpRequest) -> bool:
@@ -120,11 +148,11 @@ def one(admin: Any, request: HttpRequest, device: Device) -> HttpResponse:
 
 def of_list() -> Iterator[Callable[..., HttpResponse | None]]:
     """The actions of the list of devices, as Django's admin wants them."""
-    for choice in CHOICES.values():
+    for choice in (*CHOICES.values(), *ASKS.values()):
         yield _of_list(choice)
 
 
-def _of_list(choice: Choice) -> Callable[..., HttpResponse | None]:
+def _of_list(choice: Choice | Ask) -> Callable[..., HttpResponse | None]:
     """Freezes the set; its page shows what would come of it, and asks."""
 
     def act(admin: Any, request: HttpRequest, queryset: QuerySet[Device]) -> HttpResponse | None:

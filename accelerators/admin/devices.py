@@ -17,7 +17,7 @@ from django.utils.safestring import SafeString
 from unfold.decorators import display
 
 from accelerators import lifecycle
-from accelerators.admin import cards, commands, decisions, marks, orders, picture, stored, timeline
+from accelerators.admin import cards, commands, decisions, marks, orders, picture, stored, timeline, units
 from accelerators.admin.filters import Draining, Driver, Freshness
 from accelerators.admin.listing import ReadOnly
 from accelerators.models import AttachHandle, Deployable, Device, Event
@@ -46,7 +46,7 @@ class DeviceAdmin(ReadOnly):
     )
     list_display_links = ("shown_model",)
     list_filter = ("state", "status", "type", Freshness, Draining, Driver)
-    actions = tuple(decisions.of_list())
+    actions = (*decisions.of_list(), units.of_list)
     list_select_related = ("host",)
     ordering = ("host_id", "key")
     search_fields = (
@@ -73,7 +73,7 @@ class DeviceAdmin(ReadOnly):
         return marks.marks(
             marks.state(device.state, device.state_reason),
             marks.draining(device.drain_to),
-            marks.stale(device.host.why_stale(device.driver)),
+            marks.stale(device.host.why_stale(device.driver, device.backend)),
         )
 
     @display(description="Health", ordering="status")
@@ -103,6 +103,7 @@ class DeviceAdmin(ReadOnly):
     def get_urls(self) -> list[Any]:
         decide, order = (self.admin_site.admin_view(view) for view in (self.decide_view, self.order_view))
         return [
+            path("units/", self.admin_site.admin_view(self.units_view), name="accelerators_device_units"),
             path("<path:object_id>/decide/", decide, name="accelerators_device_decide"),
             path("<path:object_id>/order/", order, name="accelerators_device_order"),
             *super().get_urls(),
@@ -115,6 +116,10 @@ class DeviceAdmin(ReadOnly):
     def order_view(self, request: HttpRequest, object_id: str) -> HttpResponse:
         """Those that ask something of its agent."""
         return self._posted(orders.post, request, object_id)
+
+    def units_view(self, request: HttpRequest) -> HttpResponse:
+        """How many units one device or many are divided into."""
+        return units.view(self, request)
 
     def _posted(self, act: Callable[..., HttpResponse], request: HttpRequest, object_id: str) -> HttpResponse:
         device = self.get_object(request, object_id)
@@ -142,7 +147,7 @@ class DeviceAdmin(ReadOnly):
             "device": device,
             "state": marks.state(device.state),
             "health": marks.health(device.status),
-            "stale": marks.stale(stale := device.host.why_stale(device.driver)),
+            "stale": marks.stale(stale := device.host.why_stale(device.driver, device.backend)),
             "why_stale": stale,
             "state_since": marks.ago(device.state_since),
             "status_since": marks.ago(device.status_since),
@@ -158,13 +163,14 @@ class DeviceAdmin(ReadOnly):
             "choices": decisions.possible(request, device, held),
             "to_install": device.to_install.splitlines(),
             "acts": offered,
+            "may": decisions.may(request),
             "images": orders.images(offered),
             "longest": lifecycle.MAX_REASON,
             "signals": stored.signals(request, device),
             "stored": stored.inventory(device, deployables),
             "events": timeline.rows(events),
         }
-        context |= commands.of(request, device)
+        context |= commands.of(request, device) | units.of_device(request, device)
         return TemplateResponse(request, "accelerators/device.html", context | self.beside(device))
 
     def beside(self, device: Device) -> dict[str, Any]:
@@ -319,6 +325,8 @@ class AttachHandleAdmin(ReadOnly):
     @display(description="Held by")
     def shown_holder(self, handle: AttachHandle) -> SafeString:
         request = holder(handle)
+        if handle.not_offered and not request:
+            return marks.mark("not offered", "calm", handle.not_offered)
         return marks.link("acceleratorrequest", request.pk, str(request)[:8]) if request else marks.mark("free", "calm")
 
     @display(description="Instance")

@@ -16,6 +16,7 @@ from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
+from accelerators import seen
 from accelerators.admin import cards, commands, decisions, marks, orders, picture, timeline
 from accelerators.admin.listing import ReadOnly
 from accelerators.lifecycle import MAX_REASON
@@ -70,12 +71,21 @@ class HostAdmin(ReadOnly):
     @display(description="Drivers")
     def shown_drivers(self, host: Host) -> SafeString:
         failing = {name: entry["error"] for name, entry in host.drivers.items() if entry.get("error")}
-        if not host.drivers:
+        ailing = {
+            f"{name}:{backend}": said["error"]
+            for name, entry in host.drivers.items()
+            for backend, said in entry.get("backends", {}).items()
+            if said["error"] and name not in failing
+        }
+        asked = [name for name, entry in host.drivers.items() if seen.is_on(entry)]
+        if not asked:
             return marks.NOTHING
-        if failing:
-            why = "; ".join(f"{name}: {error}" for name, error in failing.items())
-            return marks.mark(f"{len(failing)} of {len(host.drivers)} failing", "bad", why)
-        return marks.mark(f"{len(host.drivers)} answering", "good", ", ".join(host.drivers))
+        if failing or ailing:
+            why = "; ".join(f"{name}: {error}" for name, error in (failing | ailing).items())
+            backends = f"{len(ailing)} backend{'s' if len(ailing) > 1 else ''} failing"
+            word = f"{len(failing)} of {len(asked)} failing" if failing else backends
+            return marks.mark(word, "bad", why)
+        return marks.mark(f"{len(asked)} answering", "good", ", ".join(asked))
 
     @display(description="Devices", ordering="number_of_devices")
     def shown_devices(self, host: Host) -> SafeString:
@@ -123,6 +133,7 @@ class HostAdmin(ReadOnly):
             "picture": picture.host(drawn, host.name),
             "legend": picture.legend(drawn),
             "nowhere": sum(card.numa < 0 for card in drawn),
+            "bridged": any(card.bridges for card in drawn),
             "devices": [_device(*pair) for pair in zip(devices, drawn, strict=True)],
             "devices_url": devices_of(host),
             "events": timeline.rows(Event.objects.filter(host=host.name)[: timeline.ROWS]),
@@ -151,21 +162,44 @@ def devices_of(host: Host) -> str:
 
 def _driver(name: str, entry: dict[str, Any]) -> dict[str, Any]:
     error = entry.get("error", "")
+    answers = marks.mark("answering", "good") if seen.is_on(entry) else marks.mark(seen.state_of(entry), "calm")
     return {
         "name": name,
-        "answer": marks.mark("failing", "bad") if error else marks.mark("answering", "good"),
+        "answer": marks.mark("failing", "bad") if error else answers,
         "error": error,
         "since": marks.ago(entry.get("since")),
         "devices": entry.get("devices", 0),
         "faults": entry.get("faults", []),
+        "backends": [_backend(*one) for one in sorted(entry.get("backends", {}).items())],
     }
+
+
+def _backend(name: str, entry: dict[str, Any]) -> dict[str, Any]:
+    error = entry["error"]
+    return {
+        "name": name,
+        "kind": entry["kind"],
+        "labels": ", ".join(f"{word}: {value}" for word, value in sorted(entry["labels"].items())),
+        "answer": marks.mark("failing", "bad") if error else marks.mark("answering", "good"),
+        "error": error,
+        "since": marks.ago(entry["since"]),
+        "services": [_service(service) for service in entry["services"]],
+    }
+
+
+def _service(service: dict[str, Any]) -> SafeString:
+    """Its name; on hover why it cannot be had, or its limits."""
+    limits = ", ".join(f"{word} {value}" for word, value in service["limits"].items())
+    if service["state"] == "ready":
+        return marks.mark(service["name"], "good", limits)
+    return marks.mark(service["name"], "calm", service["reason"])
 
 
 def _device(device: Device, card: picture.Card) -> dict[str, Any]:
     return {
         "device": device,
         "state": marks.state(device.state, device.state_reason),
-        "stale": marks.stale(device.host.why_stale(device.driver)),
+        "stale": marks.stale(device.host.why_stale(device.driver, device.backend)),
         "health": marks.health(device.status, device.status_reason),
         "since": marks.ago(device.state_since),
         "held": card.held,

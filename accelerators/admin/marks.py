@@ -175,14 +175,20 @@ def page(model: str, key: Any) -> str:
 
 
 def handle(attach_info: str) -> str:
-    """What an attach handle points at, readable: the mark of a mediated device, a PCI address where the JSON is one."""
+    """What an attach handle points at, readable: a mediated device's mark, a node, or a PCI address."""
     try:
         info = json.loads(attach_info)
-        if mark := info.get("vgpu_mark"):
-            return str(mark)
+        if named := info.get("vgpu_mark") or info.get("path"):
+            return str(named)
         return f"{info['domain']}:{info['bus']}:{info['device']}.{info['function']}"
     except (ValueError, KeyError, TypeError, AttributeError):
         return attach_info
+
+
+def before_after(fields: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """All of an event's changes: field, before, after."""
+    pairs = ((name, v if isinstance(v, list) and len(v) == 2 else (None, v)) for name, v in fields.items())
+    return [(_field(name), _value(before), _value(after)) for name, (before, after) in pairs]
 
 
 def changes(fields: dict[str, Any], most: int = 0) -> SafeString:

@@ -1,20 +1,22 @@
-"""A host as a picture: NUMA nodes, PCI buses, cards, and a cell for every attach handle. Pure: structs in, SVG out.
+"""A host as a picture: NUMA nodes, bridges, buses, cards, a cell for every attach handle. Pure: structs in, SVG out.
 
-Called by the pages of hosts and devices with what `admin.cards` read. Measures are in units of the drawing,
-colours in `picture.css`. A state is a fill, a glyph and a word in the title, so that none of them is needed alone.
+Called by the pages of hosts and devices with what `admin.cards` read; `admin.branches` folds the tree of bridges.
+Measures are in units of the drawing, colours in `picture.css`. A state is a fill, a glyph and a word in the title, so
+that none of them is needed alone.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
-from itertools import count, groupby
+from itertools import count, groupby, takewhile
 
 from django.utils.safestring import SafeString
 
-from accelerators.admin import marks
+from accelerators.admin import branches, marks
+from accelerators.admin.branches import Branch, Bus
 from accelerators.admin.marks import GLYPHS
 
 UNITS = {
@@ -37,12 +39,14 @@ TONES = {
 }
 
 WIDTH, COLUMN, GAP, PAD = 1100, 508, 20, 16
-GUTTER, LEFT, RIGHT = 50, 60, 14
-"""The tree's room beside a column of cards; in a card, the icon's and the margin's."""
-HEAD, AREA_HEAD, PITCH, CELL, BETWEEN = 58, 46, 24, 20, 12
-PER_ROW = (COLUMN - GUTTER - LEFT - RIGHT) // PITCH
+GUTTER, INSET, LEFT, RIGHT = 50, 22, 60, 14
+"""The tree's room beside a column of cards, and so much more for each box of bridges inside another; in a card, the
+icon's and the margin's."""
+HEAD, AREA_HEAD, PITCH, CELL, BETWEEN, BOX = 58, 46, 24, 20, 12, 24
+WHOLE = COLUMN - GUTTER
+"""A card's width where no bridges are known."""
 ROWS = 4
-SHOWN = ROWS * PER_ROW - 2
+SHOWN = ROWS * ((WHOLE - LEFT - RIGHT) // PITCH) - 2
 """So many cells on a card, among many; where the rest is counted takes the place of two."""
 TITLE = 34
 """So many letters of a card's model fit beside its state; the title has all."""
@@ -90,7 +94,7 @@ class Unit:
 @dataclass(frozen=True)
 class Card:
     """A device. `marks` are words with their tones, the state first; `counts` of all its handles by state, of which
-    `units` are those to be shown one by one. `numa` -1: unknown; `bus` '': not on PCI."""
+    `units` are those to be shown one by one. `numa` -1: unknown; `bus` '': not on PCI; `bridges`, root first."""
 
     name: str
     model: str
@@ -102,6 +106,7 @@ class Card:
     marks: tuple[tuple[str, str], ...]
     units: tuple[Unit, ...] = ()
     counts: Counter[str] = field(default_factory=Counter)
+    bridges: tuple[str, ...] = ()
 
     @property
     def hidden(self) -> Counter[str]:
@@ -113,12 +118,6 @@ class Card:
         """How many of its handles somebody has, or is getting."""
         return sum(self.counts[state] for state in ("held", "being bound", "missing and held"))
 
-    @property
-    def height(self) -> int:
-        """Of its drawing."""
-        cells = len(self.units) + bool(self.hidden)
-        return HEAD + PITCH * max(1, -(-cells // PER_ROW)) + 8
-
 
 @dataclass(frozen=True)
 class Placed:
@@ -127,66 +126,105 @@ class Placed:
     card: Card
     x: int
     y: int
+    width: int = WHOLE
 
     @property
-    def middle(self) -> int:
-        """Where its branch comes in."""
-        return self.y + HEAD // 2
+    def height(self) -> int:
+        """Of its drawing."""
+        cells = len(self.card.units) + bool(self.card.hidden)
+        return HEAD + PITCH * max(1, -(-cells // self.per_row)) + 8
+
+    @property
+    def per_row(self) -> int:
+        """So many cells fit beside each other."""
+        return (self.width - LEFT - RIGHT) // PITCH
+
+
+@dataclass(frozen=True)
+class Hung:
+    """A branch where it is: a box of bridges, or a bus with its cards. `x` is where the line comes from that it hangs
+    on, `y` the height of its own line; `right` where its column ends."""
+
+    branch: Branch
+    x: int
+    y: int
+    right: int
+    cards: tuple[Placed, ...] = ()
 
 
 @dataclass(frozen=True)
 class Area:
-    """A NUMA node and where it is; `buses` has the cards behind each port."""
+    """A NUMA node and where it is."""
 
     numa: int
     x: int
     y: int
     width: int
     height: int
-    buses: tuple[tuple[Placed, ...], ...]
+    columns: tuple[tuple[Hung, ...], ...]
 
     @property
-    def cards(self) -> list[Card]:
-        """All of them."""
-        return [placed.card for bus in self.buses for placed in bus]
+    def placed(self) -> list[Placed]:
+        """All its cards."""
+        return [placed for column in self.columns for hung in column for placed in hung.cards]
 
 
 def layout(cards: Iterable[Card]) -> list[Area]:
     """NUMA nodes side by side in pairs, one that is left over as wide as two; the unknown last."""
     known = sorted(cards, key=lambda card: (card.numa < 0, card.numa, card.bus == "", card.bus, card.place))
-    nodes = [(numa, list(found)) for numa, found in groupby(known, key=lambda card: card.numa)]
+    nodes = [(numa, _by_bus(found)) for numa, found in groupby(known, key=lambda card: card.numa)]
+    trees = [branches.of(buses) for _, buses in nodes]
+    gutter = GUTTER + INSET * max((branch.depth for tree in trees for branch in tree), default=0)
     areas: list[Area] = []
     top = 0
     for at in range(0, len(nodes), 2):
         row = nodes[at : at + 2]
         width = (WIDTH - GAP) // 2 if len(row) == 2 else WIDTH
-        placed = [_columns(found, 1 if len(row) == 2 else 2) for _, found in row]
-        height = max(one.y + one.card.height for buses in placed for bus in buses for one in bus) + PAD
+        hung = [_columns(trees[at + n], buses, 3 - len(row), gutter) for n, (_, buses) in enumerate(row)]
+        height = PAD + max(
+            one.y + one.height for columns in hung for column in columns for branch in column for one in branch.cards
+        )
         areas += [
-            Area(numa, n * (width + GAP), top, width, height, buses)
-            for n, ((numa, _), buses) in enumerate(zip(row, placed, strict=True))
+            Area(numa, n * (width + GAP), top, width, height, columns)
+            for n, ((numa, _), columns) in enumerate(zip(row, hung, strict=True))
         ]
         top += height + GAP
     return areas
 
 
-def _columns(cards: Sequence[Card], number: int) -> tuple[tuple[Placed, ...], ...]:
-    """The buses below each other, broken into so many columns of about the same height."""
-    buses = [list(found) for _, found in groupby(cards, key=lambda card: card.bus)]
-    whole = sum(card.height + BETWEEN for card in cards)
-    placed: list[tuple[Placed, ...]] = []
+def _by_bus(cards: Iterable[Card]) -> dict[Bus, list[Card]]:
+    buses: dict[Bus, list[Card]] = {}
+    for card in cards:
+        buses.setdefault((card.bus, card.bridges), []).append(card)
+    return buses
+
+
+def _columns(
+    tree: Sequence[Branch], buses: Mapping[Bus, Sequence[Card]], number: int, gutter: int
+) -> tuple[tuple[Hung, ...], ...]:
+    """The branches below each other, broken into so many columns of about the same height, never inside of a box."""
+    width = COLUMN - gutter
+    sizes = [
+        sum(Placed(card, 0, 0, width).height + BETWEEN for card in buses[branch.bus]) if branch.bus else BOX + BETWEEN
+        for branch in tree
+    ]
+    columns: list[list[Hung]] = [[]]
     x, y, gone = PAD, AREA_HEAD, 0
-    for bus in buses:
-        size = sum(card.height + BETWEEN for card in bus)
-        if number == 2 and x == PAD and placed and gone + size / 2 > whole / 2:
-            x, y = WIDTH - PAD - COLUMN, AREA_HEAD
-        here = []
-        for card in bus:
-            here.append(Placed(card, x + GUTTER, y))
-            y += card.height + BETWEEN
-        gone += size
-        placed.append(tuple(here))
-    return tuple(placed)
+    for n, branch in enumerate(tree):
+        if branch.depth == 0 and number > len(columns) and gone:
+            ends = next((m for m in range(n + 1, len(tree)) if tree[m].depth == 0), len(tree))
+            if gone + sum(sizes[n:ends]) / 2 > sum(sizes) / 2:
+                columns.append([])
+                x, y = WIDTH - PAD - COLUMN, AREA_HEAD
+        line, cards = x + 9 + INSET * branch.depth, []
+        middle = y + (HEAD if branch.bus else BOX) // 2
+        for card in buses[branch.bus] if branch.bus else ():
+            cards.append(Placed(card, x + gutter, y, width))
+            y += cards[-1].height + BETWEEN
+        y += 0 if branch.bus else BOX + BETWEEN
+        gone += sizes[n]
+        columns[-1].append(Hung(branch, line, middle, x + COLUMN, tuple(cards)))
+    return tuple(map(tuple, columns))
 
 
 def host(cards: Iterable[Card], name: str) -> SafeString:
@@ -200,7 +238,8 @@ def host(cards: Iterable[Card], name: str) -> SafeString:
 
 def device(card: Card) -> SafeString:
     """One card as an SVG."""
-    return _svg(COLUMN - GUTTER, card.height, f"The parts of {card.name}", _card(Placed(card, 0, 0)))
+    placed = Placed(card, 0, 0)
+    return _svg(WHOLE, placed.height, f"The parts of {card.name}", _card(placed))
 
 
 def legend(cards: Iterable[Card]) -> Iterator[tuple[SafeString, str, int]]:
@@ -225,7 +264,7 @@ def _svg(width: int, height: int, name: str, inside: str) -> SafeString:
 
 
 def _area(area: Area) -> str:
-    cards = area.cards
+    cards = [placed.card for placed in area.placed]
     name = f"NUMA node {area.numa}" if area.numa >= 0 else "NUMA node unknown"
     held, handles = sum(card.held for card in cards), sum(card.counts.total() for card in cards)
     counted = f"{len(cards)} card{'' if len(cards) == 1 else 's'} · {held} of {handles} held"
@@ -235,35 +274,64 @@ def _area(area: Area) -> str:
         f'<path class="node" transform="translate({PAD - 3} 12)" d="{NODE}"/>'
         f'<text class="name" x="{PAD + 32}" y="28" aria-hidden="true">{name}</text>'
         f'<text class="small end" x="{area.width - PAD}" y="28" aria-hidden="true">{counted}</text>'
-        f"{_tree(area)}{''.join(_card(placed) for bus in area.buses for placed in bus)}</g>"
+        f"{_tree(area)}{''.join(map(_card, area.placed))}</g>"
     )
 
 
 def _tree(area: Area) -> str:
-    """From the node to every bus, from a bus to its cards."""
-    lines, pills = [], []
-    for left, column in groupby(area.buses, key=lambda bus: bus[0].x):
-        x, buses = left - GUTTER + 9, list(column)
+    """From the node to boxes of bridges and buses, from a box to what is behind it, from a bus to its cards."""
+    lines, shown = [], []
+    for column in area.columns:
+        first = column[0]
         # A second column hangs from the node as the first does, by a line of its own under the heading.
-        start = f"M{PAD + 9} {AREA_HEAD - 9}H{x}" if left > PAD + GUTTER else f"M{x} {AREA_HEAD - 10}"
-        lines.append(f"{start}V{buses[-1][0].middle}")
-        for bus in buses:
-            lines.append(f"M{x} {bus[0].middle}H{left}")
-            lines += [f"M{x + 20} {bus[0].middle}V{one.middle}H{left}" for one in bus[1:]]
-            pills.append(_pill(bus[0].card.bus, x + 20, bus[0].middle))
-    return f'<path class="tree" d="{"".join(lines)}"/>{"".join(pills)}'
+        start = f"M{PAD + 9} {AREA_HEAD - 9}H{first.x}" if first.x > PAD + 9 else f"M{first.x} {AREA_HEAD - 10}"
+        lines.append(f"{start}V{max(hung.y for hung in column if hung.branch.depth == 0)}")
+        for n, hung in enumerate(column):
+            if hung.branch.bus is None:
+                behind = _behind(hung, column[n + 1 :])
+                last = max(one.y for one in behind if one.branch.depth == hung.branch.depth + 1)
+                lines.append(f"M{hung.x} {hung.y}h12M{hung.x + INSET} {hung.y + BOX // 2}V{last}")
+                shown.append(_bridges(hung, sum(len(one.cards) for one in behind)))
+                continue
+            left = hung.cards[0].x
+            middles = [one.y + HEAD // 2 for one in hung.cards]
+            lines.append(f"M{hung.x} {hung.y}H{left}")
+            lines += [f"M{hung.x + 20} {hung.y}V{middle}H{left}" for middle in middles[1:]]
+            shown.append(_pill(hung.branch, hung.x + 20, hung.y))
+    return f'<path class="tree" d="{"".join(lines)}"/>{"".join(shown)}'
 
 
-def _pill(bus: str, x: int, y: int) -> str:
-    said = f"PCI bus {bus}" if bus else "not on PCI"
+def _behind(box: Hung, following: Sequence[Hung]) -> list[Hung]:
+    return list(takewhile(lambda one: one.branch.depth > box.branch.depth, following))
+
+
+def _bridges(hung: Hung, cards: int) -> str:
+    """A box with the addresses of those that nothing else hangs on, the first and the last of many."""
+    found, x = hung.branch.bridges, hung.x + 12
+    name = "switch" if hung.branch.switch else f"bridge{'' if len(found) == 1 else 's'}"
+    shown = found if len(found) < 3 else (found[0], "…", found[-1])
+    said = f"{name}: {' › '.join(found)}, {cards} cards behind it"
     return (
-        f'<g class="bus"><title>{escape(said)}</title><rect x="{x - 14}" y="{y - 9}" width="28" height="18" rx="9"/>'
+        f'<g class="bridges"><title>{escape(said)}</title>'
+        f'<rect x="{x}" y="{hung.y - BOX // 2}" width="{hung.right - x}" height="{BOX}" rx="6"/>'
+        f'<text class="mono" x="{x + 12}" y="{hung.y + 4}">{escape(" › ".join(shown))}</text>'
+        f'<text class="end" x="{hung.right - RIGHT}" y="{hung.y + 4}">{name} · {cards} cards</text></g>'
+    )
+
+
+def _pill(branch: Branch, x: int, y: int) -> str:
+    bus = branch.bus[0] if branch.bus else ""
+    said = f"PCI bus {bus}" if bus else "not on PCI"
+    behind = f", behind {' › '.join(branch.bridges)}" if branch.bridges else ""
+    return (
+        f'<g class="bus"><title>{escape(said + behind)}</title>'
+        f'<rect x="{x - 14}" y="{y - 9}" width="28" height="18" rx="9"/>'
         f'<text x="{x}" y="{y + 4}">{escape(bus.rpartition(":")[2] or "–")}</text></g>'
     )
 
 
 def _card(placed: Placed) -> str:
-    card, width = placed.card, COLUMN - GUTTER
+    card, width, height = placed.card, placed.width, placed.height
     (state, tone), *others = card.marks
     said = f"{card.name}: {', '.join(word for word, _ in card.marks)}, {card.held} of {card.counts.total()} held"
     more = " ".join(f'<tspan class="{tone}">{GLYPHS[tone]} {escape(word)}</tspan>' for word, tone in others)
@@ -271,22 +339,23 @@ def _card(placed: Placed) -> str:
     return (
         f'<g class="card {tone}{" absent" if state == "missing" else ""}" transform="translate({placed.x} {placed.y})">'
         f'<a href="{escape(card.url)}"><title>{escape(said)}</title>'
-        f'<rect class="face" width="{width}" height="{card.height}" rx="8"/>'
-        f'<path class="edge" d="M8 .5H5a4.5 4.5 0 0 0-4.5 4.5V{card.height - 5}a4.5 4.5 0 0 0 4.5 4.5h3z"/>'
+        f'<rect class="face" width="{width}" height="{height}" rx="8"/>'
+        f'<path class="edge" d="M8 .5H5a4.5 4.5 0 0 0-4.5 4.5V{height - 5}a4.5 4.5 0 0 0 4.5 4.5h3z"/>'
         f'<path class="shape" transform="translate(16 11)" d="{shape}"/>'
         f'<g aria-hidden="true"><text class="name" x="{LEFT}" y="25">{escape(_cut(card.model))}</text>'
         f'<text class="small end" x="{width - RIGHT}" y="25"><tspan class="{tone}">{GLYPHS[tone]} {escape(state)}'
         f"</tspan></text>"
         f'<text class="small" x="{LEFT}" y="44">{escape(card.type)} <tspan class="mono">{escape(_cut(card.place))}'
         f'</tspan></text><text class="small end" x="{width - RIGHT}" y="44">{more}</text></g></a>'
-        f"{_cells(card)}</g>"
+        f"{_cells(placed)}</g>"
     )
 
 
-def _cells(card: Card) -> str:
+def _cells(placed: Placed) -> str:
+    card, per_row = placed.card, placed.per_row
     if not card.counts.total():
         return f'<text class="small" x="{LEFT}" y="{HEAD + 14}">no attach handles</text>'
-    places = ((LEFT + PITCH * (n % PER_ROW), HEAD + PITCH * (n // PER_ROW)) for n in count())
+    places = ((LEFT + PITCH * (n % per_row), HEAD + PITCH * (n // per_row)) for n in count())
     cells = [_cell(unit, *place) for unit, place in zip(card.units, places, strict=False)]
     if hidden := card.hidden:
         said = f"{hidden.total()} more: " + ", ".join(f"{number} {state}" for state, number in hidden.items())

@@ -14,7 +14,18 @@ from accelerators.admin import marks
 from accelerators.models import Command, Device
 from accelerators.states import CommandState
 
-SHOWN = ("key", "type", "vendor", "model", "address", "numa_node", "kernel_driver", "status", "status_reason")
+SHOWN = (
+    "key",
+    "type",
+    "vendor",
+    "model",
+    "address",
+    "bridges",
+    "numa_node",
+    "kernel_driver",
+    "status",
+    "status_reason",
+)
 BOARD = ("std_board_info", "vendor_board_info", "to_install", "acts")
 
 

@@ -13,6 +13,16 @@ from accelerators.models import Event
 ROWS = 25
 """So many of the newest are shown on a page; the list of events has them all."""
 
+PAGES = {
+    "device": "device",
+    "host": "host",
+    "command": "command",
+    "bulk": "bulk",
+    "request": "acceleratorrequest",
+    "profile": "deviceprofile",
+}
+"""Types of subjects that have a page, and which."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -45,8 +55,8 @@ def rows(events: Iterable[Event]) -> list[Row]:
 
 def subject(event: Event) -> SafeString | str:
     """What it happened to, linked where it has a page."""
-    if event.subject and event.subject_type in ("device", "host", "command", "bulk"):
-        return marks.link(event.subject_type, event.subject, event.subject_name or event.subject)
+    if event.subject and (model := PAGES.get(event.subject_type)):
+        return marks.link(model, event.subject, event.subject_name or str(event.subject)[:8])
     return event.subject_name or marks.NOTHING
 
 

@@ -16,6 +16,14 @@ from django.core.exceptions import PermissionDenied
 from rest_framework import exceptions, serializers
 from rest_framework.request import Request, override_method
 
+AS_JSON = (
+    serializers.ListField,
+    serializers.ListSerializer,
+    serializers.DictField,
+    serializers.JSONField,
+    serializers.IntegerField,
+)
+"""What the page sends as it was typed, and not as text."""
 WORDS = {"POST": "Create", "PATCH": "Change", "DELETE": "Delete"}
 
 
@@ -67,9 +75,18 @@ def of_serializer(view: Any, request: Request, data: Any) -> Iterator[Form]:
             yield Form(WORDS[method], method, request.path, then=parent(request.path), danger=True)
             continue
         values = data if method == "PATCH" and isinstance(data, Mapping) else {}
-        shown = view.get_serializer().fields.items()
-        fields = tuple(_field(name, field, values.get(name), method) for name, field in shown if not field.read_only)
-        yield Form(WORDS[method], method, request.path, fields)
+        yield Form(WORDS[method], method, request.path, _fields(view, view.action_map[method.lower()], method, values))
+    for word, action in () if view.detail else view.words.items():
+        if view.allowed(f"cyborg:{view.policy}:{word}"):
+            url = f"{request.path.rstrip('/')}/{word}/"
+            yield Form(word.capitalize(), "POST", url, _fields(view, action, "POST", {}), danger=True)
+
+
+def _fields(view: Any, action: str, method: str, values: Mapping[str, Any]) -> tuple[Field, ...]:
+    """The inputs of an action, with the values there are."""
+    body = view.bodies[action]() if action in view.bodies else view.get_serializer()
+    shown = body.fields.items()
+    return tuple(_field(name, field, values.get(name), method) for name, field in shown if not field.read_only)
 
 
 def _may(view: Any, request: Request, method: str) -> bool:
@@ -82,7 +99,7 @@ def _may(view: Any, request: Request, method: str) -> bool:
 
 
 def _field(name: str, field: serializers.Field, value: Any, method: str) -> Field:
-    as_json = isinstance(field, serializers.ListField | serializers.DictField | serializers.JSONField)
+    as_json = isinstance(field, AS_JSON)
     limit = getattr(field, "max_length", None)
     kind = "json" if as_json else "area" if limit and limit > 255 else "text"
     text = orjson.dumps(value, option=orjson.OPT_INDENT_2).decode() if as_json and value is not None else value or ""

@@ -1,8 +1,11 @@
 """Every table of the room, one file per subject. Written by `accelerators.conductor` only."""
 
+from accelerators.models.attachments import Attachment
+from accelerators.models.backends import Backend, Service
 from accelerators.models.bulks import Bulk, BulkItem
 from accelerators.models.commands import Command
 from accelerators.models.devices import AttachHandle, Attribute, Deployable, Device
+from accelerators.models.drivers import DriverWish, HostDriver, Rollout, RolloutStep
 from accelerators.models.hosts import Host
 from accelerators.models.images import Image, ImageSource
 from accelerators.models.records import Event, Generation, Intent, Tick
@@ -13,18 +16,25 @@ __all__ = [
     "AcceleratorRequest",
     "AdmissionRule",
     "AttachHandle",
+    "Attachment",
     "Attribute",
+    "Backend",
     "Bulk",
     "BulkItem",
     "Command",
     "Deployable",
     "Device",
     "DeviceProfile",
+    "DriverWish",
     "Event",
     "Generation",
     "Host",
+    "HostDriver",
     "Image",
     "ImageSource",
     "Intent",
+    "Rollout",
+    "RolloutStep",
+    "Service",
     "Tick",
 ]

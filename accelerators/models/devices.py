@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from django.db import models
 from django.db.models import F, Func, Q, Value
-from django.db.models.functions import Now
+from django.db.models.functions import Coalesce, Now
 
 from accelerators.actions import Standing
 from accelerators.models import fields
@@ -36,6 +36,18 @@ class Device(fields.Row):
         default="", blank=True, help_text="What its driver would do to make it ready, a line a step."
     )
     acts = models.CharField(max_length=255, default="", blank=True, help_text="What can be asked of its driver.")
+    changeable = models.CharField(
+        max_length=255, default="", db_default="", blank=True, help_text="The words of a layout that its driver takes."
+    )
+    sized_by = models.CharField(
+        max_length=64, default="", db_default="", blank=True, help_text="The one of them that says how many handles."
+    )
+    backend = models.CharField(
+        max_length=64, default="", db_default="", blank=True, help_text="The part of its driver that found it."
+    )
+    bridges = models.CharField(
+        max_length=255, default="", db_default="", blank=True, help_text="PCI bridges above it, root first."
+    )
 
     status = models.CharField(max_length=16, choices=fields.choices(Health), default=Health.UNKNOWN.value)
     status_reason = models.TextField(default="", blank=True)
@@ -61,6 +73,9 @@ class Device(fields.Row):
     )
     busy_with = models.UUIDField(
         null=True, blank=True, help_text="The exclusive command that is under way; nothing is bound meanwhile."
+    )
+    generation = models.BigIntegerField(
+        default=0, db_default=0, help_text="Grows with every exclusive command, and when its attach handles change."
     )
 
     class Meta:
@@ -161,8 +176,22 @@ class AttachHandle(fields.Row):
     def __str__(self) -> str:
         return f"{self.attach_type} {self.attach_info}"
 
+    @property
+    def not_offered(self) -> str:
+        """Why Nova is never offered it; '' when it is."""
+        return "not offered to Nova: a device node, which no guest gets" if self.attach_type == HandleType.DEV else ""
+
 
 def driver_error() -> Func:
-    """For queries of devices: what the device's driver last failed with, '' when it answered (`Host.drivers`)."""
-    path = (F("host__drivers"), F("driver"), Value("error"))
-    return Func(*path, function="jsonb_extract_path_text", output_field=models.TextField())
+    """For queries of devices: what the device's driver, and its backend, last failed with (`Host.drivers`).
+
+    '' when they answered, null when nothing is known of the driver.
+    """
+    drivers, driver, error = F("host__drivers"), F("driver"), Value("error")
+    said, backend_said = (
+        Func(drivers, driver, *path, function="jsonb_extract_path_text", output_field=models.TextField())
+        for path in ((error,), (Value("backends"), F("backend"), error))
+    )
+    text = models.TextField()
+    backend_said = Coalesce(backend_said, Value(""), output_field=text)
+    return Func(said, backend_said, template="(%(expressions)s)", arg_joiner=" || ", output_field=text)

@@ -19,7 +19,8 @@ class Host(fields.Row):
     applied_seq = models.BigIntegerField(default=0)
     drivers = models.JSONField(
         default=dict,
-        help_text="Per driver: error (empty when it answered), since when, its number of devices, its faults.",
+        help_text="Per driver: error (empty when it answered), since when, its number of devices, its faults, "
+        "and its backends by name, each with error, since when, and services.",
     )
 
     class Meta:
@@ -28,9 +29,10 @@ class Host(fields.Row):
     def __str__(self) -> str:
         return self.name
 
-    def why_stale(self, driver: str) -> str:
-        """Why what is known of this driver's devices may be out of date; '' when it is not."""
+    def why_stale(self, driver: str, backend: str = "") -> str:
+        """Why what is known of the devices of this driver's backend may be out of date; '' when it is not."""
         if self.stale_since:
             return f"nothing heard of the agent of {self.name} since {self.stale_since:%Y-%m-%d %H:%M:%S} UTC"
-        error = self.drivers.get(driver, {}).get("error", "")
+        said = self.drivers.get(driver, {})
+        error = said.get("error", "") or said.get("backends", {}).get(backend, {}).get("error", "")
         return f"{driver}: {error}" if error else ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from django.db import models
+from django.db.models import Func, Value
 from django.db.models.functions import Now
 
 from accelerators.models import fields
@@ -35,6 +36,21 @@ class Event(models.Model):
 
     def __str__(self) -> str:
         return f"{self.action} {self.subject_name}"
+
+
+WORDS = Func("action", "actor", "host", "subject_name", "request_id", function="accelerators_event_words")
+"""As the index `event_words` has it (migration 0013), so that it is used."""
+
+
+def saying(*words: str) -> Func:
+    """For queries of events: those of which the action, its verb, actor, host, request id or a word of the subject's
+    name begin with each of `words`; upper and lower case of ASCII are alike."""
+    folded = ("".join(char.lower() if char.isascii() else char for char in word) for word in words)
+    quoted = ("'" + word.replace("\\", "\\\\").replace("'", "''") + "':*" for word in folded)
+    query = Value(" & ".join(quoted), output_field=models.TextField())
+    return Func(
+        WORDS, query, arg_joiner=" @@ ", template="(%(expressions)s::tsquery)", output_field=models.BooleanField()
+    )
 
 
 class Intent(fields.Row):

@@ -10,6 +10,7 @@ import asyncio
 import heapq
 import logging
 import sqlite3
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -21,9 +22,10 @@ from agents.host import fence, recovery
 from agents.host.direct import Direct
 from agents.host.images import Images
 from agents.host.ledger import Applied
-from agents.host.orders import ACTS, OF_HOST, OPS, Answer, acts_of, ask_of, sentence, settle, slot_of
+from agents.host.orders import ACTS, OF_HOST, OPS, Answer, acts_of, ask_of, raw, sentence, settle, slot_of
 from agents.host.perform import Ended, Performance, Site, Writer
 from agents.host.report import Reporter
+from agents.host.roster import Roster
 from drivers.errors import DriverError
 from drivers.steps import Ask
 
@@ -57,13 +59,14 @@ class Executor:
         reporter: Reporter,
         images: Images,
         direct: Direct | None = None,
+        roster: Roster | None = None,
         *,
         rules: Mapping[str, frozenset[str]] | None = None,
         logs: Callable[[], str] = lambda: "",
         retry_s: float = RETRY_S,
     ) -> None:
         self._site, self._ledger = site, site.ledger
-        self._reporter, self._images, self._direct = reporter, images, direct
+        self._reporter, self._images, self._direct, self._roster = reporter, images, direct, roster
         self._rules, self._logs = rules or {}, logs
         self._retry_s = retry_s
         self.progress: dict[int, wire.Progress] = {}
@@ -75,6 +78,9 @@ class Executor:
         self._waiting: set[str] = set()
         """Ids of commands that are in a lane, or being done."""
         self._begun: dict[tuple[str, str, str], int] = {}
+        self._acting: Counter[str] = Counter()
+        """How many acts a driver is asked for; it is changed while there is none, and asked for none meanwhile."""
+        self._changing: set[str] = set()
         self._stuck: dict[Lane, Writer] = {}
         self._open = asyncio.Event()
         self._free = asyncio.Semaphore(SIDE_BY_SIDE)
@@ -99,7 +105,10 @@ class Executor:
         except sqlite3.OperationalError as error:
             log.error("the journal takes no write (%s): commands are refused until it does", error)
         for command, boot in self._ledger.interrupted():
-            answer = await recovery.verdict(self._site, self._images, command, boot)
+            if command.op == "configure" and self._roster:
+                answer = Answer(*self._roster.verdict(command), look=command.driver)
+            else:
+                answer = await recovery.verdict(self._site, self._images, command, boot)
             self._verdicts.append((command, answer))
         self._images.clear()
 
@@ -204,15 +213,26 @@ class Executor:
             return Answer("refused", problem)
         self._ledger.begin(command, self._site.boot)
         self._tell(command, 0, "begun")
-        if command.op == "logs":
-            return Answer("succeeded", "the agent's last lines", {"log": self._logs()})
-        if command.op == "rescan":
-            return await self._rescan(command)
-        if command.op == "health":
-            return await self._health(command)
-        if command.op == "placement" and self._direct:
-            return await self._direct.write(command, one.end_by)
-        return await self._act(command, one.end_by)
+        match command.op:
+            case "logs":
+                answer = Answer("succeeded", "the agent's last lines", {"log": self._logs()})
+            case "report":
+                answer = raw(self._reporter.last, command.driver)
+            case "rescan":
+                answer = await self._rescan(command)
+            case "health":
+                answer = await self._health(command)
+            case "placement" if self._direct:
+                answer = await self._direct.write(command, one.end_by)
+            case "configure" if self._roster and command.wish:
+                answer = await self._configure(command.driver, command.wish, self._roster)
+            case _:
+                self._acting[command.driver] += 1
+                try:
+                    answer = await self._act(command, one.end_by)
+                finally:
+                    self._acting[command.driver] -= 1
+        return answer
 
     def _unfit(self, one: _Waiting) -> str:
         """Why it is not begun, '' when it is."""
@@ -224,6 +244,8 @@ class Executor:
             return f"it could not be begun within {command.start_s:g} s: {len(self._waiting)} commands are waiting"
         if command.op == "placement" and self._direct is None:
             return "nothing on this host writes to Placement"
+        if command.op == "configure":
+            return self._unfit_change(command)
         needs_driver = command.driver or command.op not in OF_HOST
         if needs_driver and command.driver not in self._site.drivers:
             return f"the driver {command.driver!r} is not enabled on this host"
@@ -233,6 +255,8 @@ class Executor:
         slot = (command.driver, command.key, command.uuid)
         if self._begun.get(slot, -1) > command.number:
             return f"a later command ({self._begun[slot]}) was begun here before it"
+        if command.driver in self._changing:
+            return f"{command.driver} is being changed: try again when that has ended"
         if command.op not in self._rules.get(command.driver, ACTS):
             return f"the settings of {command.driver} on this host do not allow to {command.op} its devices"
         if (command.driver, command.key) in self._stuck:
@@ -244,8 +268,26 @@ class Executor:
         self._begun[slot] = command.number
         return ""
 
+    def _unfit_change(self, command: wire.Command) -> str:
+        """The guard on the host: a driver is left alone while anything that it made is used (promise S3)."""
+        if self._roster is None or not command.driver or command.wish is None:
+            return "it does not say which driver is wanted how, or no driver here can be changed"
+        if self._acting[command.driver] or any(driver == command.driver for driver, _ in self._stuck):
+            return f"{command.driver} is at work on a device: try again when that has ended"
+        attached = self._ledger.attached(command.driver) if command.driver in self._site.drivers else None
+        return f"{attached.ask.uuid} is attached to {attached.ask.consumer}: detach that first" if attached else ""
+
+    async def _configure(self, driver: str, wish: wire.Wish, roster: Roster) -> Answer:
+        self._changing.add(driver)
+        try:
+            return Answer("succeeded", await roster.configure(driver, wish), look=driver)
+        finally:
+            self._changing.discard(driver)
+
     async def _rescan(self, command: wire.Command) -> Answer:
         names = (command.driver,) if command.driver else tuple(self._site.drivers)
+        if not names:
+            return Answer("succeeded", "no driver runs on this host")
         for name in names:
             self._site.drivers[name].release()
         reports = await asyncio.gather(*map(self._reporter.looked, names))

@@ -1,4 +1,5 @@
-"""What the agent must not forget, in SQLite on the host: epoch, last report, gateway in one row; commands in `ledger`.
+"""What the agent must not forget, in SQLite on the host: epoch, last report, gateway in one row; commands in `ledger`,
+what is wanted of drivers in `wishes`.
 
 Owned by `main`: `report` writes what was seen, `link` what the gateway acknowledged. Every change is one transaction in
 WAL mode with synchronous=FULL, so a restart, kill -9 or power cut at any write leaves the row as some commit left it.
@@ -21,7 +22,7 @@ from typing import Any
 import msgspec
 
 from agents import wire
-from agents.host import ledger
+from agents.host import ledger, wishes
 from agents.host.identity import sync_directory
 from drivers.inventory import DriverReport
 
@@ -29,7 +30,7 @@ log = logging.getLogger("cyborg.journal")
 
 FILE = "journal.sqlite3"
 SCHEMA = 2
-"""1 had no commands; it is brought up in place."""
+"""1 had no commands; it is brought up in place. A table that an older release may ignore (`wishes`) needs no other."""
 EPOCH_LIMIT = 2**53
 """The wire's bound for an epoch; nobody gets there honestly."""
 
@@ -67,6 +68,7 @@ class Journal:
     def __init__(self, connection: sqlite3.Connection, row: dict[str, Any]) -> None:
         self._connection = connection
         self.ledger = ledger.Ledger(connection)
+        self.wishes = wishes.Wishes(connection)
         self.host: str = row["host"]
         self.epoch: int = row["epoch"]
         self.seq: int = row["seq"]
@@ -227,6 +229,7 @@ def _prepare(connection: sqlite3.Connection) -> None:
         for statement in ledger.TABLES.split(";"):
             connection.execute(statement)
         connection.execute(f"PRAGMA user_version = {SCHEMA}")
+    connection.execute(wishes.TABLE)
 
 
 def _row(connection: sqlite3.Connection) -> dict[str, Any] | None:

@@ -167,6 +167,11 @@ class Ledger:
         slots = (one for one in self.applied() if (one.driver, one.key) == (driver, key))
         return {one.ask.uuid: one.ask.consumer for one in slots if one.slot.startswith(ATTACH)}
 
+    def attached(self, driver: str) -> Applied | None:
+        """One of the driver's handles that somebody has, or may have; None when there is none."""
+        mine = (one for one in self.applied() if one.driver == driver and one.slot.startswith(ATTACH))
+        return next(mine, None)
+
     def note_first(self, driver: str, key: str, path: str, value: str) -> None:
         """What a file held before it was first written for this device; nothing when that is known."""
         self._write("INSERT INTO first VALUES (?, ?, ?, ?) ON CONFLICT DO NOTHING", (driver, key, path, value))

@@ -34,9 +34,11 @@ from agents.host.link import Link
 from agents.host.orders import OPS
 from agents.host.perform import Site
 from agents.host.report import Reporter, canonical
+from agents.host.roster import Roster
 from agents.host.settings import AgentSettings, allowed_acts, driver_tables, host_of, read_join, read_settings
 from agents.host.tail import Tail
 from agents.host.watch import Watch
+from agents.host.wishes import Wishes
 from drivers import catalogue
 from drivers.claims import settle
 from drivers.configuration import ConfigurationError, keys_of
@@ -94,7 +96,7 @@ first steps:
 environment (or a TOML file named by CYBORG_CONFIG):
 {table}""",
     )
-    parser.add_argument("--once", action="store_true", help="print what the drivers find on this host, and exit")
+    parser.add_argument("--once", action="store_true", help="print what this host's own drivers find, and exit")
     parser.add_argument("--json", action="store_true", help="with --once: as JSON instead of a table")
     parser.add_argument("--verbose", action="store_true", help="log details")
     parser.add_argument("--die-with-parent", action="store_true", help="end when the process that started it ends")
@@ -106,7 +108,7 @@ async def _once(settings: AgentSettings, *, as_json: bool) -> int:
     name, node = host_of(settings, join, known_host(Path(settings.state_dir)))
     tables = driver_tables(settings)
     allowed_acts(tables)
-    drivers = _drivers(settings, node, tables)
+    drivers = _roster(settings, node, tables, None).running
     try:
         answers = await asyncio.gather(*(driver.discover() for driver in drivers.values()))
         lacks = {name: await _lacks(driver) for name, driver in drivers.items()}
@@ -172,14 +174,14 @@ class _Agent:
 async def _work(agent: _Agent, stop: asyncio.Event) -> None:
     settings, journal = agent.settings, agent.journal
     identity = agent.keys.current
-    names = settings.enabled_drivers
-    drivers = _drivers(settings, identity.node, agent.tables)
+    roster = _roster(settings, identity.node, agent.tables, journal.wishes)
+    drivers = roster.running
     watch = Watch(drivers, debounce_s=settings.uevent_debounce_ms / 1000, rescan_s=settings.rescan_s)
-    log.info("host %s (node %s), drivers %s", identity.host, identity.node, ", ".join(names))
-    reporter = Reporter(drivers, journal)
+    log.info("host %s (node %s), drivers %s", identity.host, identity.node, ", ".join(drivers) or "none")
+    reporter = Reporter(drivers, journal, told=roster.told)
     direct = Direct(identity.host, os.environ, Authority())
-    greeting = hello(names, direct.lacks())
-    executor = _executor(agent, drivers, reporter, direct, greeting.boot_id)
+    greeting = hello(tuple(drivers), direct.lacks())
+    executor = _executor(agent, roster, reporter, direct, greeting.boot_id)
     link = Link(journal, agent.keys, agent.gateway, greeting, reporter.limit, desk=executor, authority=direct.authority)
     executor.on_news = link.wake.set
     watch.start()
@@ -197,13 +199,11 @@ async def _work(agent: _Agent, stop: asyncio.Event) -> None:
         await _close(drivers)
 
 
-def _executor(
-    agent: _Agent, drivers: Mapping[str, DriverProcess], reporter: Reporter, direct: Direct, boot: str
-) -> Executor:
+def _executor(agent: _Agent, roster: Roster, reporter: Reporter, direct: Direct, boot: str) -> Executor:
     node = agent.keys.current.node
 
     site = Site(
-        drivers=drivers,
+        drivers=roster.running,
         machine=lambda driver: Machine(node, state_root=_state(agent.settings, driver)),
         hand=lambda driver: Hand({"/sys": "/sys", "/state": _state(agent.settings, driver)}),
         device=reporter.device,
@@ -215,7 +215,7 @@ def _executor(
     )
     tail = Tail(LAYOUT)
     logging.getLogger().addHandler(tail)
-    return Executor(site, reporter, images, direct, rules=agent.allowed, logs=tail.text)
+    return Executor(site, reporter, images, direct, roster, rules=agent.allowed, logs=tail.text)
 
 
 async def _serve(executor: Executor, reporter: Reporter, link: Link) -> None:
@@ -231,23 +231,20 @@ async def _feed(watch: Watch, reporter: Reporter) -> None:
         reporter.look(await watch.changed())
 
 
-def _drivers(settings: AgentSettings, node: str, tables: Mapping[str, Any]) -> dict[str, DriverProcess]:
+def _roster(settings: AgentSettings, node: str, tables: Mapping[str, Any], wishes: Wishes | None) -> Roster:
+    """The drivers of this host; without `wishes` those alone that its own configuration enables."""
     known = catalogue.names()
     for name in settings.enabled_drivers:
         if name not in known:
             raise ConfigurationError(f"CYBORG_ENABLED_DRIVERS: there is no driver {name!r}; known: {', '.join(known)}")
     for name in tables.keys() - set(settings.enabled_drivers):
         log.warning("CYBORG_DRIVER_SETTINGS has a table for %s, which is not enabled", name)
-    return {
-        name: DriverProcess(
-            name,
-            node,
-            tables.get(name, {}),
-            deadline_s=settings.driver_deadline_s,
-            state=_state(settings, name),
-        )
-        for name in settings.enabled_drivers
-    }
+
+    def make(name: str, table: Mapping[str, object]) -> DriverProcess:
+        state = _state(settings, name)
+        return DriverProcess(name, node, table, deadline_s=settings.driver_deadline_s, state=state)
+
+    return Roster(settings.enabled_drivers, tables, wishes, make)
 
 
 def _state(settings: AgentSettings, driver: str) -> str:

@@ -8,14 +8,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import cast, get_args
 
+import msgspec
+
 from agents import wire
 from agents.host.ledger import ATTACH, Applied, Ledger
 from drivers.steps import Act, Ask, Image
 
 ACTS: tuple[str, ...] = get_args(Act)
-OF_HOST = ("rescan", "logs", "placement")
+OF_HOST = ("rescan", "logs", "report", "placement", "configure")
 OPS = (*ACTS, "health", *OF_HOST)
 """Every command that this release takes."""
+RAW = 256 * 1024
+"""Bytes of a report that are shown: twice as many in JSON still fit into a message."""
 FORGOTTEN: Mapping[str, tuple[str, ...]] = {
     "install": ("partition",),
     "uninstall": ("install", "partition", "program"),
@@ -34,6 +38,17 @@ class Answer:
     look: str = ""
     report: wire.Report | None = None
     """What shows the host as it is since then, when that is known already."""
+
+
+def raw(report: wire.Report | None, driver: str) -> Answer:
+    """What was reported last, of one driver or of all, as JSON for people; of more than RAW bytes the first."""
+    if report is None:
+        return Answer("failed", "nothing was reported yet: the drivers have not answered")
+    drivers = tuple(one for one in report.drivers if driver in ("", one.driver))
+    text = msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(report, drivers=drivers)), indent=1)
+    cut = f", the first {RAW} are shown: name a driver to see less" if len(text) > RAW else ""
+    shown = text[:RAW].decode(errors="ignore")
+    return Answer("succeeded", f"report {report.epoch}.{report.seq}: {len(text)} bytes{cut}", {"report": shown})
 
 
 def acts_of(command: wire.Command) -> tuple[Act, ...]:

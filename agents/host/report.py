@@ -53,8 +53,11 @@ class Reporter:
         together_s: float = TOGETHER_S,
         retry_s: float = RETRY_S,
         pause_s: float = PAUSE_S,
+        told: Callable[[Iterable[DriverReport]], tuple[DriverReport, ...]] = tuple,
     ) -> None:
         self._drivers = drivers
+        self._told_too = told
+        """What the agent adds to the drivers' answers (`roster`)."""
         self._journal = journal
         self._offer: Callable[[], None] | None = None
         self._max_bytes = max_bytes
@@ -63,31 +66,45 @@ class Reporter:
         self._pause_s = pause_s
         self._answers: dict[str, DriverReport] = {}
         # What was settled last for each driver that answered: a driver that fails now keeps what it had.
-        self._good = {driver.driver: driver for driver in journal.report.drivers} if journal.report else {}
+        known = journal.report.drivers if journal.report else ()
+        self._good = {driver.driver: driver for driver in known if driver.driver in drivers}
         self._wanted = {name: asyncio.Event() for name in drivers}
+        self._group: asyncio.TaskGroup | None = None
         self._busy: set[str] = set()
         self._answered = asyncio.Event()
         self._idle = asyncio.Event()
         self.marks: dict[tuple[str, str], str] = {}
         """(driver, device key) → why the agent itself holds the device for failed, whatever its driver sees."""
-        self._looks = dict.fromkeys(drivers, 0)
+        self._looks: dict[str, int] = {}
         """Looks begun; `_seen` says which of them the answers are of, `_told` which of them the journal holds."""
-        self._seen = dict.fromkeys(drivers, 0)
+        self._seen: dict[str, int] = {}
         self._told: dict[str, int] = {}
         self._news = asyncio.Event()
 
     def look(self, names: Iterable[str]) -> None:
-        """Have these drivers look again; one that is looking right now does so once more afterwards."""
+        """Have these drivers look again; one that is looking right now does so once more afterwards.
+
+        One that runs for the first time is asked from then on, and of one that runs no more that is told.
+        """
         for name in names:
+            if name not in self._wanted:
+                self._wanted[name] = asyncio.Event()
+                if self._group:
+                    self._group.create_task(self._serve(name))
             self._wanted[name].set()
 
     async def looked(self, name: str) -> wire.Report:
         """Have this driver look again; the journal's report as soon as it holds what was seen then."""
-        wanted = self._looks[name] + 1  # one that is under way may have begun too early
+        wanted = self._looks.get(name, 0) + 1  # one that is under way may have begun too early
         self.look([name])
         while self._told.get(name, 0) < wanted or (report := self._journal.report) is None:
             await self._news.wait()
         return report
+
+    @property
+    def last(self) -> wire.Report | None:
+        """What the conductor was told last, or is told next."""
+        return self._journal.report
 
     def device(self, driver: str, key: str) -> Device | None:
         """What was last known of a device, also from before a restart."""
@@ -113,29 +130,44 @@ class Reporter:
         """Look with all drivers, then whenever asked; `offer` is called after each look. Ends when cancelled."""
         self._offer = offer
         self.look(self._drivers)
-        async with asyncio.TaskGroup() as group:
-            for name, driver in self._drivers.items():
-                group.create_task(self._serve(name, driver))
-            group.create_task(self._publish())
+        if not self._drivers:  # that is told as well
+            self._idle.set()
+            self._answered.set()
+        async with asyncio.TaskGroup() as self._group:
+            for name in self._wanted:
+                self._group.create_task(self._serve(name))
+            self._group.create_task(self._publish())
 
-    async def _serve(self, name: str, driver: Looker) -> None:
+    async def _serve(self, name: str) -> None:
         pause = self._pause_s
         while True:
             await self._wanted[name].wait()
             self._wanted[name].clear()
             self._busy.add(name)
             self._idle.clear()
-            self._looks[name] = look = self._looks[name] + 1
-            report = await driver.discover()
-            self._tell(report, self._answers.get(name))
-            self._answers[name], self._seen[name] = report, look
+            self._looks[name] = look = self._looks.get(name, 0) + 1
+            report = await self._answer(name)
+            self._seen[name] = look
             self._busy.discard(name)
             self._answered.set()
             if not self._busy:
                 self._idle.set()
-            if report.error:
+            failed = bool(report and (report.error or any(backend.error for backend in report.backends)))
+            if failed:
                 asyncio.get_running_loop().call_later(pause, self._wanted[name].set)
-            pause = min(pause * 2, LONGEST_PAUSE_S) if report.error else self._pause_s
+            pause = min(pause * 2, LONGEST_PAUSE_S) if failed else self._pause_s
+
+    async def _answer(self, name: str) -> DriverReport | None:
+        """What the driver says, once it is the one that runs now; None when it runs no more."""
+        while driver := self._drivers.get(name):
+            report = await driver.discover()
+            if self._drivers.get(name) is driver:
+                self._tell(report, self._answers.get(name))
+                self._answers[name] = report
+                return report
+        self._answers.pop(name, None)
+        self._good.pop(name, None)
+        return None
 
     async def _publish(self) -> None:
         while True:
@@ -154,20 +186,21 @@ class Reporter:
 
         Nothing before every driver has answered once.
         """
-        if len(self._answers) < len(self._drivers):
+        if self._drivers.keys() - self._answers.keys():
             return True
-        answers = [self._answers[name] for name in self._drivers]
+        answers = [claims.carried(self._answers[name], self._good.get(name)) for name in self._drivers]
         settled = tuple(claims.settle(answers, claims.claimed(self._good.values())))
         self._good |= {report.driver: report for report in settled if not report.error}
-        drivers = fit(tuple(marked(canonical(report), self.marks) for report in settled), self._max_bytes)
+        whole = self._told_too(marked(canonical(claims.without_carried(report)), self.marks) for report in settled)
+        drivers = fit(whole, self._max_bytes)
         try:
             changed = self._journal.record(drivers)
         except sqlite3.OperationalError as error:
             log.error("the journal takes no report (%s): nothing new is sent until it does", error)
             return False
         if changed:
-            for driver, whole in zip(drivers, settled, strict=True):
-                if driver.error and not whole.error:
+            for driver, before in zip(drivers, whole, strict=True):
+                if driver.error and not before.error:
                     log.error("driver %s: %s", driver.driver, driver.error)
             count = sum(len(driver.devices) for driver in drivers)
             log.info("report %d.%d: %d devices", self._journal.epoch, self._journal.seq, count)
@@ -184,6 +217,10 @@ class Reporter:
             log.error("driver %s: %s", report.driver, report.error.removeprefix(f"{report.driver}: "))
         elif was and not report.error:
             log.info("driver %s answers again", report.driver)
+        ailing = {backend.name: backend.error for backend in before.backends} if before else {}
+        for backend in report.backends:
+            if backend.error and backend.error != ailing.get(backend.name):
+                log.error("driver %s, backend %s: %s", report.driver, backend.name, backend.error)
         known = before.faults if before else ()
         for fault in report.faults:
             if fault not in known:
@@ -202,6 +239,7 @@ def canonical(report: DriverReport) -> DriverReport:
         error=report.error,
         devices=tuple(sorted(map(_ordered, report.devices), key=lambda device: device.key)),
         faults=tuple(sorted(report.faults, key=lambda fault: (fault.subject, fault.reason))),
+        backends=tuple(sorted(report.backends, key=lambda backend: backend.name)),
     )
 
 
@@ -251,8 +289,11 @@ def _size(drivers: tuple[DriverReport, ...]) -> int:
 
 
 def _too_large(report: DriverReport, whole: int, max_bytes: int, part: int) -> DriverReport:
-    return DriverReport(
-        driver=report.driver,
+    return msgspec.structs.replace(
+        report,
+        devices=(),
+        faults=(),
+        backends=(),
         error=f"report too large: {whole} bytes of {max_bytes}; this driver's {len(report.devices)} devices "
         f"and {len(report.faults)} faults take {part} and are left out: raise CYBORG_MAX_MESSAGE_BYTES on "
         "the conductor, or have the driver find less",

@@ -50,14 +50,15 @@ class AgentSettings:
     enabled_drivers: tuple[str, ...] = key(
         "CYBORG_ENABLED_DRIVERS",
         ("fake_driver",),
-        "Drivers to run, comma separated. Where two claim one PCI address, the first one here has it.",
+        "Drivers to run, comma separated. Where two claim one PCI address, the first one here has it. What is "
+        "wanted of a driver by `manage.py driver` goes before this.",
         "`fake_driver`",
     )
     driver_settings: str = key(
         "CYBORG_DRIVER_SETTINGS",
         "",
         'A TOML file with one table per driver, such as `[pci_driver]` with its `rules`. `acts = ["attach", …]` in a '
-        "table: nothing else is done to that driver's devices here.",
+        "table: nothing else is done to that driver's devices here, whatever `manage.py driver` wants.",
         "*(absent)*",
     )
     rescan_s: float = key("CYBORG_RESCAN_S", 60.0, "Seconds between two full looks when no uevent asks for one.")

@@ -14,6 +14,7 @@ GROUPS: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
             ("Hosts", "dns", "accelerators.host"),
             ("Devices", "memory", "accelerators.device"),
             ("Deployables", "widgets", "accelerators.deployable"),
+            ("Drivers", "extension", "accelerators.hostdriver"),
             ("Attach handles", "cable", "accelerators.attachhandle"),
             ("Admission rules", "rule", "accelerators.admissionrule"),
         ),
@@ -22,6 +23,7 @@ GROUPS: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
         "Demand",
         (
             ("Requests", "assignment", "accelerators.acceleratorrequest"),
+            ("Attachments", "attach_file", "accelerators.attachment"),
             ("Device profiles", "tune", "accelerators.deviceprofile"),
         ),
     ),
@@ -29,6 +31,7 @@ GROUPS: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
         "Record",
         (
             ("Bulk actions", "checklist", "accelerators.bulk"),
+            ("Roll-outs", "rocket_launch", "accelerators.rollout"),
             ("Commands", "terminal", "accelerators.command"),
             ("Events", "history", "accelerators.event"),
             ("Intents", "outbox", "accelerators.intent"),
@@ -63,6 +66,12 @@ def groups(request: HttpRequest) -> list[dict[str, Any]]:
         if items := [_item(*entry) for entry in entries if _may_view(request, entry[2])]:
             shown.append({"title": title, "items": items})
     return shown
+
+
+def word_of(link: str) -> str:
+    """The sidebar's word for the list at this address, '' for what it does not have."""
+    words = {item["link"]: item["title"] for _, entries in GROUPS for item in (_item(*entry) for entry in entries)}
+    return words.get(link, "")
 
 
 def _item(title: str, icon: str, model: str) -> dict[str, Any]:

@@ -29,12 +29,16 @@ TROUBLES = 50
 """So many failing drivers are listed; their number is always whole."""
 
 FAILING = """
-SELECT h.name, d.key, d.value->>'error', d.value->>'since', d.value->'faults',
+WITH said AS (
+  SELECT h.name AS host, d.key AS driver, d.value FROM accelerators_host h CROSS JOIN LATERAL jsonb_each(h.drivers) d),
+d AS (
+  SELECT * FROM said UNION ALL
+  SELECT host, driver || ':' || b.key, b.value FROM said CROSS JOIN LATERAL jsonb_each(said.value->'backends') b)
+SELECT d.host, d.driver, d.value->>'error', d.value->>'since', d.value->'faults',
        count(*) FILTER (WHERE d.value->>'error' <> '') OVER (),
        sum(jsonb_array_length(coalesce(d.value->'faults', '[]'))) OVER ()
-FROM accelerators_host h CROSS JOIN LATERAL jsonb_each(h.drivers) d
-WHERE d.value->>'error' <> '' OR jsonb_array_length(coalesce(d.value->'faults', '[]')) > 0
-ORDER BY d.value->>'error' = '', d.value->>'since' DESC, h.name LIMIT %s
+FROM d WHERE d.value->>'error' <> '' OR jsonb_array_length(coalesce(d.value->'faults', '[]')) > 0
+ORDER BY d.value->>'error' = '', d.value->>'since' DESC, d.host LIMIT %s
 """
 
 

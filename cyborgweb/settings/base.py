@@ -152,6 +152,10 @@ SPECTACULAR_SETTINGS = {
         "Health": list(states.Health),
         "RequestState": list(states.RequestState),
         "EventSource": list(states.Source),
+        "DriverState": list(states.DriverState),
+        "RolloutOp": list(states.RolloutOp),
+        "RolloutState": list(states.RolloutState),
+        "RolloutStepState": list(states.StepState),
         "AgentState": ["up", "late", "down", "revoked", "clone"],
     },
     "POSTPROCESSING_HOOKS": [

@@ -1,11 +1,18 @@
-"""`{% environment %}`: a strip that says which cloud this is (`CYBORG_ENVIRONMENT`), on every page; else nothing."""
+"""What surrounds every page: `{% environment %}`, a strip that says which cloud this is (`CYBORG_ENVIRONMENT`), and the
+words of the stock pages' breadcrumbs, `{% crumb %}`.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 from django import template
+from django.db.models import Model
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
+from django.utils.text import capfirst
 
+from cyborgweb.pages.navigation import word_of
 from cyborgweb.settings.keys import keys
 
 register = template.Library()
@@ -22,3 +29,15 @@ def environment() -> SafeString | str:
         return ""
     tone = TONES.get(word.lower(), "calm")
     return format_html('<p class="environment {}" role="note"><span class="sr">Environment: </span>{}</p>', tone, word)
+
+
+@register.simple_tag
+def crumb(part: dict[str, Any], place: dict[str, Any]) -> str:
+    """A part of the stock breadcrumbs as our own pages would say it: a list by the sidebar's word, an object by its
+    name as it is; '' for the app that Django puts before its list, which is no place of ours."""
+    title = part["title"]
+    if isinstance(title, Model):
+        return str(title)
+    if place["first"] and not place["last"]:
+        return ""
+    return word_of(str(part.get("link") or "")) or capfirst(str(title))

@@ -17,7 +17,7 @@ from accelerators.diff import (
     compare,
     fold,
 )
-from drivers.inventory import Device, DriverReport
+from drivers.inventory import Backend, Device, DriverReport
 from tests.support.reports import card
 
 cards = st.lists(st.integers(0, 9), unique=True, max_size=6).map(
@@ -99,6 +99,53 @@ def test_the_order_of_arrival_does_not_matter(history: list[tuple[object, object
     random.shuffle(shuffled)  # type: ignore[attr-defined]
     one, two = fold(reports, (0, 0)), fold(shuffled, (0, 0))
     assert one == two
+
+
+numbers = st.one_of(st.none(), st.sets(st.integers(0, 2)))
+backed = st.dictionaries(st.sampled_from(["a", "b", "c"]), numbers)
+"""Backend → the numbers of its cards, None when it failed."""
+all_of_them = st.fixed_dictionaries(dict.fromkeys("abc", numbers))
+
+
+def backends(seq: int, said: dict[str, set[int] | None]) -> HostReport:
+    found = (numbered(name, n) for name, numbers in said.items() for n in numbers or ())
+    parts = tuple(Backend(name, "pci", error="" if found is not None else "it hung") for name, found in said.items())
+    return HostReport(1, seq, "h" * 32, (DriverReport("one", devices=tuple(found), backends=parts),))
+
+
+def numbered(backend: str, n: int) -> Device:
+    return card(16 * "abc".index(backend) + n, backend=backend)
+
+
+@given(backed, st.lists(all_of_them, min_size=1, max_size=3))
+def test_only_a_backend_that_answered_loses_devices(
+    before: dict[str, set[int] | None], batch: list[dict[str, set[int] | None]]
+) -> None:
+    first = run(empty(), [backends(1, before)])
+    known = {device.uuid: device.key for device in stored(first)}
+    after = run(empty(stored(first), first.hosts[0]["drivers"]), [backends(n + 2, one) for n, one in enumerate(batch)])
+    expected = set()
+    for name, numbers in before.items():
+        now: set[int] | None = numbers
+        for one in batch:
+            now = set() if name not in one else now if one[name] is None else one[name]
+        expected |= {numbered(name, n).key for n in (numbers or set()) - (now or set())}
+    assert {known[row["uuid"]] for row in after.moves if row["state"] == "missing"} == expected
+
+
+def test_a_backend_that_is_configured_no_more_has_lost_its_devices() -> None:
+    first = run(empty(), [backends(1, {"a": {0}, "b": {0}})])
+    after = run(empty(stored(first), first.hosts[0]["drivers"]), [backends(2, {"a": None})])
+    (gone,) = [device for device in stored(first) if device.key == numbered("b", 0).key]
+    assert [(row["uuid"], row["state"]) for row in after.moves] == [(gone.uuid, "missing")]
+
+
+@given(backed)
+def test_the_same_from_backends_twice_changes_nothing(said: dict[str, set[int] | None]) -> None:
+    first = run(empty(), [backends(1, said)])
+    again = run(empty(stored(first), first.hosts[0]["drivers"]), [backends(2, said)])
+    assert not (again.devices or again.moves or again.events)
+    assert again.hosts[0]["drivers"] == first.hosts[0]["drivers"]
 
 
 @given(cards)

@@ -1,4 +1,5 @@
-"""A small cloud to look at: six hosts of two NUMA nodes, cards of every kind, some trouble, some demand.
+"""A small cloud to look at: six hosts of two NUMA nodes, cards of every kind, one with switches between its GPUs, some
+trouble, some demand.
 
 Run in a process of its own (`python -m tests.browser.sample`) over the state directory of a product that is up.
 """
@@ -68,6 +69,22 @@ def cards(host: int) -> list[Found]:
     return found
 
 
+def switched() -> list[Found]:
+    """Two NUMA nodes, each with two switches of two GPUs; behind one of them a NIC with 8 functions, too."""
+    found = []
+    for switch, bus in enumerate((0x17, 0x37, 0x97, 0xB7)):
+        above = f"0000:{bus - 1:02x}:01.0 0000:{bus:02x}:00.0 0000:{bus + 1:02x}"
+        kinds = [("GPU", "10de", "NVIDIA H100 80GB HBM3", 1)] * 2 + [("NIC", "15b3", "ConnectX-7", 8)] * (
+            switch % 2 == 0
+        )
+        for port, (kind, vendor, model, handles) in enumerate(kinds):
+            [part] = (plain := card(bus + 2 + port, handles)).deployables
+            part = replace(part, attributes=(Attribute("rc", CLASSES.get(kind, f"CUSTOM_{kind}")),))
+            more = {"numa_node": switch // 2, "kernel_driver": "vfio-pci", "bridges": f"{above}:{port:02x}.0"}
+            found.append(replace(plain, type=kind, vendor=vendor, model=model, deployables=(part,), **more))
+    return found
+
+
 def fill() -> None:
     """Everything, once."""
     now = datetime.now(UTC)
@@ -90,8 +107,10 @@ def fill() -> None:
             connected_at=now - timedelta(hours=3),
         )
         Lease.objects.create(host=host, seen_at=now - timedelta(hours=number == 5))
+    box = a_host("hgx01.rack1.example.net")
+    apply(box, DriverReport("pci_driver", "", tuple(switched())))
     decide(now)
-    demand()
+    demand(box)
     JoinToken.objects.create(
         host_name="cmp99.rack1.example.net",
         secret_hash="a" * 64,
@@ -105,14 +124,15 @@ def decide(now: datetime) -> None:
     """What people and rules said of the devices."""
     with conductor.writing():
         AdmissionRule.objects.create(name="all of rack 2", driver="pci_driver", action="ready")
-        for number, device in enumerate(Device.objects.exclude(state="missing").filter(host__name__startswith="cmp")):
+        sampled = Device.objects.exclude(state="missing").filter(host__name__regex="^(cmp|hgx)")
+        for number, device in enumerate(sampled.order_by("id")):
             state = STATES[number % len(STATES)]
             why, by = WHY[state]
             since = now - timedelta(minutes=7 * number + 1)
             Device.objects.filter(pk=device.pk).update(state=state, state_reason=why, state_by=by, state_since=since)
 
 
-def demand() -> None:
+def demand(box: Host) -> None:
     """Requests: some bound, one failed, one that waits."""
     with conductor.writing():
         profile = DeviceProfile.objects.create(
@@ -122,7 +142,8 @@ def demand() -> None:
         handles = AttachHandle.objects.filter(deployable__device__state="ready").select_related(
             "deployable__device__host"
         )
-        for number, handle in enumerate(handles[:40:3]):
+        some = [*handles[:40:3], *handles.filter(deployable__device__host=box)[::3]]
+        for number, handle in enumerate(some):
             host: Host = handle.deployable.device.host
             AcceleratorRequest.objects.create(
                 project_id="8f1d6c2e5b7a4f0d9c3e1a2b4c5d6e7f",

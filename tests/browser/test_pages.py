@@ -25,6 +25,7 @@ MAIN = {
     "overview": "/admin/",
     "hosts": f"{LISTS}host/",
     "host": f"{LISTS}host/?q=cmp02 →",
+    "switches": f"{LISTS}host/?q=hgx →",
     "devices": f"{LISTS}device/",
     "device": f"{LISTS}device/?q=BlueField →",
     "rules": f"{LISTS}admissionrule/",
@@ -46,17 +47,19 @@ HEARD = (
     "login",
     "overview",
     "host",
+    "switches",
     "devices",
     "device",
     "rule",
     "request",
+    "event",
     "placement",
     "agents",
     "user",
     "api-devices",
 )
 """Those looked at by axe-core: one of each make."""
-DARK = ("overview", "devices", "device", "request")
+DARK = ("login", "overview", "switches", "devices", "device", "request", "event")
 OTHERS = (
     "/admin/auth/user/add/",
     "/admin/auth/group/",

@@ -15,14 +15,15 @@ from django.test import Client
 from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 
-from accelerators import bulks, conductor, lifecycle
+from accelerators import bulks, commands, conductor, lifecycle
 from accelerators.actions import Action
 from accelerators.caller import Caller
 from accelerators.lifecycle import Seen
-from accelerators.models import Bulk, Device, Event
+from accelerators.models import Bulk, Command, Device, Event, Host
 from accelerators.refusals import Refused
 from accelerators.states import Drain
 from tests.console.conftest import Fill
+from tests.support.reports import answer, apply, card
 
 LIST = "admin:accelerators_device_changelist"
 OLGA = Caller("olga", "1", frozenset(), "")
@@ -268,3 +269,62 @@ def test_bounds_and_what_is_kept(operator: Client, fill: Fill, monkeypatch: pyte
     assert re.search(
         "No bulk actions yet", operator.get(reverse("admin:accelerators_bulk_changelist")).content.decode()
     )
+
+
+def heard(number: int, acts: str = "health reset") -> list[Device]:
+    """Cards of a host whose agent takes commands."""
+    host = Host.objects.order_by("id").first()
+    assert host is not None
+    apply(host, answer(*(card(n, acts=acts) for n in range(number)), driver="pci_driver"), seq=2)
+    return list(Device.objects.filter(host=host).order_by("id"))
+
+
+@pytest.mark.django_db(transaction=True)
+def test_agents_are_asked_about_many_and_what_is_held_is_never_reset(operator: Client, fill: Fill) -> None:
+    fill(10)
+    devices = heard(10)
+    held = {d.pk for d in devices if d.deployables.filter(attach_handles__request__isnull=False).exists()}
+    assert 0 < len(held) < 10
+    busy = next(device for device in devices if device.pk not in held)
+    commands.ask("reset", busy.uuid, OLGA)
+    bulk = choose(operator, "reset", Device.objects.filter(pk__in=[device.pk for device in devices]))
+    asked = operator.get(page(bulk))
+    coming = {one.text: one.number for _, one in asked.context["forecast"]}
+    going = 10 - len(held) - 1
+    assert coming == {
+        "its agent is asked": going,
+        "is held: it cannot be reset": len(held),
+        "is busy with a command": 1,
+    }
+    text = do(operator, bulk, "try")
+    assert "What the dry run found" in text and Command.objects.count() == 1
+    text = do(operator, bulk, "confirm", typed="10", reason="after the storm")
+    assert (bulk.state, bulk.moved, bulk.refused) == ("done", going, 10 - going)
+    assert "is held by request" in text and "is busy with reset" in text and f"{going} ordered" in text
+    assert text.count(">command ") == going
+    placed = Command.objects.filter(request_id=bulk.request_id, op="reset")
+    assert {one.device_id for one in placed}.isdisjoint(held) and len(placed) == going
+    assert {(one.actor, one.reason, one.exclusive) for one in placed} == {("olga", "after the storm", True)}
+    listed = operator.get(re.findall(r'href="([^"]*together=[^"]*)"', text)[0].replace("&amp;", "&"))
+    assert listed.context["cl"].result_count == going
+    assert "ordered with request" in {chip["name"] for chip in listed.context["cl"].chips()}
+
+
+@pytest.mark.django_db(transaction=True)
+def test_health_is_asked_of_held_devices_too_and_each_refusal_has_its_reason(operator: Client, fill: Fill) -> None:
+    fill(20)
+    devices = heard(10)
+    missing = devices[3]
+    with conductor.writing():
+        Device.objects.filter(pk=missing.pk).update(state="missing", returns_to="ready")
+    bulk = choose(operator, "health")
+    assert "Some are in use" not in operator.get(page(bulk)).content.decode()
+    do(operator, bulk, "confirm")
+    assert (bulk.state, bulk.moved, bulk.refused) == ("done", 9, 11)
+    why = dict(bulk.items.filter(outcome="refused").values_list("device_uuid", "text"))
+    assert "is missing: health is possible when" in why[missing.uuid]
+    other = Device.objects.exclude(host=missing.host).first()
+    assert other and "cannot health it" in why[other.uuid]
+    assert Command.objects.filter(op="health").count() == 9
+    again = operator.post(page(bulk), {"do": "again"}, follow=True)
+    assert "Check health: 11 devices?" in again.content.decode()

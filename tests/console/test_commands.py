@@ -42,7 +42,10 @@ def order(row: Device | Host) -> str:
 
 
 def asks(client: Client, row: Device | Host) -> set[str]:
-    return {*re.findall(r'name="op" value="([a-z]+)"', client.get(page(row)).content.decode())}
+    """By its own buttons."""
+    forms = client.get(page(row)).content.decode().split("<form")
+    own = "".join(form for form in forms if f'action="{order(row)}"' in form)
+    return {*re.findall(r'name="op" value="([a-z]+)"', own)}
 
 
 def begun(device: Device, percent: int = 40, text: str = "unbinding it") -> Command:
@@ -124,16 +127,23 @@ def test_what_makes_no_sense_is_said_on_the_page(
 def test_hosts_are_asked_too_and_a_failing_driver_alone(operator: Client, fill: Fill) -> None:
     (host,) = fill(2)
     shown = operator.get(page(host)).content.decode()
-    assert asks(operator, host) == {"rescan", "logs"}
+    assert asks(operator, host) == {"rescan", "logs", "report"}
     assert 'name="driver" value="slow_driver"' in shown and "it hung for 20 s" in shown
     operator.post(order(host), {"op": "rescan", "driver": "slow_driver"})
     operator.post(order(host), {"op": "logs"})
+    asked = operator.get(page(host.devices.get(address="0000:01:00.0"))).content.decode()
+    assert f'action="{order(host)}"' in asked and 'value="report"' in asked
+    operator.post(order(host), {"op": "report", "driver": "pci_driver"})
     assert [*Command.objects.order_by("id").values_list("op", "arguments__driver")] == [
         ("rescan", "slow_driver"),
         ("logs", None),
+        ("report", "pci_driver"),
     ]
     shown = operator.get(page(host)).content.decode()
     assert "rescan</a>" in shown and "data-live=" in shown
+    fetched = Command.objects.get(op="report")
+    ended(fetched, report='{\n "drivers": []\n}')
+    assert '<pre class="log" tabindex="0">{\n &quot;drivers&quot;: []' in operator.get(page(fetched)).content.decode()
 
 
 def test_a_command_is_followed_to_its_end(operator: Client, device: Device) -> None:

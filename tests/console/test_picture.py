@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from xml.etree import ElementTree
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accelerators.admin import picture
+from accelerators.admin import branches, picture
 from accelerators.admin.picture import SHAPES, SHOWN, UNITS, WIDTH, Card, Unit
 from accelerators.states import DeviceType
 
@@ -39,9 +39,61 @@ def test_nodes_stand_in_pairs_the_unknown_last_and_alone_as_wide_as_two() -> Non
 
 
 def test_cards_of_one_bus_stay_together_behind_one_port() -> None:
-    buses = picture.layout([card("0000:d8"), card("0000:17"), card("0000:d8", place="0000:d8:00.1"), card("")])[0].buses
-    assert [[placed.card.bus for placed in bus] for bus in buses] == [["0000:17"], ["0000:d8", "0000:d8"], [""]]
+    found = [card("0000:d8"), card("0000:17"), card("0000:d8", place="0000:d8:00.1"), card("")]
+    columns = picture.layout(found)[0].columns
+    buses = [[placed.card.bus for placed in hung.cards] for column in columns for hung in column]
+    assert buses == [["0000:17"], ["0000:d8", "0000:d8"], [""]]
     assert {"PCI bus 0000:d8", "not on PCI"} <= set(titles(picture.host([card("0000:d8"), card("")], "cmp1")))
+
+
+PORT, UP = "0000:16:02.0", "0000:17:00.0"
+"""A root port, and the upstream port of the switch behind it."""
+
+
+def test_bridges_are_boxes_around_what_hangs_behind_them_and_chains_are_one() -> None:
+    behind_switch = [(f"0000:{n:02x}", (PORT, UP, f"0000:18:0{n - 0x19}.0")) for n in range(0x19, 0x1C)]
+    alone, plain, off = ("0000:3b", ("0000:3a:01.0",)), ("0000:00", ()), ("", ())
+    told = branches.of([plain, *behind_switch, alone, off])
+    assert [(one.depth, one.bus, one.bridges) for one in told] == [
+        (0, plain, ()),
+        (0, None, (PORT, UP)),
+        *((1, bus, bus[1][2:]) for bus in behind_switch),
+        (0, alone, ("0000:3a:01.0",)),
+        (0, off, ()),
+    ]
+    assert [one.switch for one in told if one.bus is None] == [True]
+    legacy = branches.of([("0000:41", (PORT,)), ("0000:42", (PORT, UP))])
+    assert (legacy[0].bus, legacy[0].switch) == (None, False)
+
+
+def test_a_switch_is_named_counted_and_its_cards_hang_on_it() -> None:
+    gpus = [card(f"0000:{n:02x}", bridges=(PORT, UP, f"0000:18:0{n - 0x19}.0")) for n in range(0x19, 0x1B)]
+    said = titles(picture.host([*gpus, card("0000:3b", bridges=("0000:3a:01.0",))], "cmp1"))
+    assert f"switch: {PORT} › {UP}, 2 cards behind it" in said
+    assert "PCI bus 0000:19, behind 0000:18:00.0" in said and "PCI bus 0000:3b, behind 0000:3a:01.0" in said
+    ((*column,),) = picture.layout(gpus)[0].columns
+    assert [hung.x for hung in column] == [25, 25 + picture.INSET, 25 + picture.INSET]
+    assert {placed.width for hung in column for placed in hung.cards} == {picture.WHOLE - picture.INSET}
+
+
+ADDRESS = st.sampled_from([f"0000:{n:02x}:00.0" for n in range(6)])
+BRIDGES = st.lists(ADDRESS, max_size=9).map(tuple)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(["", "0000:17", "0000:3b"]), BRIDGES), max_size=12, unique=True))
+def test_every_bus_hangs_once_behind_all_its_bridges(buses: list[branches.Bus]) -> None:
+    told = branches.of(buses)
+    assert sorted(one.bus for one in told if one.bus) == sorted(buses)
+    above: list[tuple[str, ...]] = []
+    for one, following in zip_longest(told, told[1:]):
+        assert one is not None
+        above[one.depth :] = [one.bridges]
+        assert one.depth <= branches.DEEPEST and len(above) == one.depth + 1
+        if one.bus:
+            assert sum(above, ()) == one.bus[1]
+        else:
+            assert one.bridges and following and following.depth == one.depth + 1
 
 
 @settings(max_examples=25, deadline=None)
@@ -53,22 +105,22 @@ def test_cards_of_one_bus_stay_together_behind_one_port() -> None:
             numa=st.integers(-1, 3),
             units=st.sampled_from([0, 1, 16, 17, SHOWN]),
             hidden=st.sampled_from([0, 200]),
+            bridges=BRIDGES,
         ),
         max_size=10,
     )
 )
 def test_nothing_overlaps_or_leaves_its_area_and_every_card_is_there(cards: list[Card]) -> None:
     areas = picture.layout(cards)
-    assert sum(len(area.cards) for area in areas) == len(cards)
+    assert sum(len(area.placed) for area in areas) == len(cards)
     for area in areas:
         assert area.x >= 0 and area.x + area.width <= WIDTH
-        placed = [one for bus in area.buses for one in bus]
-        for one in placed:
-            assert one.x >= 0 and one.x + picture.COLUMN - picture.GUTTER <= area.width
-            assert one.y + one.card.height <= area.height
-        for column in {one.x for one in placed}:
-            column_of = sorted((one.y, one.card.height) for one in placed if one.x == column)
-            assert all(y + high < following for (y, high), (following, _) in pairwise(column_of))
+        for one in area.placed:
+            assert one.x >= 0 and one.x + one.width <= area.width and one.y + one.height <= area.height
+        for column in area.columns:
+            boxes = [(hung.y - picture.BOX // 2, picture.BOX) for hung in column if hung.branch.bus is None]
+            drawn = sorted(boxes + [(one.y, one.height) for hung in column for one in hung.cards])
+            assert all(y + high < following for (y, high), (following, _) in pairwise(drawn))
     if cards:
         ElementTree.fromstring(picture.host(cards, "cmp1"))
 

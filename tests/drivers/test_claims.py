@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from drivers.claims import claimed, settle
-from drivers.inventory import AttachHandle, Deployable, Device, DriverReport
+from drivers.claims import carried, claimed, settle, without_carried
+from drivers.inventory import AttachHandle, Backend, Deployable, Device, DriverReport
 from drivers.pci import PciDriver
 
 ADDRESSES = [f"0000:3b:00.{function}" for function in range(4)]
@@ -124,3 +125,19 @@ def test_a_driver_that_fails_changes_nothing_for_the_others(reports: list[Driver
     failing = [*reports[:broken], DriverReport(reports[broken].driver, error="gone"), *reports[broken + 1 :]]
     again = settle(failing, claimed(settled))
     assert again[:broken] + again[broken + 1 :] == settled[:broken] + settled[broken + 1 :]
+
+
+def test_a_backend_that_fails_keeps_its_devices_from_others_and_reports_none() -> None:
+    def said(error: str, *cards: Device) -> DriverReport:
+        return DriverReport("generic", devices=cards, backends=(Backend("a", "pci", error=error), Backend("b", "pci")))
+
+    mine, others = (replace(card(f"pci:{address}", address), backend="a") for address in ADDRESSES[:2])
+    greedy = replace(mine, backend="b")
+    before = said("", mine)
+    rival = DriverReport(PciDriver.name, devices=(card("pci:x", ADDRESSES[0]),))
+    kept = carried(said("it hung", greedy, replace(others, backend="b")), before)
+    settled, rest = settle([kept, rival])
+    assert [(device.key, device.backend) for device in settled.devices] == [(mine.key, "a"), (others.key, "b")]
+    assert not rest.devices and "already belongs to generic" in rest.faults[0].reason
+    assert [device.key for device in without_carried(settled).devices] == [others.key]
+    assert carried(said("", mine), before).devices == (mine,) and carried(before, None) == before

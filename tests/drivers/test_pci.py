@@ -264,3 +264,13 @@ def test_this_machine_never_offers_what_it_lives_on() -> None:
     for address in used.keys() & refused.keys():
         assert isinstance(refused[address], Fault)
         assert "the host uses it" in refused[address].reason
+
+
+def test_the_bridges_above_a_function_are_told_root_first_and_the_nearest_of_too_many(host: Host) -> None:
+    behind = ["0000:16:02.0", "0000:17:00.0", "0000:18:04.0"]
+    host.pci("0000:19:00.0", "0x10de", "0x2331", "0x030200", bus="/".join(["pci0000:16", *behind]))
+    host.pci("0000:05:00.0", "0x10de", "0x2331", "0x030200")
+    many = [f"0000:{n:02x}:00.0" for n in range(0x40, 0x60)]
+    host.pci("0000:60:00.0", "0x10de", "0x2331", "0x030200", bus="/".join(["pci0000:40", *many]))
+    told = {device.address: device.bridges.split() for device in look(host, {"vendor": "10de"}).devices}
+    assert told == {"0000:19:00.0": behind, "0000:05:00.0": [], "0000:60:00.0": many[-19:]}

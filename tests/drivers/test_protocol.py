@@ -144,6 +144,8 @@ def test_a_plan_that_takes_for_ever_is_given_up_and_the_next_one_answers() -> No
         ("Findings((None,) * 10**6)", "answered 1000000 devices, more than 4096"),
         ("None", "rubbish: NoneType in place of devices"),
         ("Findings(None)", "it raised TypeError"),
+        ("Findings(backends=(Backend('a b', 'pci'),))", "describes its backends wrongly"),
+        ("Findings(backends=(Backend('a', 'pci'),) * 257)", "describes its backends wrongly"),
     ],
 )
 def test_too_much_and_nothing_are_said(see: str, reason: str) -> None:
@@ -220,8 +222,8 @@ def test_a_kernel_without_the_walls_is_told_of_once(caplog: pytest.LogCaptureFix
         first, second = await process.probe()
         assert "able to write to this host: Function not implemented" in first
         assert "able to start processes: not known for" in second
-        process.release()
         await process.close()
+        process.release()
         assert (await process.discover()).error == ""
 
     tell(process, story)

@@ -274,7 +274,7 @@ def test_a_bad_device_costs_only_itself_and_printing_costs_nothing(tmp_path: Pat
 
 def test_an_unknown_driver_is_told_which_there_are() -> None:
     (report,) = ask(lambda: DriverProcess("no_driver", "n", {}))
-    assert "there is no driver 'no_driver'; installed are fake_driver, pci_driver" in report.error
+    assert "there is no driver 'no_driver'; installed are fake_driver, generic_driver, pci_driver" in report.error
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,14 @@
 """Run below `umockdev-wrapper` by `test_hotplug`: a plan is done on a simulated kernel, and its uevents are seen.
 
-The agent's own watch and the driver in its own process; only the kernel is not real. Prints what each look showed.
+The agent's own watch and the driver in its own process, which the first word names; only the kernel is not real. Prints
+what each look showed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import Callable
 
 from agents.host.watch import Watch
@@ -17,19 +19,23 @@ from drivers.steps import Act, Ask
 from tests.support.kernel import Kernel
 
 CARD = "0000:01:00.0"
-RULE = {"vendor": "1b36", "vfs": 2, "bind": ""}
+MATCH, WANTED = {"vendor": "1b36"}, {"vfs": 2, "bind": ""}
+SETTINGS: dict[str, dict[str, object]] = {
+    "pci_driver": {"rules": [MATCH | WANTED]},
+    "generic_driver": {"backends": {"disks": {"kind": "pci", "match": [MATCH], "desired": WANTED}}},
+}
 DEADLINE_S = 20.0
 
 
 class Host:
     """A host with one card."""
 
-    def __init__(self) -> None:
+    def __init__(self, driver: str) -> None:
         self.kernel = Kernel()
         self.kernel.load("nvme", "1b36:0010")
         self.kernel.pci(CARD, "0x1b36", "0x0010", "0x010802", group=7, vfs=4)
-        self.driver = DriverProcess("pci_driver", "n", {"rules": [RULE]})
-        self.watch = Watch({"pci_driver": self.driver}, debounce_s=0.05, rescan_s=3600)
+        self.driver = DriverProcess(driver, "n", SETTINGS[driver])
+        self.watch = Watch({driver: self.driver}, debounce_s=0.05, rescan_s=3600)
 
     async def do(self, act: Act, ask: Ask) -> None:
         """Plan it and write it."""
@@ -59,9 +65,9 @@ def show(device: Device) -> None:
     print(deployable.num_accelerators, functions, device.to_install.replace("\n", "; ") or "as wanted", flush=True)
 
 
-async def main() -> None:
+async def main(driver: str) -> None:
     """Make two virtual functions, take them away."""
-    host = Host()
+    host = Host(driver)
     host.watch.start()
     show(await host.look())
     await host.do("install", Ask(f"pci:{CARD}"))
@@ -75,4 +81,4 @@ async def main() -> None:
 
 if __name__ == "__main__":
     die_with_parent()
-    asyncio.run(main())
+    asyncio.run(main(sys.argv[1]))

@@ -14,7 +14,16 @@ from django.http import HttpResponse
 from django.test import Client
 
 from accelerators import commands, conductor
-from accelerators.models import AcceleratorRequest, AttachHandle, Device, DeviceProfile, Host, Image
+from accelerators.models import (
+    AcceleratorRequest,
+    AttachHandle,
+    Attachment,
+    Device,
+    DeviceProfile,
+    Host,
+    Image,
+    Rollout,
+)
 from cyborgweb.models import ApiToken
 from placement_sync.models import Discrepancy, Kind
 from tests.support.reports import a_heard_host
@@ -55,8 +64,8 @@ def ask(client: Client, db: None) -> Ask:
 def fill(db: None) -> Fill:
     """`fill(devices)`: hosts cmp0, cmp1… of ten cards with two handles each; of every third handle a request is bound.
 
-    Each host is told to look again and has a discrepancy, and there is an image. Requests belong to p1 and p2 in turn,
-    to INSTANCES.
+    Each host is told to look again and has a discrepancy, and there is an image, a roll-out, an attachment. Requests
+    belong to p1 and p2 in turn, to INSTANCES.
     """
 
     def make(devices: int, first: int = 0) -> list[Host]:
@@ -83,6 +92,8 @@ def fill(db: None) -> Fill:
                     .order_by("id")[::3]
                 )
             )
+            Rollout.objects.create(op="install", driver="far_driver", total=0, actor="olga", source="api")
+            Attachment.objects.create(instance=INSTANCES[0], project_id="p1", host="cmp0", actor="olga")
             Image.objects.create(name="shell", size=1, sha256="0" * 64, source="upload")
             commands.place([commands.Order("rescan", host=host.id, actor="olga") for host in hosts])
         seen = dict.fromkeys(("since", "seen_at"), datetime.now(UTC))

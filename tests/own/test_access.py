@@ -16,6 +16,8 @@ from tests.own.conftest import INSTANCES, Ask, Fill, message, results
 pytestmark = pytest.mark.django_db
 
 INFRASTRUCTURE = ("hosts", "agents", "devices", "deployables", "attach_handles", "commands", "images", "discrepancies")
+RUN = ("backends", "services", "drivers", "rollouts", "attachments")
+"""Who may what there: tests/web/test_roles.py."""
 FOR_PROJECTS = ("accelerators", "requests", "profiles", "events")
 
 
@@ -95,7 +97,7 @@ def test_a_refusal_has_one_shape_and_says_what_to_do(
 
 def test_the_root_says_what_there_is_to_anybody(client: Client) -> None:
     found = json.loads(client.get("/api/").content)
-    assert set(found) == {*INFRASTRUCTURE, *FOR_PROJECTS, "rules", "schema", "docs"}
+    assert set(found) == {*INFRASTRUCTURE, *FOR_PROJECTS, *RUN, "rules", "schema", "docs"}
     assert client.get("/api").content == client.get("/api/").content
     assert client.get(found["hosts"]).status_code == 401
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+from placement_sync.claims import Consumer
 from placement_sync.client import Conflict
 from placement_sync.reconcile import Inventory, Observed
 
@@ -17,10 +19,11 @@ CHANGED = Conflict("placement.concurrent_update", "somebody was faster")
 
 @dataclass
 class Model:
-    """Everything there is. `allocated`: (provider, class) → amount by consumer."""
+    """Everything there is. `allocated`: (provider, class) → amount by consumer; `written`: consumer → generation."""
 
     providers: dict[str, Observed] = field(default_factory=dict)
     allocated: dict[tuple[str, str], dict[str, int]] = field(default_factory=dict)
+    written: dict[str, int] = field(default_factory=dict)
     before_write: Callable[[], None] = lambda: None
     reads: int = 0
     writes: int = 0
@@ -50,6 +53,41 @@ class Model:
                 for consumer, amount in consumers.items():
                     found.setdefault(consumer, {})[name] = amount
         return found
+
+    def consumer(self, uuid: str) -> Consumer:
+        self.reads += 1
+        return self._consumer(uuid)
+
+    def allocate(self, uuid: str, body: Mapping[str, Any]) -> None:
+        """Replaces all that a consumer has; refuses another generation, and more than there is."""
+        self._write()
+        before = self._consumer(uuid)
+        if before.generation != body["consumer_generation"]:
+            raise CHANGED
+        wanted = {(rp, name): n for rp, one in body["allocations"].items() for name, n in one["resources"].items()}
+        for key, amount in wanted.items():
+            self._refuse_above(uuid, *key, amount)
+        for consumers in self.allocated.values():
+            consumers.pop(uuid, None)
+        for key, amount in wanted.items():
+            self.allocated.setdefault(key, {})[uuid] = amount
+        self.written[uuid] = (before.generation or 0) + 1
+        for provider in {provider for provider, _ in wanted} & self.providers.keys():
+            self._next(provider)
+
+    def _consumer(self, uuid: str) -> Consumer:
+        has: dict[str, dict[str, int]] = {}
+        for (provider, name), consumers in self.allocated.items():
+            if amount := consumers.get(uuid):
+                has.setdefault(provider, {})[name] = amount
+        return Consumer(uuid, self.written.setdefault(uuid, 1), has, "p1", "u1") if has else Consumer(uuid)
+
+    def _refuse_above(self, uuid: str, provider: str, name: str, amount: int) -> None:
+        entry = self.providers[provider].inventories.get(name)
+        consumers = self.allocated.get((provider, name), {})
+        used = sum(n for who, n in consumers.items() if who != uuid) + amount
+        if entry and used > entry["total"] - entry["reserved"] and amount > consumers.get(uuid, 0):
+            raise Conflict("placement.undefined_code", f"Unable to allocate inventory: {name} is over capacity")
 
     def create(self, uuid: str, name: str, parent: str) -> int:
         self._write()

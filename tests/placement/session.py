@@ -38,13 +38,26 @@ class Session:
             return _answer(404, {"errors": [{"detail": "no such provider"}]})
 
     def _call(self, method: str, words: list[str], query: dict[str, list[str]], body: Any) -> dict[str, Any]:
-        if method == "GET":
+        if words[0] == "allocations":
+            found = self._consumer(method, words[1], body)
+        elif method == "GET":
             found = self._tree(query) if len(words) == 1 else self._provider(*words[1:])
         elif words[0] == "resource_providers":
             found = self._write(method, words[1:], body)
         else:
             found = {}  # a class or a trait is made
         return found
+
+    def _consumer(self, method: str, uuid: str, body: Any) -> dict[str, Any]:
+        if method == "PUT":
+            self.model.allocate(uuid, body)
+            return {}
+        one = self.model.consumer(uuid)
+        if one.generation is None:
+            return {"allocations": {}}
+        held = {rp: {"resources": amounts, "generation": 1} for rp, amounts in one.allocations.items()}
+        who = {"project_id": one.project, "user_id": one.user}
+        return {"allocations": held, "consumer_generation": one.generation} | who
 
     def _tree(self, query: dict[str, list[str]]) -> dict[str, Any]:
         if "name" in query:

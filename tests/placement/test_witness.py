@@ -15,7 +15,7 @@ from keystoneauth1.token_endpoint import Token
 from accelerators import binding, conductor, lifecycle, safety
 from accelerators.binding import Bind
 from accelerators.caller import Caller
-from accelerators.models import Deployable, Device, DeviceProfile
+from accelerators.models import Attachment, Deployable, Device, DeviceProfile, Event
 from accelerators.refusals import Reason, Refused
 from placement_sync import witness
 from placement_sync.reconcile import Observed
@@ -122,6 +122,20 @@ def test_an_instance_that_lives_on_with_the_device_holds_it(device: Device, nova
     assert refused
     assert refused.reason is Reason.HELD
     assert f"instance {instance} (ACTIVE on cmp1), which still has it, by Nova" in refused.text
+
+
+@pytest.mark.parametrize("ended_at", [None, "2026-01-01T00:00:00Z"])
+def test_what_was_attached_while_it_ran_is_free_when_it_is_detached(
+    device: Device, nova: Nova, ended_at: str | None
+) -> None:
+    """Nova did not plug it; who detaches it has taken it out of the guest."""
+    instance = had(device)
+    nova.shown[instance] = ("ACTIVE", "cmp1")
+    request = Event.objects.get(action="request.deleted").subject
+    said = {"instance": instance, "project_id": "p1", "host": "cmp1", "actor": "olga"}
+    with conductor.writing():
+        Attachment.objects.create(**said, requests=[request], ended_at=ended_at)
+    assert (retire(device) is None) == bool(ended_at)
 
 
 @pytest.mark.parametrize("shown", [("SHELVED_OFFLOADED", ""), ("DELETED", "cmp1"), ("ACTIVE", "cmp2"), None])

@@ -1,6 +1,9 @@
-"""A disk becomes virtual functions, by the real kernel: made, in use, made anew, put back after a reboot, undone."""
+"""A disk becomes virtual functions, by the real kernel: made, used, held, made anew, back after a reboot, undone."""
 
 from __future__ import annotations
+
+import urllib.error
+import uuid
 
 import pytest
 
@@ -43,6 +46,29 @@ def test_functions_that_a_guest_has_open_are_not_taken_from_it(lab: Lab) -> None
     assert lab.until(DISK)["state"] == "ready"
 
 
+def test_functions_that_a_request_holds_are_not_taken_from_it(lab: Lab) -> None:
+    disk = lab.until(DISK, state="ready", backend="disks")["uuid"]
+    [backend] = lab.ask(f"backends/?host={HOST}")["results"]
+    found = {service["name"]: (service["state"], service["limits"]) for service in backend["services"]}
+    assert found["sriov"] == ("ready", {"total_vfs": "4"}) and found["passthrough"] == ("ready", {})
+    instance = str(uuid.uuid4())
+    lab.ask("profiles/", name="disk", groups=[{"resources:CUSTOM_PCI": "1"}])
+    [request] = lab.call("POST", "/v2/accelerator_requests", {"device_profile_name": "disk"})["arqs"]
+    [part] = lab.ask(f"deployables/?device={disk}")["results"]
+    values = {"hostname": HOST, "device_rp_uuid": part["rp_uuid"], "instance_uuid": instance}
+    patch = [{"op": "add", "path": f"/{name}", "value": value} for name, value in values.items()]
+    lab.call("PATCH", "/v2/accelerator_requests", {request["uuid"]: patch})
+    assert lab.call("GET", f"/v2/accelerator_requests/{request['uuid']}")["state"] == "Bound"
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        lab.order("partition", device=disk, layout={"vfs": "2"})
+    assert caught.value.code == 409 and request["uuid"] in (told := caught.value.read().decode()), told
+    assert lab.functions() == vfio(3)
+    lab.call("DELETE", f"/v2/accelerator_requests?instance={instance}")
+    done = lab.order("partition", device=disk, layout={"vfs": "2"})
+    assert done["state"] == "succeeded", done
+    assert lab.functions() == vfio(2) and lab.offered().keys() == parts(2)
+
+
 def test_after_a_reboot_they_are_put_back_before_the_device_is_reported(lab: Lab) -> None:
     before, offered = lab.until(DISK, state="ready"), lab.offered()
     [agent] = lab.ask(f"agents/?host={HOST}")["results"]
@@ -58,7 +84,7 @@ def test_after_a_reboot_they_are_put_back_before_the_device_is_reported(lab: Lab
     lab.product.until(connected, START_S, "the agent is not back")
     looked = lab.order("rescan", host=before["host"]["uuid"])
     assert looked["state"] == "succeeded", looked
-    assert lab.functions() == vfio(3)
+    assert lab.functions() == vfio(2)
     assert lab.offered() == offered, "its virtual functions were missing for a while"
     after = lab.until(DISK)
     assert (after["uuid"], after["state"], after["state_since"]) == (before["uuid"], "ready", before["state_since"])

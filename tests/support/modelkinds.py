@@ -36,9 +36,12 @@ def mdev_types(host: ModelMachine, card: Path, types: dict[str, int], exclusive:
         host.exclusive.add(card)
 
 
-def uploader(host: ModelMachine, name: str, fails: str = "") -> str:
-    """A device that takes firmware; `fails` such as `programming:hw-error` is how it will end. Its path on the host."""
-    folder = host.sys / UPLOADS / name
+def uploader(host: ModelMachine, name: str, fails: str = "", below: Path | None = None) -> str:
+    """A device that takes firmware, `below` its parent; `fails` such as `programming:hw-error` is how it will end. Its
+    path on the host."""
+    folder = (below / "firmware" if below else host.sys / UPLOADS) / name
+    if below:
+        host.link(host.sys / UPLOADS / name, folder)
     texts = {"loading": "0", "data": "", "status": "idle", "remaining_size": "0", "error": "", "cancel": ""}
     for file, text in texts.items():
         host.file(folder / file, f"{text}\n" if text else "")
@@ -173,9 +176,9 @@ def _services(_: ModelMachine, file: Path, value: str) -> None:
 RULES: dict[str, Rule] = {
     "devices/*/mdev_supported_types/*/create": _create,
     "devices/*-*-*-*-*/remove": _take_away,
-    f"{UPLOADS}/*/loading": _loading,
-    f"{UPLOADS}/*/data": _data,
-    f"{UPLOADS}/*/cancel": _cancel,
+    "*/firmware/*/loading": _loading,
+    "*/firmware/*/data": _data,
+    "*/firmware/*/cancel": _cancel,
     "devices/*/qat/state": _state,
     "devices/*/qat/cfg_services": _services,
 }

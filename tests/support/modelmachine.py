@@ -137,9 +137,11 @@ class ModelMachine(Host):
             self._end(self._slow, path)
 
     def write(self, path: str, value: str) -> None:
-        """One os.write into an attribute of /sys: an OSError, or done."""
+        """One os.write into an attribute of /sys: an OSError, or done. Files of /state come and go."""
         self.writes.append((path, value))
         file = self.real(path)
+        if path.startswith("/state/"):
+            return self.file(file, value) if value else file.unlink(missing_ok=True)
         if not file.is_file():
             raise refuse(errno.ENOENT, path)
         if self.read_only:
@@ -202,7 +204,7 @@ class ModelHand:
 
     async def write(self, path: str, value: str, timeout_s: float) -> None:
         """As `Hand.write`: raises an error of `drivers.errors`."""
-        await self._do(path, lambda: self._write(path, value), timeout_s)
+        await self._do(path, lambda: self._host.write(path, value), timeout_s)
 
     async def upload(
         self, path: str, kind: str, image: Image, timeout_s: float, progress: Callable[[int], None]
@@ -213,14 +215,6 @@ class ModelHand:
 
     async def close(self) -> None:
         """As `Hand.close`."""
-
-    def _write(self, path: str, value: str) -> None:
-        if not path.startswith("/state/"):
-            return self._host.write(path, value)
-        file = self._host.real(path)
-        if not value:
-            return file.unlink(missing_ok=True)
-        self._host.file(file, value)
 
     def _upload(self, path: str, kind: str, data: bytes) -> None:
         if kind == "copy":

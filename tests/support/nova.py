@@ -17,7 +17,8 @@ from urllib.parse import SplitResult, parse_qs, urlsplit
 class Nova:
     """`known`: instance → the code of its entries (200, 422; 404 is who is not there). `status` overrides all.
 
-    `servers` are listed; `shown` are asked for one by one: (status, hypervisor), else ACTIVE and nowhere.
+    `servers` are listed; `shown` are asked for one by one: (status, hypervisor), else ACTIVE and nowhere; all are
+    `project`'s. `tasks`: what is being done with them.
     """
 
     known: dict[str, int] = field(default_factory=dict)
@@ -26,6 +27,8 @@ class Nova:
     slow_s: float = 0.0
     servers: list[str] = field(default_factory=list)
     shown: dict[str, tuple[str, str]] = field(default_factory=dict)
+    project: str = "p1"
+    tasks: dict[str, str] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
     page: int = 2
     calls: list[dict[str, Any]] = field(default_factory=list)
@@ -57,6 +60,7 @@ class Nova:
             return 404, {"itemNotFound": {}}
         status, place = self.shown.get(uuid, ("ACTIVE", ""))
         where = {"OS-EXT-SRV-ATTR:hypervisor_hostname": place} if place else {}
+        where |= {"tenant_id": self.project, "OS-EXT-STS:task_state": self.tasks.get(uuid)}
         return 200, {"server": {"id": uuid, "status": status} | where}
 
     def answer(self, body: dict[str, Any]) -> tuple[int, Any]:

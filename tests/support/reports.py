@@ -8,7 +8,7 @@ from accelerators import conductor, merge
 from accelerators.diff import HostReport
 from accelerators.models import Host
 from agents.models import Agent, Lease
-from drivers.inventory import AttachHandle, Attribute, Deployable, Device, DriverReport
+from drivers.inventory import AttachHandle, Attribute, Backend, Deployable, Device, DriverReport, Service
 
 
 def card(n: int = 0, handles: int = 1, **changes: object) -> Device:
@@ -23,9 +23,11 @@ def card(n: int = 0, handles: int = 1, **changes: object) -> Device:
     return Device(**values)  # type: ignore[arg-type]
 
 
-def answer(*devices: Device, driver: str = "test_driver", error: str = "") -> DriverReport:
+def answer(
+    *devices: Device, driver: str = "test_driver", error: str = "", backends: tuple[Backend, ...] = ()
+) -> DriverReport:
     """What one driver said."""
-    return DriverReport(driver, error, tuple(devices))
+    return DriverReport(driver, error, tuple(devices), backends=backends)
 
 
 def report(*drivers: DriverReport, seq: int = 1, epoch: int = 1) -> HostReport:
@@ -39,10 +41,15 @@ def a_host(name: str = "cmp1") -> Host:
 
 
 def a_heard_host(name: str, devices: int) -> Host:
-    """A host of so many cards whose agent was just heard, and of whose two drivers one fails."""
+    """A host of so many cards, of one backend, whose agent was just heard, and of whose two drivers one fails."""
     host = a_host(name)
     cards = [card(bus, handles=2) for bus in range(devices)]
-    apply(host, answer(*cards, driver="pci_driver"), answer(driver="slow_driver", error="it hung for 20 s"))
+    cards_backend = Backend("cards", "pci", services=(Service("reset", limits={"methods": "flr"}),))
+    apply(
+        host,
+        answer(*cards, driver="pci_driver", backends=(cards_backend,)),
+        answer(driver="slow_driver", error="it hung for 20 s"),
+    )
     Agent.objects.create(host=host, public_key=f"key of {host.name}", version="0.1.0", wire="v1", boot_id="b1")
     Lease.objects.create(host=host, seen_at=datetime.now(UTC))
     return host

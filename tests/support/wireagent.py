@@ -92,7 +92,19 @@ def ask(socket: ClientConnection, message: wire.Message | str) -> wire.Ack | wir
     return wire.decode_from_gateway(socket.recv(timeout=10))
 
 
-OPS = ("install", "uninstall", "attach", "detach", "program", "partition", "reset", "health", "rescan", "logs")
+OPS = (
+    "install",
+    "uninstall",
+    "attach",
+    "detach",
+    "program",
+    "partition",
+    "reset",
+    "health",
+    "rescan",
+    "logs",
+    "report",
+)
 
 
 def told(socket: ClientConnection, timeout: float = 10) -> wire.Command:

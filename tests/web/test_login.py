@@ -51,8 +51,8 @@ def log_in(client: Client, name: str, password: str = PASSWORD, project: str = "
 
 
 def sentence(response: HttpResponse) -> str:
-    (box,) = re.findall(r'<div class="errornote[^>]*>(.*?)</div>', response.content.decode(), re.S)
-    return box.strip()
+    (text,) = re.findall(r'<div class="message bad" role="alert"><p>(.*?)</p></div>', response.content.decode(), re.S)
+    return str(text)
 
 
 def user_of(keystone: Keystone, name: str) -> User:

@@ -48,6 +48,9 @@ OURS = [
     (["accelerator:get_all", "event:get_one"], "+++++++", "+++++--"),
     (["accelerator:update"], "++++---", "++++---"),
     (["device:update", "device_profile:update"], "++-----", "++-----"),
+    (["backend:get", "service:get", "service:discover", "driver:get", "driver:rollout"], "+++----", "+++----"),
+    (["attachment:get", "attachment:create", "attachment:delete"], "+++----", "+++----"),
+    (["accelerator:create", "accelerator:delete"], "++-----", "++-----"),
 ]
 ROWS = [
     pytest.param(rule, new, row, id=f"{rule}-{'new' if new else 'legacy'}")

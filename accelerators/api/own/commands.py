@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from typing import Any
 from uuid import UUID
 
 import django_filters as filters
 from django.db.models import QuerySet
 from rest_framework import serializers
-from rest_framework.exceptions import ParseError
+from rest_framework.exceptions import APIException, ParseError, PermissionDenied
 from rest_framework.request import Request
 from rest_framework.response import Response
 
 from accelerators import commands, programming
-from accelerators.acts import OF_DEVICE, OF_HOST
+from accelerators.acts import ACTS, OF_DEVICE, OF_HOST
 from accelerators.api.own.representation import Chosen, DeviceReference, HostReference, Text, Url, Uuid
 from accelerators.api.own.views import Collection
 from accelerators.lifecycle import MAX_REASON
@@ -27,9 +28,9 @@ LONGEST_S = 30
 WAITERS = 2
 """So many wait at a time in each process; whoever comes beyond is answered at once, and asks again."""
 _turns = threading.BoundedSemaphore(WAITERS)
-OPS = ("install", *OF_DEVICE, "attach", "detach", *OF_HOST, "placement")
+OPS = ("install", *OF_DEVICE, "attach", "detach", *OF_HOST, "placement", "configure")
 """Installing is asked by enabling a device, attaching and detaching by binding a request; agents that write to
-Placement are told what by the conductor."""
+Placement are told what by the conductor, and drivers are configured by roll-outs."""
 
 
 class CommandFilter(filters.FilterSet):
@@ -146,9 +147,8 @@ class CommandSerializer(Chosen):
             raise serializers.ValidationError(
                 {"op": f"Say one of {', '.join(OF_DEVICE)} with a device, or one of {', '.join(OF_HOST)} with a host."}
             )
-        takes = {"partition": {"layout"}, "program": {"image", "deployable"}, "rescan": {"driver"}}.get(
-            said["op"], set()
-        )
+        takes = {"partition": {"layout"}, "program": {"image", "deployable"}}.get(said["op"], set())
+        takes = takes or {ACTS[said["op"]].takes}
         if extra := {"layout", "image", "deployable", "driver"} & {*said} - takes:
             raise serializers.ValidationError({min(extra): f"{said['op']} takes none."})
         return said
@@ -169,6 +169,15 @@ class CommandView(Collection):
     serializer_class = CommandSerializer
     filterset_class = CommandFilter
     queryset = Command.objects.select_related("device", "host")
+
+    def check_permissions(self, request: Request) -> None:
+        """To have a host looked at again takes less than to have it changed."""
+        try:
+            super().check_permissions(request)
+        except PermissionDenied:
+            if request.method != "POST" or _op(request) != "rescan":
+                raise
+            self.require("cyborg:service:discover")
 
     def retrieve(self, request: Request, **kwargs: str) -> Response:
         """One of them; `wait` follows it to its end."""
@@ -200,3 +209,11 @@ class CommandView(Collection):
             raise
         shown = self.get_serializer(self.get_queryset().get(pk=made.pk)).data
         return Response(shown, 201, headers={"Location": shown["url"]})
+
+
+def _op(request: Request) -> Any:
+    """What is ordered; None where the body cannot be read, which is no matter to who is denied."""
+    try:
+        return request.data.get("op") if isinstance(request.data, Mapping) else None
+    except APIException:
+        return None

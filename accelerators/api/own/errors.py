@@ -97,6 +97,8 @@ def _sentence(error: exceptions.APIException) -> str:
             return f"{str(error.detail).rstrip('.')} here; the header Allow says what is."
         case exceptions.NotAcceptable() | exceptions.UnsupportedMediaType():
             return SENTENCES[error.status_code]
+        case exceptions.PermissionDenied() if remedy := getattr(error, "remedy", ""):
+            return f"{error.detail}. {remedy}"
     return str(error.detail)
 
 

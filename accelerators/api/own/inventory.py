@@ -14,8 +14,10 @@ from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from accelerators import actions, lifecycle
+from accelerators import actions, lifecycle, units
 from accelerators.actions import Action
+from accelerators.api.own.accelerators import LayoutSerializer
+from accelerators.api.own.commands import CommandSerializer
 from accelerators.api.own.representation import (
     Chosen,
     DeployableReference,
@@ -93,6 +95,7 @@ class DeviceFilter(filters.FilterSet):
     type = filters.MultipleChoiceFilter(choices=[(word, word) for word in DeviceType], distinct=False)
     vendor = filters.CharFilter()
     driver = filters.CharFilter()
+    backend = filters.CharFilter()
     draining = filters.BooleanFilter(
         field_name="drain_to", lookup_expr="isnull", exclude=True, help_text="Whether it waits for its last request."
     )
@@ -116,6 +119,7 @@ class DeviceSerializer(Chosen):
     stale = serializers.SerializerMethodField()
     to_install = serializers.SerializerMethodField()
     acts = serializers.SerializerMethodField()
+    changeable = serializers.SerializerMethodField()
     busy_with = Url("commands", allow_null=True, help_text="The command it does alone; nothing is bound meanwhile.")
     commands = serializers.SerializerMethodField()
 
@@ -132,6 +136,7 @@ class DeviceSerializer(Chosen):
             "state",
             "status",
             "driver",
+            "backend",
             "stale",
             "state_reason",
             "state_since",
@@ -142,6 +147,9 @@ class DeviceSerializer(Chosen):
             "next_actions",
             "to_install",
             "acts",
+            "changeable",
+            "sized_by",
+            "generation",
             "busy_with",
             "commands",
             "status_reason",
@@ -172,13 +180,17 @@ class DeviceSerializer(Chosen):
         """What its driver can be asked for; people order what `/api/commands/` takes."""
         return device.acts.split()
 
+    def get_changeable(self, device: Device) -> list[str]:
+        """The words of a layout that its driver takes; `sized_by` is the one that says how many units it has."""
+        return device.changeable.split()
+
     def get_commands(self, device: Device) -> str:
         """The address of its commands."""
         return f"{self.context.get('base', '')}/api/commands/?device={device.uuid}"
 
     def get_stale(self, device: Device) -> str:
         """Why what is shown may be out of date; empty when it is not."""
-        return device.host.why_stale(device.driver)
+        return device.host.why_stale(device.driver, device.backend)
 
 
 class WhyAndThen(Why):
@@ -207,6 +219,8 @@ class DeviceView(Collection):
     orders = {"created": "id", "state": "state", "type": "type"}
     verbs = dict.fromkeys([action.value for action in Action], Why) | {"drain": WhyAndThen}
     dangerous = (Action.RETIRE.value,)
+    bodies = {"partial_update": LayoutSerializer}
+    answers = {"partial_update": (202, CommandSerializer)}
     enable, disable, drain = _asks(Action.ENABLE), _asks(Action.DISABLE), _asks(Action.DRAIN)
     quarantine, release = _asks(Action.QUARANTINE), _asks(Action.RELEASE)
     retire, reinstate = _asks(Action.RETIRE), _asks(Action.REINSTATE)
@@ -220,7 +234,14 @@ class DeviceView(Collection):
     @property
     def policy_rules(self) -> dict[str, str]:
         """Looking is one thing, deciding another."""
-        return super().policy_rules | {"POST": "cyborg:device:update"}
+        return super().policy_rules | dict.fromkeys(("POST", "PATCH"), "cyborg:device:update")
+
+    def partial_update(self, request: Request, **kwargs: str) -> Response:
+        """Divide it otherwise, as words of its driver say. The answer is the command that does it; refused while
+        anybody holds it."""
+        made = units.update(self.get_object().uuid, caller=self.caller, **self.body())
+        shown = CommandSerializer(made, context=super().get_serializer_context() | {"fields": ()}).data
+        return Response(shown, 202, headers={"Location": shown["url"]})
 
     def offered(self, data: Mapping[str, Any]) -> Iterable[str]:
         """What is possible now."""
@@ -323,6 +344,7 @@ class AttachHandleSerializer(Chosen):
     url = Url("attach_handles", source="uuid")
     type = serializers.CharField(source="attach_type", read_only=True)
     info = serializers.SerializerMethodField()
+    not_offered = serializers.SerializerMethodField()
     deployable = DeployableReference(read_only=True)
     device = DeviceReference(source="deployable.device", read_only=True)
     host = HostReference(source="deployable.device.host", read_only=True)
@@ -335,6 +357,7 @@ class AttachHandleSerializer(Chosen):
             "url",
             "type",
             "info",
+            "not_offered",
             "holder",
             "deployable",
             "device",
@@ -348,6 +371,10 @@ class AttachHandleSerializer(Chosen):
     def get_info(self, handle: AttachHandle) -> dict[str, str]:
         """How it reaches an instance."""
         return attach_info(handle.attach_info)
+
+    def get_not_offered(self, handle: AttachHandle) -> str:
+        """Why Nova is never offered it; empty when it is."""
+        return handle.not_offered
 
     def get_holder(self, handle: AttachHandle) -> dict[str, Any] | None:
         """The request that holds it; null when it is free."""

@@ -92,6 +92,13 @@ class Collection(GenericViewSet):
     answered by the method of that name. Its rule is that of changing a member."""
     dangerous: ClassVar[tuple[str, ...]] = ()
     """Verbs about which a page asks twice."""
+    words: ClassVar[Mapping[str, str]] = {}
+    """What can be done to several members at once: POST to the collection's address and the word, answered by the
+    method of the other name. Its rule is `cyborg:<policy>:<word>`."""
+    bodies: ClassVar[Mapping[str, type[Serializer]]] = {}
+    """What is sent with an action, where that is not the row that is shown."""
+    answers: ClassVar[Mapping[str, tuple[int, type[Serializer]]]] = {}
+    """What an action is answered with, where that is not the row, and its status."""
     parameters: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """What reading a member understands beside `fields`: `type` is a JSON schema, `description` a sentence."""
     shows: ClassVar[tuple[generations.Collection, ...]] = ()
@@ -104,6 +111,8 @@ class Collection(GenericViewSet):
         verbs = {"GET": read, "HEAD": read, "POST": "create", "PATCH": "update", "DELETE": "delete"}
         if self.detail:
             verbs["POST"] = "update"
+        if word := next((word for word, action in self.words.items() if action == self.action), ""):
+            verbs["POST"] = word
         return {method: f"cyborg:{self.policy}:{verb}" for method, verb in verbs.items()}
 
     @property
@@ -131,11 +140,17 @@ class Collection(GenericViewSet):
 
     def allowed(self, rule: str) -> bool:
         """Whether the caller satisfies a rule other than this URL's own."""
-        asked = SimpleNamespace(policy_rules={self.request.method: rule})
         try:
-            return all(permission.has_permission(self.request, asked) for permission in self.get_permissions())
+            self.require(rule)
         except PermissionDenied:
             return False
+        return True
+
+    def require(self, rule: str) -> None:
+        """Raises PermissionDenied unless the caller satisfies this rule."""
+        asked = SimpleNamespace(policy_rules={self.request.method: rule})
+        if not all(permission.has_permission(self.request, asked) for permission in self.get_permissions()):
+            raise PermissionDenied
 
     def sees_all(self) -> bool:
         """Whether the caller sees every project's rows."""
@@ -166,6 +181,12 @@ class Collection(GenericViewSet):
     def _page(self, queryset: QuerySet[Any]) -> Any:
         rows = self.paginate_queryset(queryset)
         return self.get_paginated_response(self.get_serializer(self.prepare(rows), many=True).data).data
+
+    def body(self) -> dict[str, Any]:
+        """What was sent with an action that has a body of its own."""
+        body = self.bodies[self.action](data=self.request.data, context=self.get_serializer_context())
+        body.is_valid(raise_exception=True)
+        return dict(body.validated_data)
 
     def said(self, request: Request) -> dict[str, Any]:
         """What the body of a verb says; there need be none."""

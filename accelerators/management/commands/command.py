@@ -33,6 +33,7 @@ device. Devices are installed by `manage.py device enable`, attached and detache
   manage.py command program 3f1c… --image 77ab… --wait
   manage.py command rescan cmp1.example --driver pci_driver
   manage.py command logs cmp1.example --wait
+  manage.py command report cmp1.example --driver pci_driver --wait
   manage.py command list --host cmp1.example --open
 
 Exit status: 0 ordered, with --wait succeeded; 1 refused, failed, expired or unknown; the last line says why.
@@ -41,7 +42,8 @@ Exit status: 0 ordered, with --wait succeeded; 1 refused, failed, expired or unk
 
 class Command(BaseCommand):
     help = (
-        "Ask a host's agent to do something, and follow it: health, reset, partition, program, uninstall, rescan, logs."
+        "Ask a host's agent to do something, and follow it: health, reset, partition, program, uninstall, rescan, "
+        "logs, report."
     )
 
     def create_parser(self, prog_name: str, subcommand: str, **kwargs: Any) -> CommandParser:
@@ -141,7 +143,7 @@ def _takes(verb: argparse.ArgumentParser, act: Act) -> None:
             verb.add_argument("--image", metavar="UUID", type=_uuid, required=True, help="an image here or in Glance")
             verb.add_argument("--deployable", metavar="UUID", type=_uuid, help="which part, if the device has several")
         case "driver":
-            verb.add_argument("--driver", default="", help="this one alone; out of quarantine, if it is there")
+            verb.add_argument("--driver", default="", help="this one alone; rescan lets it out of quarantine")
 
 
 def _one(uuid: UUID) -> Row:

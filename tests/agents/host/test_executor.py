@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shutil
 from pathlib import Path
@@ -10,7 +11,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from agents import wire
+from agents.host import orders
 from drivers.errors import Busy, Failed, Invalid
+from drivers.inventory import Device, DriverReport
 from drivers.steps import Check, Plan, Step
 from tests.agents.host.standin import until
 from tests.agents.host.test_journal import disk_full
@@ -259,6 +263,10 @@ def test_rescan_logs_and_health(tmp_path: Path) -> None:
             assert driver.looks > looks
             assert result.seq == host.journal.seq
             assert (await host.do(command(2, "logs", driver="", key=""))).detail == {"log": "line 1\nline 2"}
+            result = await host.do(command(4, "report", key=""))
+            told = json.loads(result.detail["report"])
+            assert (told["hash"], [one["driver"] for one in told["drivers"]]) == (host.journal.report.hash, ["drv"])
+            assert result.text.startswith(f"report {host.journal.epoch}.{host.journal.seq}: ")
             result = await host.do(command(3, "health"))
             assert (result.text, result.detail["status"], result.detail["signals"]) == (
                 "degraded: warm",
@@ -308,3 +316,14 @@ def test_errors_of_one_kind_stay_of_that_kind(tmp_path: Path) -> None:
             assert (await host.do(command(2, "detach", uuid="u", handle=HANDLE))).text == "a b c"
 
     asyncio.run(story())
+
+
+def test_a_long_report_is_cut_and_says_so_and_no_report_too() -> None:
+    devices = tuple(Device(f"card {n}", "GPU", "v", "m" * 200) for n in range(2000))
+    report = wire.Report(3, 7, "h", (DriverReport("drv", devices=devices), DriverReport("other")))
+    told = orders.raw(report, "")
+    assert told.text.startswith("report 3.7: ") and "name a driver to see less" in told.text
+    assert len(told.detail["report"]) == orders.RAW
+    assert len(wire.encode(wire.Result(1, "succeeded", told.text, told.detail)).encode()) < wire.MAX_MESSAGE
+    assert json.loads(orders.raw(report, "other").detail["report"])["drivers"] == [{"driver": "other"}]
+    assert orders.raw(None, "").outcome == "failed"

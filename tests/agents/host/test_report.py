@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from agents import wire
 from agents.host.journal import Journal, open_journal
 from agents.host.report import Reporter, canonical, fit
-from drivers.inventory import AttachHandle, Deployable, Device, DriverReport
+from drivers.inventory import AttachHandle, Backend, Deployable, Device, DriverReport
 from tests.agents.host.standin import found, until
 from tests.agents.host.test_journal import disk_full
 
@@ -93,6 +93,32 @@ def test_a_driver_that_fails_costs_only_its_own_devices(tmp_path: Path, caplog: 
     asyncio.run(story())
     assert caplog.text.count("driver bad: it broke") == 1
     assert "driver bad answers again" in caplog.text
+
+
+def test_a_backend_that_fails_costs_only_its_own_devices_and_nobody_gets_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def said(error: str, *devices: Device) -> DriverReport:
+        return DriverReport("many", devices=devices, backends=(Backend("a", "pci", error=error), Backend("b", "pci")))
+
+    mine, other = Device("x", "GPU", "v", "m", backend="a"), Device("y", "GPU", "v", "m", backend="b")
+
+    async def story() -> None:
+        journal = open_journal(tmp_path, "h")
+        many, rival = Scripted(said("", mine, other)), Scripted(found("rival"))
+        async with reporting(journal, {"many": many, "rival": rival}) as (reporter, offers):
+            await until(lambda: offers)
+            many.answer = said("it hung", other)
+            rival.answer = DriverReport("rival", devices=(Device("x", "GPU", "v", "m"),))
+            reporter.look(["many", "rival"])
+            await until(lambda: len(known(journal)["many"].devices) == 1 and known(journal)["rival"].faults)
+            assert known(journal)["many"].devices == (other,) and not known(journal)["rival"].devices
+            assert reporter.device("many", "x") == mine, "as it was last known"
+            many.answer = said("", mine, other)
+            await until(lambda: len(known(journal)["many"].devices) == 2)  # asked again without a reason
+
+    asyncio.run(story())
+    assert caplog.text.count("driver many, backend a: it hung") == 1
 
 
 def test_a_driver_that_hangs_does_not_hold_the_others_up(tmp_path: Path) -> None:

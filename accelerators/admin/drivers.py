@@ -1,0 +1,294 @@
+"""Drivers: their list, what is wanted beside what was seen; the page of one, which begins a roll-out; and of that.
+
+A driver's page asks for one host, or for all where the driver runs; `accelerators.rollouts` does it.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from django.contrib import admin, messages
+from django.core.exceptions import PermissionDenied
+from django.db.models import Case, Count, Q, QuerySet, When
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
+from django.template.response import TemplateResponse
+from django.urls import path, reverse
+from django.utils.html import format_html
+from django.utils.safestring import SafeString
+from unfold.decorators import display
+
+from accelerators import rollouts
+from accelerators.admin import decisions, marks, timeline
+from accelerators.admin.listing import ReadOnly
+from accelerators.commands import MAX_REASON
+from accelerators.models import Event, HostDriver, Rollout, RolloutStep
+from accelerators.refusals import Reason, Refused
+from accelerators.states import DriverState, RolloutOp, RolloutState, Source, StepState
+from accelerators.wishes import Change
+
+ROWS = 200
+"""So many hosts of a roll-out are shown, those that failed first; all are counted."""
+SEEN = {"ok": "good", "failed": "bad", "quarantined": "warn", "disabled": "calm", "absent": "calm"}
+STATES = {"running": "busy", "done": "good", "stopped": "bad", "cancelled": "warn"}
+STEPS = {"waiting": "calm", "ordered": "busy", "done": "good", "failed": "bad", "skipped": "calm"}
+BUTTONS = {
+    "install": (RolloutOp.INSTALL, None),
+    "settings": (RolloutOp.UPDATE, None),
+    "enable": (RolloutOp.UPDATE, True),
+    "disable": (RolloutOp.UPDATE, False),
+    "uninstall": (RolloutOp.UNINSTALL, None),
+}
+
+
+class Seen(admin.SimpleListFilter):
+    """How its agent says it stands."""
+
+    title, parameter_name = "seen", "state"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
+        return [(word.value, word.value) for word in DriverState]
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[HostDriver]) -> QuerySet[HostDriver]:
+        return queryset.filter(state=self.value()) if self.value() else queryset
+
+
+@admin.register(HostDriver)
+class DriverAdmin(ReadOnly):
+    """Every driver on every host, those as well that are there and do not run."""
+
+    list_display = ("shown_driver", "shown_host", "shown_seen", "shown_wanted", "shown_drift", "devices", "said")
+    list_display_links = ("shown_driver",)
+    list_filter = (Seen, "drifts")
+    list_select_related = ("host", "wish__command")
+    ordering = ("place",)
+    search_fields = ("driver__startswith", "host__name__icontains")
+    search_help_text = "driver, host"
+    exports = {
+        "shown_seen": ("state",),
+        "shown_wanted": ("wish__enabled", "wish__generation"),
+        "shown_drift": ("drifts",),
+        "said": ("seen",),
+    }
+    empty = "No drivers yet. Hosts say which they have as soon as their agents report."
+
+    @display(description="Driver", ordering="driver")
+    def shown_driver(self, row: HostDriver) -> str:
+        return row.driver
+
+    @display(description="Host", ordering="place")
+    def shown_host(self, row: HostDriver) -> SafeString:
+        return marks.link("host", row.host_id, row.host.name)
+
+    @display(description="Seen", ordering="state")
+    def shown_seen(self, row: HostDriver) -> SafeString:
+        return seen(row)
+
+    @display(description="Wanted")
+    def shown_wanted(self, row: HostDriver) -> SafeString:
+        return wanted(row)
+
+    @display(description="Drift", ordering="drifts")
+    def shown_drift(self, row: HostDriver) -> SafeString | str:
+        return drift(row) or marks.NOTHING
+
+    @display(description="What it says")
+    def said(self, row: HostDriver) -> str:
+        return row.text[:200]
+
+    def change_view(
+        self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: dict[str, Any] | None = None
+    ) -> HttpResponse:
+        """GET: what is wanted and what was seen. POST: begin a roll-out, and show that."""
+        row = self.get_object(request, object_id)
+        if row is None:
+            return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
+        if not self.has_view_permission(request, row):
+            raise PermissionDenied
+        if request.method == "POST":
+            try:
+                return HttpResponseRedirect(marks.page("rollout", _begin(request, row).uuid))
+            except Refused as refused:
+                messages.error(request, refused.text)
+        wish = row.wanted
+        settings = json.dumps(wish.settings, indent=2) if wish and wish.settings is not None else ""
+        context = self.admin_site.each_context(request) | {
+            "title": str(row),
+            "opts": self.opts,
+            "row": row,
+            "wish": wish,
+            "marks": [seen(row), drift(row)],
+            "wanted": wanted(row),
+            "settings": request.POST.get("settings", settings),
+            "reason": request.POST.get("reason", ""),
+            "runs": row.state not in ("disabled", "absent"),
+            "since": marks.ago((row.said or {}).get("since")),
+            "may": decisions.may(request),
+            "longest": MAX_REASON,
+            "parallel": rollouts.PARALLEL,
+            "rollouts": [(rollout, state(rollout)) for rollout in _of(row)],
+            "events": timeline.rows(Event.objects.filter(subject=row.wish.uuid)[: timeline.ROWS] if row.wish else []),
+        }
+        return TemplateResponse(request, "accelerators/driver.html", context)
+
+
+@admin.register(Rollout)
+class RolloutAdmin(ReadOnly):
+    """What was done to drivers, on how many hosts, by whom, and how far it is."""
+
+    list_display = ("shown_state", "what", "shown_counts", "by", "when")
+    list_display_links = ("what",)
+    list_filter = ("state", "op")
+    ordering = ("-id",)
+    search_fields = ("uuid__startswith", "driver__startswith", "actor__startswith", "reason__icontains")
+    search_help_text = "uuid, driver, by whom, reason"
+    exports = {"shown_state": ("state",), "what": ("op", "driver", "total"), "by": ("actor", "reason")}
+    empty = "No roll-outs yet. The page of a driver begins one."
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Rollout]:
+        number = {f"{word}_steps": Count("steps", filter=Q(steps__state=word)) for word in StepState}
+        return super().get_queryset(request).annotate(**number)
+
+    @display(description="State", ordering="state")
+    def shown_state(self, rollout: Rollout) -> SafeString:
+        return state(rollout)
+
+    @display(description="What", ordering="driver")
+    def what(self, rollout: Rollout) -> str:
+        return str(rollout)
+
+    @display(description="Hosts")
+    def shown_counts(self, rollout: Rollout) -> SafeString:
+        return marks.marks(*_counts({word: getattr(rollout, f"{word}_steps") for word in StepState}))
+
+    @display(description="By, and why", ordering="actor")
+    def by(self, rollout: Rollout) -> SafeString:
+        return format_html('{}<span class="reason">{}</span>', rollout.actor, rollout.reason)
+
+    @display(description="When", ordering="-id")
+    def when(self, rollout: Rollout) -> SafeString:
+        return marks.ago(rollout.created_at)
+
+    def get_urls(self) -> list[Any]:
+        now = self.admin_site.admin_view(self.now_view)
+        return [path("<int:pk>/now/", now, name="accelerators_rollout_now"), *super().get_urls()]
+
+    def now_view(self, request: HttpRequest, pk: int) -> HttpResponse:
+        """How far it is: a piece of its page, asked for again and again until it has ended."""
+        if not self.has_view_permission(request):
+            raise PermissionDenied
+        rollout = Rollout.objects.filter(pk=pk).first()
+        context = standing(rollout) if rollout else {}
+        return TemplateResponse(request, "accelerators/rollout_now.html", context, status=200 if rollout else 404)
+
+    def change_view(
+        self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: dict[str, Any] | None = None
+    ) -> HttpResponse:
+        """GET: how far it is, host by host. POST: begin no further host."""
+        rollout = self.get_object(request, object_id)
+        if rollout is None:
+            return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
+        if not self.has_view_permission(request, rollout):
+            raise PermissionDenied
+        if request.method == "POST":
+            if not decisions.may(request):
+                raise PermissionDenied
+            rollouts.cancel(rollout, decisions.person(request))
+            return HttpResponseRedirect(marks.page("rollout", rollout.uuid))
+        context = self.admin_site.each_context(request) | standing(rollout)
+        context |= {"title": str(rollout), "opts": self.opts, "may": decisions.may(request)}
+        context |= {"settings": "" if rollout.settings is None else json.dumps(rollout.settings, indent=2)}
+        return TemplateResponse(request, "accelerators/rollout.html", context)
+
+
+def seen(row: HostDriver) -> SafeString:
+    """How its agent says it stands."""
+    said = row.said or {}
+    version = f" {said['version']}" if said.get("version") else ""
+    return marks.mark(f"{row.state}{version}", SEEN[row.state], said.get("error", ""))
+
+
+def wanted(row: HostDriver) -> SafeString:
+    """What is wanted, or that nothing is."""
+    if row.wish is None:
+        return format_html('<span class="faint">{}</span>', "as its host's own file says")
+    word = "uninstalled" if not row.wish.installed else "enabled" if row.wish.enabled else "disabled"
+    return format_html('{} <span class="faint">generation {}</span>', word, row.wish.generation)
+
+
+def drift(row: HostDriver) -> SafeString | str:
+    """That what was seen is not what is wanted; nothing when it is."""
+    if not row.drifts or row.wish is None:
+        return ""
+    applied = (row.said or {}).get("generation", 0)
+    return marks.mark("drifts", "warn", f"wanted is generation {row.wish.generation}, its agent has {applied}")
+
+
+def state(rollout: Rollout) -> SafeString:
+    """As a word."""
+    return marks.mark(rollout.state, STATES[rollout.state])
+
+
+def standing(rollout: Rollout) -> dict[str, Any]:
+    """For `rollout_now.html`: how far it is, host by host."""
+    stand = rollouts.counts(rollout)
+    over = sum(number for word, number in stand.items() if word not in (StepState.WAITING, StepState.ORDERED))
+    order = {word: place for place, word in enumerate(("failed", "ordered", "done", "waiting", "skipped"))}
+    first = Case(*(When(state=word, then=place) for word, place in order.items()), default=9)
+    steps = list(rollout.steps.select_related("command").order_by(first, "id")[:ROWS])
+    running = rollout.ended_at is None
+    return {
+        "rollout": rollout,
+        "running": running,
+        "can_cancel": rollout.state == RolloutState.RUNNING and running,
+        "state": state(rollout),
+        "bar": marks.progress(100 * over // max(rollout.total, 1), f"{over} of {rollout.total}") if running else "",
+        "counts": _counts(stand),
+        "took": marks.lasted(rollout.created_at, rollout.ended_at),
+        "rows": [_row(one) for one in steps],
+        "left": max(0, rollout.total - len(steps)),
+        "piece": reverse("admin:accelerators_rollout_now", args=[rollout.pk]) if running else "",
+    }
+
+
+def _row(one: RolloutStep) -> dict[str, Any]:
+    host = marks.link("host", one.host_id, one.host_name) if one.host_id else one.host_name
+    command = marks.link("command", one.command_id, "command") if one.command_id else ""
+    return {"host": host, "state": marks.mark(one.state, STEPS[one.state]), "text": one.text, "command": command}
+
+
+def _counts(stand: Any) -> list[SafeString]:
+    return [marks.mark(f"{stand[word]} {word}", STEPS[word]) for word in StepState if stand[word]]
+
+
+def _of(row: HostDriver) -> QuerySet[Rollout]:
+    """The newest that were about this driver here."""
+    return Rollout.objects.filter(driver=row.driver, steps__host=row.host_id).order_by("-id")[:5]
+
+
+def _begin(request: HttpRequest, row: HostDriver) -> Rollout:
+    """What a button of a driver's page asks for. Raises Refused."""
+    if request.POST.get("do") not in BUTTONS or not decisions.may(request):
+        raise PermissionDenied
+    op, enabled = BUTTONS[request.POST["do"]]
+    text = request.POST.get("settings", "").strip()
+    settings = None
+    if request.POST["do"] in ("install", "settings") and text:
+        try:
+            settings = json.loads(text)
+        except ValueError as error:
+            raise Refused(Reason.INVALID, f"The settings are no JSON: {error}. Nothing was done.") from None
+        if not isinstance(settings, dict):
+            raise Refused(Reason.INVALID, "Settings are a JSON object. Nothing was done.")
+    every = {"all": True} if op is RolloutOp.INSTALL else {"driver": row.driver}
+    hosts = rollouts.choose(selector=every) if request.POST.get("where") == "all" else [row.host]
+    most = request.POST.get("max_parallel", "")
+    parallel = int(most) if most.isdecimal() and len(most) < 4 else rollouts.PARALLEL
+    return rollouts.start(
+        Change(op, row.driver, enabled, settings),
+        hosts,
+        decisions.person(request),
+        pace=rollouts.Pace(parallel, "go_on" not in request.POST),
+        reason=request.POST.get("reason", ""),
+        source=Source.PERSON,
+    )

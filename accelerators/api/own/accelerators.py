@@ -1,0 +1,299 @@
+"""Accelerators: the units that instances can have, who has them, and how their number is changed.
+
+Called by `routes`. A project sees and labels what is attached to its own instances, and nothing else (contract
+section 3.2); who runs accelerators sees all of them, free ones on demand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import django_filters as filters
+from django.db.models import Q, QuerySet
+from rest_framework import serializers
+from rest_framework.request import Request
+from rest_framework.response import Response
+
+from accelerators import conductor, units
+from accelerators.api.own import instances
+from accelerators.api.own.representation import (
+    Chosen,
+    Closed,
+    DeviceReference,
+    HandleReference,
+    HostReference,
+    Number,
+    ProfileReference,
+    Text,
+    Url,
+    Uuid,
+)
+from accelerators.api.own.views import Collection
+from accelerators.lifecycle import MAX_REASON
+from accelerators.models import AcceleratorRequest, AttachHandle
+from accelerators.refusals import Refused
+from accelerators.states import RequestState, Source
+
+FREE = "free"
+HELD = Q(request__isnull=False)
+HIGHEST = 2**63 - 1
+
+
+class InstanceSerializer(serializers.Serializer):
+    """An instance and its state in Nova; `unknown` while Nova cannot be asked, `gone` when it has no such instance, and
+    empty where there is none."""
+
+    uuid = serializers.UUIDField(read_only=True, allow_null=True)
+    state = serializers.CharField(read_only=True)
+    name = serializers.CharField(read_only=True)
+
+
+class AcceleratorFilter(filters.FilterSet):
+    """By driver, backend, instance, device, host, project, state."""
+
+    attached = filters.BooleanFilter(method="also_free", help_text="false: free ones are listed, too.")
+    driver = filters.CharFilter(field_name="deployable__device__driver")
+    backend = filters.CharFilter(field_name="deployable__device__backend")
+    instance = filters.UUIDFilter(field_name="request__instance_uuid")
+    device = filters.UUIDFilter(field_name="deployable__device__uuid")
+    host = filters.CharFilter(field_name="deployable__device__host__name", help_text="Exactly this host name.")
+    project = filters.CharFilter(field_name="request__project_id")
+    state = filters.MultipleChoiceFilter(
+        choices=[(str(word), str(word)) for word in (*RequestState, FREE)], method="by_state"
+    )
+
+    def also_free(self, rows: QuerySet[AttachHandle], name: str, wanted: bool) -> QuerySet[AttachHandle]:
+        """The view has left out free ones unless they are wanted (`AcceleratorView.get_queryset`)."""
+        return rows
+
+    def by_state(self, rows: QuerySet[AttachHandle], name: str, wanted: list[str]) -> QuerySet[AttachHandle]:
+        """Any of these."""
+        if not wanted:
+            return rows
+        return rows.filter(Q(request__state__in=wanted) | (~HELD if FREE in wanted else Q(pk__in=[])))
+
+
+class Label(Text):
+    """What a project calls what is attached; nothing where nothing is."""
+
+    def get_attribute(self, instance: AttachHandle) -> Any:
+        """Text, always."""
+        return super().get_attribute(instance) or ""
+
+
+class AcceleratorSerializer(Chosen):
+    """One unit: which device it is part of, and whose instance has it. What says who has it is null of a free one."""
+
+    uuid = serializers.UUIDField(source="request.uuid", read_only=True, allow_null=True, help_text="Its request's.")
+    url = Url("accelerators", source="request.uuid", allow_null=True)
+    request = Url("requests", source="request.uuid", allow_null=True)
+    label = Label(
+        source="request.label",
+        max_length=255,
+        allow_blank=True,
+        required=False,
+        help_text="Your own words for it; up to 255 characters.",
+    )
+    project = serializers.CharField(source="request.project_id", read_only=True, allow_null=True)
+    instance = serializers.SerializerMethodField()
+    state = serializers.SerializerMethodField()
+    driver = serializers.CharField(source="deployable.device.driver", read_only=True)
+    backend = serializers.CharField(source="deployable.device.backend", read_only=True)
+    device = DeviceReference(source="deployable.device", read_only=True)
+    host = HostReference(source="deployable.device.host", read_only=True)
+    handle = HandleReference(source="*", read_only=True)
+    profile = ProfileReference(source="request.profile", read_only=True, allow_null=True)
+    since = serializers.DateTimeField(source="request.updated_at", read_only=True, allow_null=True)
+
+    class Meta:
+        model = AttachHandle
+        fields = (
+            "uuid",
+            "url",
+            "request",
+            "label",
+            "project",
+            "instance",
+            "state",
+            "driver",
+            "backend",
+            "device",
+            "host",
+            "handle",
+            "profile",
+            "since",
+        )
+
+    def get_state(self, unit: AttachHandle) -> str:
+        """Of the request that has it; free when none has."""
+        held = holder(unit)
+        return held.state if held else FREE
+
+    def get_instance(self, unit: AttachHandle) -> InstanceSerializer:
+        """Joined with what Nova knows."""
+        held = holder(unit)
+        if held is None:
+            return {"uuid": None, "state": "", "name": ""}  # type: ignore[return-value]
+        known = self.context["instances"].get(str(held.instance_uuid), instances.Known())
+        return {"uuid": held.instance_uuid and str(held.instance_uuid), **known._asdict()}  # type: ignore[return-value]
+
+
+def holder(unit: AttachHandle) -> AcceleratorRequest | None:
+    """The request that has it."""
+    return getattr(unit, "request", None)
+
+
+class TargetSerializer(Closed):
+    """A device, or a host and one of its drivers' backends: all its devices of which the number can be chosen."""
+
+    device = Uuid(required=False)
+    host = Text(max_length=255, required=False)
+    backend = Text(max_length=64, required=False)
+
+    def validate(self, said: dict[str, Any]) -> dict[str, Any]:
+        """One way or the other."""
+        if said.keys() not in ({"device"}, {"host", "backend"}):
+            raise serializers.ValidationError("Say a device, or a host and a backend.")
+        return said
+
+
+class LayoutSerializer(Closed):
+    """How a device is to be divided."""
+
+    layout = serializers.DictField(
+        child=Text(max_length=255), allow_empty=False, help_text='Words its driver takes, for example {"vfs": "4"}.'
+    )
+    generation = Number(
+        min_value=0,
+        max_value=HIGHEST,
+        required=False,
+        help_text="The device's, as you saw it: 409 when somebody has changed it since.",
+    )
+    reason = Text(
+        max_length=MAX_REASON, allow_blank=True, required=False, help_text="Shown with the commands and their events."
+    )
+
+
+class MoreSerializer(LayoutSerializer):
+    """More units of each of these devices."""
+
+    targets = TargetSerializer(many=True, allow_empty=False, max_length=units.MOST)
+    count = Number(min_value=1, max_value=units.MOST_UNITS, help_text="So many of each device.")
+    layout = serializers.DictField(
+        child=Text(max_length=255), required=False, help_text="Other words its driver takes, beside the number."
+    )
+
+
+class FewerSerializer(MoreSerializer):
+    """Fewer units of each of these devices."""
+
+    count = Number(
+        min_value=1, max_value=units.MOST_UNITS, required=False, help_text="So many of each device; all, if left out."
+    )
+
+
+class ResultSerializer(serializers.Serializer):
+    """What became of one device. Its command goes on; one that is refused stops no other."""
+
+    target = TargetSerializer(read_only=True)
+    device = serializers.UUIDField(read_only=True, allow_null=True)
+    command = serializers.UUIDField(read_only=True, allow_null=True, help_text="See /api/commands/; null: refused.")
+    refused = serializers.CharField(read_only=True, help_text="Why there is no command.")
+    kind = serializers.CharField(read_only=True, help_text="Of the refusal: held, away, conflict, invalid, unknown.")
+
+
+class ResultsSerializer(serializers.Serializer):
+    """One result per device."""
+
+    results = ResultSerializer(many=True, read_only=True)
+
+
+class AcceleratorView(Collection):
+    """What is attached, by driver and instance, joined with the instance's state; `attached=false` lists free units,
+    too. A project labels its own. Units are made and taken away by dividing devices that nobody holds."""
+
+    policy = "accelerator"
+    lookup_field = "request__uuid"
+    lookup_url_kwarg = "uuid"
+    serializer_class = AcceleratorSerializer
+    filterset_class = AcceleratorFilter
+    bodies: ClassVar[Mapping[str, type[serializers.Serializer]]] = {"create": MoreSerializer, "fewer": FewerSerializer}
+    answers: ClassVar[Mapping[str, tuple[int, type[serializers.Serializer]]]] = dict.fromkeys(
+        bodies, (202, ResultsSerializer)
+    )
+    words: ClassVar[Mapping[str, str]] = {"delete": "fewer"}
+    queryset = AttachHandle.objects.select_related("request__profile", "deployable__device__host")
+
+    def sees_all(self) -> bool:
+        """Admins, and whom the policy elevates."""
+        return self.caller.is_admin or self.allowed("cyborg:accelerator:elevated")
+
+    def get_queryset(self) -> QuerySet[AttachHandle]:
+        """What the caller may see, of what was asked; what is free and missing is no unit."""
+        rows = super().get_queryset()
+        if not self.sees_all():
+            return rows.filter(request__project_id=self.caller.project_id)
+        if self.detail or self.request.query_params.get("attached") != "false":
+            return rows.filter(HELD)
+        return rows.filter(HELD | Q(missing_since__isnull=True, deployable__missing_since__isnull=True))
+
+    def prepare(self, rows: list[AttachHandle]) -> list[AttachHandle]:
+        """Ask Nova once for the whole page."""
+        held = [request for request in map(holder, rows) if request and request.instance_uuid]
+        self.known = instances.states({instances.Instance(str(one.instance_uuid), one.project_id) for one in held})
+        return rows
+
+    def get_object(self) -> AttachHandle:
+        """One, with its instance's state."""
+        return self.prepare([super().get_object()])[0]
+
+    def get_serializer_context(self) -> dict[str, Any]:
+        """With what Nova knows."""
+        return super().get_serializer_context() | {"instances": getattr(self, "known", {})}
+
+    def partial_update(self, request: Request, **kwargs: str) -> Response:
+        """Label it."""
+        unit = self.get_object()
+        serializer = self.get_serializer(unit, data=request.data, partial=True)
+        serializer.is_valid(raise_exception=True)
+        held = unit.request
+        was, label = held.label, serializer.validated_data.get("request", {}).get("label", held.label)
+        with conductor.writing():
+            if AcceleratorRequest.objects.filter(pk=held.pk).exclude(label=label).update(label=label):
+                about, changes = (held.uuid, str(held.uuid)), {"label": [was, label]}
+                conductor.record("request.labelled", Source.API, self.caller.name, subject=about, changes=changes)
+        held.label = label
+        return Response(serializer.data)
+
+    def create(self, request: Request) -> Response:
+        """So many units more of each device."""
+        return self._change(1)
+
+    def fewer(self, request: Request) -> Response:
+        """So many units fewer of each device, or all of them; refused while anybody holds one of the device's."""
+        return self._change(-1)
+
+    def _change(self, sign: int) -> Response:
+        said = self.body()
+        targets = [
+            units.Target(one.get("device"), one.get("host", ""), one.get("backend", "")) for one in said["targets"]
+        ]
+        by = sign * said["count"] if "count" in said else None
+        wanted = units.Change(by, said.get("layout", {}), said.get("generation"))
+        results = units.change(targets, wanted, self.caller, said.get("reason", ""))
+        if wanted.generation is not None and (reason := results[0].reason) is not None:
+            raise Refused(reason, results[0].refused)
+        return Response({"results": [_shown(result) for result in results]}, 202)
+
+
+def _shown(result: units.Result) -> dict[str, Any]:
+    target = result.target
+    named = {"device": target.device} if target.device else {"host": target.host, "backend": target.backend}
+    return {
+        "target": named,
+        "device": result.device,
+        "command": result.command and result.command.uuid,
+        "refused": result.refused,
+        "kind": result.reason.value if result.reason else "",
+    }

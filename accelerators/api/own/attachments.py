@@ -1,0 +1,155 @@
+"""Attachments: what is given to instances that run already, how far that is, and what is left for a person to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+from uuid import UUID
+
+import django_filters as filters
+from django.db.models import OuterRef, QuerySet, Subquery
+from django.db.models.functions import Now
+from rest_framework import serializers
+from rest_framework.request import Request
+from rest_framework.response import Response
+
+from accelerators import attachments, hotplug
+from accelerators.api.own.demand import Owned
+from accelerators.api.own.representation import Chosen, Text, Url, Uuid, Why
+from accelerators.lifecycle import MAX_REASON
+from accelerators.models import Attachment, Intent
+from accelerators.models.attachments import AttachmentState
+
+WAITS = Intent.objects.filter(kind=attachments.KIND, key=OuterRef("key"), next_at__gt=Now()).values("last_error")[:1]
+
+
+class AttachmentFilter(filters.FilterSet):
+    """By instance, state, host; project counts for who sees more than one."""
+
+    instance = filters.UUIDFilter()
+    state = filters.MultipleChoiceFilter(choices=[(word, word) for word in AttachmentState], distinct=False)
+    host = filters.CharFilter(help_text="Exactly this host name.")
+    project = filters.CharFilter(field_name="project_id")
+
+
+class StepSerializer(serializers.Serializer):
+    """What was done."""
+
+    step = serializers.CharField(read_only=True)
+    at = serializers.DateTimeField(read_only=True)
+    text = serializers.CharField(read_only=True)
+
+
+class AttachmentSerializer(Chosen):
+    """Accelerators for one instance that runs. To have some attached, say `instance`, and `profile` or `device`."""
+
+    url = Url("attachments", source="uuid")
+    instance = Uuid(help_text="The instance in Nova.")
+    profile = Text(
+        max_length=255,
+        required=False,
+        allow_blank=True,
+        help_text="A device profile, by name or uuid.",
+    )
+    device = Uuid(required=False, allow_null=True, help_text="Or one unit of this device.")
+    reason = Text(max_length=MAX_REASON, allow_blank=True, required=False, help_text="Shown with it and its events.")
+    project = serializers.CharField(source="project_id", read_only=True)
+    by = serializers.CharField(source="actor", read_only=True, help_text="Who asked for it.")
+    steps = StepSerializer(many=True, read_only=True)
+    requests = serializers.ListField(
+        child=serializers.UUIDField(), read_only=True, help_text="The accelerator requests made for it."
+    )
+    waits = serializers.CharField(
+        read_only=True, allow_null=True, help_text="What it waits for now; it is tried again by itself."
+    )
+    hotplug = serializers.SerializerMethodField()
+    libvirt = serializers.SerializerMethodField()
+
+    class Meta:
+        model = Attachment
+        fields = (
+            "uuid",
+            "url",
+            "instance",
+            "project",
+            "host",
+            "profile",
+            "device",
+            "state",
+            "fault",
+            "waits",
+            "hotplug",
+            "libvirt",
+            "steps",
+            "requests",
+            "by",
+            "reason",
+            "attached_at",
+            "ended_at",
+            "created_at",
+            "updated_at",
+        )
+        read_only_fields = tuple({*fields} - {"instance", "profile", "device", "reason"})
+
+    def get_hotplug(self, row: Attachment) -> str:
+        """What a person has to do so that the guest sees it; empty before it is attached."""
+        return hotplug.sentence(attachments.handles(row), row.host)
+
+    def get_libvirt(self, row: Attachment) -> list[str]:
+        """The hostdev elements to give to the guest."""
+        return hotplug.elements(attachments.handles(row))
+
+
+class AttachmentView(Owned):
+    """What was attached to instances that ran already, newest first. Nova's own requests are no attachments."""
+
+    policy = "attachment"
+    default_order = "-created"
+    verbs = {"detach": Why}
+    dangerous = ("detach",)
+    answers = dict.fromkeys(("create", "detach"), (202, AttachmentSerializer))
+    serializer_class = AttachmentSerializer
+    filterset_class = AttachmentFilter
+    queryset = Attachment.objects.annotate(key=attachments.as_key()).annotate(waits=Subquery(WAITS))
+
+    @property
+    def policy_rules(self) -> dict[str, str]:
+        """Looking, attaching, detaching."""
+        rule = f"cyborg:{self.policy}"
+        post = "delete" if self.detail else "create"
+        return {"GET": f"{rule}:get", "HEAD": f"{rule}:get", "POST": f"{rule}:{post}"}
+
+    def sees_all(self) -> bool:
+        """Admins, and whom the policy elevates; else a project sees its own."""
+        return self.caller.is_admin or self.allowed("cyborg:accelerator:elevated")
+
+    def prepare(self, rows: list[Attachment]) -> list[Attachment]:
+        """What all of a page hold, in one statement."""
+        attachments.with_handles(rows)
+        return rows
+
+    def get_object(self) -> Attachment:
+        """One, with what it holds."""
+        return self.prepare([super().get_object()])[0]
+
+    def create(self, request: Request) -> Response:
+        """Have it attached; what becomes of it is shown at the address in Location."""
+        serializer = self.get_serializer(data=request.data)
+        serializer.is_valid(raise_exception=True)
+        said = dict(serializer.validated_data)
+        made = attachments.ask(said.pop("instance"), self.caller, **said, everyone=self.sees_all())
+        return self._accepted(made)
+
+    def detach(self, request: Request, **kwargs: str) -> Response:
+        """Have it taken back, whatever it has come to; once is as good as twice."""
+        reason = self.said(request).get("reason", "")
+        return self._accepted(attachments.detach(UUID(kwargs["uuid"]), self.caller, reason, everyone=self.sees_all()))
+
+    def offered(self, data: Mapping[str, Any]) -> tuple[str, ...]:
+        """Nothing, of what is taken back already."""
+        return () if data.get("state") in attachments.TAKEN_BACK else ("detach",)
+
+    def _accepted(self, row: Attachment) -> Response:
+        rows: QuerySet[Attachment] = self.get_queryset().filter(pk=row.pk)
+        shown = self.get_serializer(self.prepare([rows.get()])[0]).data
+        return Response(shown, 202, headers={"Location": shown["url"]})

@@ -1,0 +1,110 @@
+"""Drivers' backends on hosts, and what can be done with each: as their last reports say."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import django_filters as filters
+from rest_framework import serializers
+
+from accelerators.api.own.representation import Chosen, Url
+from accelerators.api.own.views import Collection
+from accelerators.models import Backend, Service
+from drivers.inventory import BackendKind, ServiceName
+
+KEY = "[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}:[A-Za-z0-9_.:-]{1,64}:[A-Za-z0-9_.-]{1,64}"
+"""HOST:DRIVER:NAME."""
+
+
+class BackendFilter(filters.FilterSet):
+    """By where it is and what it is."""
+
+    host = filters.CharFilter(help_text="Exactly this host name.")
+    driver = filters.CharFilter()
+    name = filters.CharFilter()
+    kind = filters.MultipleChoiceFilter(choices=[(word, word) for word in get_args(BackendKind)], distinct=False)
+
+
+class Offered(serializers.Serializer):
+    """Something a backend can do (`ready`), or why it cannot."""
+
+    name = serializers.CharField(read_only=True)
+    version = serializers.CharField(read_only=True)
+    state = serializers.CharField(read_only=True, help_text="ready or unavailable.")
+    reason = serializers.CharField(read_only=True)
+    limits = serializers.DictField(child=serializers.CharField(), read_only=True)
+
+
+class BackendSerializer(Chosen):
+    """A part of a driver that answers by itself: with an error, its devices are as they were last known."""
+
+    id = serializers.CharField(source="key", read_only=True)
+    url = Url("backends", source="key")
+    labels = serializers.DictField(child=serializers.CharField(), read_only=True)
+    since = serializers.DateTimeField(read_only=True, help_text="Since when it answers, or since when it does not.")
+    services = Offered(many=True, read_only=True)
+    devices = serializers.IntegerField(read_only=True, help_text="How many devices it has.")
+
+    class Meta:
+        model = Backend
+        fields = ("id", "url", "host", "driver", "name", "kind", "labels", "error", "since", "services", "devices")
+        read_only_fields = fields
+
+
+class Reading(Collection):
+    """What is only read, by rules of its own: one for lists and members."""
+
+    orders = {"host": "place"}
+    default_order = "host"
+    shows = ("hosts", "devices")
+    http_method_names = ["get", "head"]
+    lookup_field = "key"
+    lookup_url_kwarg = "id"
+
+    @property
+    def policy_rules(self) -> dict[str, str]:
+        """One rule."""
+        return dict.fromkeys(("GET", "HEAD"), f"cyborg:{self.policy}:get")
+
+
+class BackendView(Reading):
+    """Drivers' backends, by host. To have a host's driver look for its services again, order the command `rescan`."""
+
+    policy = "backend"
+    lookup_value_regex = KEY
+    serializer_class = BackendSerializer
+    filterset_class = BackendFilter
+    queryset = Backend.objects.all()
+
+
+class ServiceFilter(filters.FilterSet):
+    """By where it is, what it is, and whether it can be had."""
+
+    host = filters.CharFilter(help_text="Exactly this host name.")
+    driver = filters.CharFilter()
+    backend = filters.CharFilter()
+    name = filters.MultipleChoiceFilter(choices=[(word, word) for word in get_args(ServiceName)], distinct=False)
+    state = filters.MultipleChoiceFilter(choices=[(word, word) for word in ("ready", "unavailable")], distinct=False)
+
+
+class ServiceSerializer(Chosen):
+    """Something a backend can do, or why it cannot."""
+
+    id = serializers.CharField(source="key", read_only=True)
+    url = Url("services", source="key")
+    limits = serializers.DictField(child=serializers.CharField(), read_only=True)
+
+    class Meta:
+        model = Service
+        fields = ("id", "url", "host", "driver", "backend", "name", "version", "state", "reason", "limits")
+        read_only_fields = fields
+
+
+class ServiceView(Reading):
+    """What drivers' backends can do, as found at run time; by host."""
+
+    policy = "service"
+    lookup_value_regex = f"{KEY}:[a-z]{{1,16}}"
+    serializer_class = ServiceSerializer
+    filterset_class = ServiceFilter
+    queryset = Service.objects.all()

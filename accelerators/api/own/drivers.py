@@ -1,0 +1,101 @@
+"""Drivers: what is wanted of each on each host, beside what its agent says. Changed by roll-outs."""
+
+from __future__ import annotations
+
+import django_filters as filters
+from django.db.models import Count, IntegerField, OuterRef, Subquery, Value
+from django.db.models.functions import Coalesce
+from rest_framework import serializers
+
+from accelerators.api.own.representation import Chosen, HostReference, Url
+from accelerators.api.own.views import Collection
+from accelerators.models import AcceleratorRequest, HostDriver
+from accelerators.states import DriverState
+
+READING = {"GET": "cyborg:driver:get", "HEAD": "cyborg:driver:get", "POST": "cyborg:driver:rollout"}
+"""Method → rule, of drivers and of roll-outs."""
+
+
+class DriverFilter(filters.FilterSet):
+    """By where, which, how it was seen."""
+
+    host = filters.CharFilter(field_name="host__name", help_text="Exactly this host name.")
+    driver = filters.CharFilter(help_text="Exactly this driver.")
+    state = filters.MultipleChoiceFilter(choices=[(word, word) for word in DriverState], distinct=False)
+    drifts = filters.BooleanFilter(help_text="Whether what was seen is not what is wanted.")
+
+
+class WantedSerializer(serializers.Serializer):
+    """What is wanted; `settings` null: those of the host's own file."""
+
+    enabled = serializers.BooleanField(read_only=True)
+    settings = serializers.JSONField(read_only=True)
+    generation = serializers.IntegerField(read_only=True)
+    by = serializers.CharField(source="actor", read_only=True)
+    reason = serializers.CharField(read_only=True)
+    command = Url("commands", source="command.uuid", default=None, help_text="Which told the host's agent last.")
+
+
+class SeenSerializer(serializers.Serializer):
+    """What the host's agent says of it."""
+
+    generation = serializers.IntegerField(read_only=True, help_text="Of the wish it runs by; 0: its host's own file.")
+    version = serializers.CharField(read_only=True)
+    state = serializers.ChoiceField([word.value for word in DriverState], read_only=True)
+    error = serializers.CharField(read_only=True)
+    since = serializers.DateTimeField(read_only=True, allow_null=True)
+
+
+class DriverSerializer(Chosen):
+    """A driver on a host. Nothing wanted: the host's own configuration decides whether it runs."""
+
+    url = Url("drivers", source="key")
+    host = HostReference(read_only=True)
+    installed = serializers.SerializerMethodField()
+    version = serializers.SerializerMethodField()
+    wanted = WantedSerializer(read_only=True, allow_null=True)
+    seen = SeenSerializer(source="said", read_only=True, allow_null=True)
+    devices = serializers.IntegerField(read_only=True, help_text="How many it found.")
+    held = serializers.IntegerField(read_only=True, help_text="How many requests hold a unit of them.")
+
+    class Meta:
+        model = HostDriver
+        fields = ("key", "url", "host", "driver", "installed", "version", "drifts", "wanted", "seen", "devices", "held")
+        read_only_fields = fields
+
+    def get_installed(self, row: HostDriver) -> bool:
+        """Whether its package is on the host, as the host's agent says."""
+        return row.seen is not None
+
+    def get_version(self, row: HostDriver) -> str:
+        """The driver's own, as far as it has been asked."""
+        return str((row.seen or {}).get("version", ""))
+
+
+class DriverView(Collection):
+    """Drivers on hosts, by host and name; those as well that are installed there and do not run."""
+
+    policy = "driver"
+    policy_rules = READING
+    orders = {"host": "place"}
+    default_order = "host"
+    lookup_field = "key"
+    lookup_value_regex = "[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}:[A-Za-z0-9_.:-]{1,64}"
+    serializer_class = DriverSerializer
+    filterset_class = DriverFilter
+    queryset = HostDriver.objects.select_related("host", "wish__command").annotate(
+        held=Coalesce(
+            Subquery(
+                AcceleratorRequest.objects.filter(
+                    attach_handle__deployable__device__host=OuterRef("host"),
+                    attach_handle__deployable__device__driver=OuterRef("driver"),
+                )
+                .order_by()
+                .values("attach_handle__deployable__device__driver")
+                .annotate(n=Count("*"))
+                .values("n")
+            ),
+            Value(0),
+            output_field=IntegerField(),
+        )
+    )

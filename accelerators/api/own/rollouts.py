@@ -1,0 +1,173 @@
+"""Roll-outs: a driver installed, changed or uninstalled on one host or many, so many at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import django_filters as filters
+from django.db.models import Count, Q
+from rest_framework import serializers
+from rest_framework.request import Request
+from rest_framework.response import Response
+
+from accelerators import rollouts
+from accelerators.api.own.drivers import READING
+from accelerators.api.own.representation import Chosen, Closed, Flag, Number, Text, Url
+from accelerators.api.own.views import Collection
+from accelerators.commands import MAX_REASON
+from accelerators.models import Rollout, RolloutStep
+from accelerators.states import RolloutOp, RolloutState, Source, StepState
+from accelerators.wishes import Change
+
+
+class RolloutFilter(filters.FilterSet):
+    """By driver, what is done, how it stands."""
+
+    driver = filters.CharFilter(help_text="Exactly this driver.")
+    op = filters.MultipleChoiceFilter(choices=[(word, word) for word in RolloutOp], distinct=False)
+    state = filters.MultipleChoiceFilter(choices=[(word, word) for word in RolloutState], distinct=False)
+
+
+class SelectorSerializer(Closed):
+    """`all`, or hosts where a driver runs or is wanted, or whose names fit a pattern; the last two together as well."""
+
+    all = Flag(required=False, help_text="Every host.")
+    driver = Text(max_length=64, required=False, help_text="Hosts where this driver runs or is wanted.")
+    name = Text(max_length=255, required=False, help_text="Hosts whose name fits; * and ? stand for what differs.")
+
+
+class SettingsField(serializers.JSONField):
+    """A driver's settings: an object."""
+
+    def to_internal_value(self, data: Any) -> Any:
+        """As it came."""
+        if not isinstance(data, dict):
+            raise serializers.ValidationError("Settings are an object, as the driver's table in a TOML file is.")
+        return data
+
+
+class RolloutSerializer(Chosen):
+    """A change of a driver on a frozen list of hosts. Say `hosts` or `selector`; a single host is one of one host."""
+
+    url = Url("rollouts", source="uuid")
+    op = serializers.ChoiceField([word.value for word in RolloutOp])
+    driver = Text(max_length=64)
+    hosts = serializers.ListField(
+        child=Text(max_length=255), write_only=True, required=False, max_length=rollouts.MOST, help_text="Their names."
+    )
+    selector = SelectorSerializer(write_only=True, required=False)
+    enabled = Flag(required=False, allow_null=True, help_text="Left out: as it is; what is installed is enabled.")
+    settings = SettingsField(
+        required=False, allow_null=True, help_text="Left out: as they are. They may hold no secrets: they are shown."
+    )
+    max_parallel = Number(
+        min_value=1, max_value=rollouts.MAX_PARALLEL, required=False, help_text="Hosts at a time; 5 if nothing is said."
+    )
+    stop_on_failure = Flag(required=False, help_text="Begin no further host when one has failed; true if not said.")
+    reason = Text(max_length=MAX_REASON, allow_blank=True, required=False, help_text="Shown with it and its events.")
+    by = serializers.CharField(source="actor", read_only=True)
+    counts = serializers.SerializerMethodField()
+
+    class Meta:
+        model = Rollout
+        fields: tuple[str, ...] = (
+            "uuid",
+            "url",
+            "op",
+            "driver",
+            "state",
+            "total",
+            "counts",
+            "hosts",
+            "selector",
+            "enabled",
+            "settings",
+            "max_parallel",
+            "stop_on_failure",
+            "by",
+            "reason",
+            "created_at",
+            "ended_at",
+        )
+        read_only_fields = ("uuid", "url", "state", "total", "counts", "by", "created_at", "ended_at")
+
+    def get_counts(self, rollout: Rollout) -> dict[str, int]:
+        """How many of its hosts stand how."""
+        return {word.value: getattr(rollout, f"{word}_steps") for word in StepState}
+
+
+class RolloutStepSerializer(serializers.Serializer):
+    """One host of it: `text` says how it ended, or why it was not begun."""
+
+    host = serializers.CharField(source="host_name", read_only=True)
+    state = serializers.ChoiceField([word.value for word in StepState], read_only=True)
+    text = serializers.CharField(read_only=True)
+    command = Url("commands", source="command.uuid", default=None)
+    ended_at = serializers.DateTimeField(read_only=True, allow_null=True)
+
+
+class RolloutWithStepsSerializer(RolloutSerializer):
+    """A roll-out, host by host."""
+
+    steps = serializers.SerializerMethodField()
+
+    class Meta(RolloutSerializer.Meta):
+        fields = (*RolloutSerializer.Meta.fields, "steps")
+        read_only_fields = (*RolloutSerializer.Meta.read_only_fields, "steps")
+
+    def get_steps(self, rollout: Rollout) -> list[dict[str, Any]]:
+        """Its hosts, by name."""
+        steps = RolloutStep.objects.filter(rollout=rollout).select_related("command").order_by("id")
+        return RolloutStepSerializer(steps, many=True, context=self.context).data
+
+
+class Nothing(Closed):
+    """Nothing can be said with it."""
+
+
+class RolloutView(Collection):
+    """Roll-outs of drivers, newest first."""
+
+    policy = "driver"
+    policy_rules = READING
+    default_order = "-created"
+    filterset_class = RolloutFilter
+    verbs = {"cancel": Nothing}
+    answers = dict.fromkeys(("create", "cancel"), (202, RolloutWithStepsSerializer))
+    queryset = Rollout.objects.annotate(
+        **{f"{word}_steps": Count("steps", filter=Q(steps__state=word)) for word in StepState}
+    )
+
+    def get_serializer_class(self) -> type[RolloutSerializer]:
+        """Its hosts belong to one roll-out, not to a list."""
+        return RolloutWithStepsSerializer if self.detail or self.request.method == "POST" else RolloutSerializer
+
+    def offered(self, data: Mapping[str, Any]) -> Iterable[str]:
+        """Cancel, while it runs."""
+        return ("cancel",) if data.get("state") == RolloutState.RUNNING else ()
+
+    def create(self, request: Request) -> Response:
+        """Begin one: 202. With a single host, what that host or its devices forbid is answered here."""
+        serializer = self.get_serializer(data=request.data)
+        serializer.is_valid(raise_exception=True)
+        said = dict(serializer.validated_data)
+        hosts = rollouts.choose(said.get("hosts") or (), said.get("selector"))
+        change = Change(RolloutOp(said["op"]), said["driver"], said.get("enabled"), said.get("settings"))
+        careful = {name: said[name] for name in ("max_parallel", "stop_on_failure") if name in said}
+        made = rollouts.start(
+            change,
+            hosts,
+            self.caller,
+            pace=rollouts.Pace(**careful),
+            reason=said.get("reason", ""),
+            source=Source.API,
+        )
+        shown = self.get_serializer(self.get_queryset().get(pk=made.pk)).data
+        return Response(shown, 202, headers={"Location": shown["url"]})
+
+    def cancel(self, request: Request, **kwargs: str) -> Response:
+        """Begin no further host; those that were begun go on to their end."""
+        self.said(request)
+        rollouts.cancel(self.get_object(), self.caller)
+        return Response(self.get_serializer(self.get_object()).data, 202)

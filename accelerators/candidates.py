@@ -1,0 +1,94 @@
+"""Which parts of a host can serve what a profile's groups ask for. Called by `attachments`.
+
+Nova asks Placement this before it boots an instance; for one that is on its host already there is only that host to
+choose from. What is not ready is not offered (Placement has it reserved), so it is not chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from uuid import UUID
+
+from django.db import connection
+
+from accelerators import groups
+from accelerators.models import Host
+from accelerators.refusals import Reason, Refused
+
+FREE = """
+SELECT p.rp_uuid::text,
+  coalesce((SELECT a.value FROM accelerators_attribute a WHERE a.deployable_id = p.id AND a.key = 'rc'), ''),
+  ARRAY(SELECT a.value FROM accelerators_attribute a WHERE a.deployable_id = p.id AND a.key LIKE 'trait%%'),
+  count(*), array_agg(DISTINCT t.attach_type::text)
+FROM accelerators_device d JOIN accelerators_deployable p ON p.device_id = d.id
+JOIN accelerators_attachhandle t ON t.deployable_id = p.id
+WHERE d.host_id = %(host)s AND (%(device)s::uuid IS NULL OR d.uuid = %(device)s::uuid) AND d.state = 'ready'
+  AND d.busy_with IS NULL AND p.rp_uuid IS NOT NULL AND p.missing_since IS NULL AND t.missing_since IS NULL
+  AND NOT EXISTS (SELECT FROM accelerators_acceleratorrequest r WHERE r.attach_handle_id = t.id)
+GROUP BY p.id ORDER BY p.id
+"""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A provider with free handles."""
+
+    provider: str
+    resource_class: str
+    traits: frozenset[str]
+    free: int
+    types: frozenset[str]
+
+    def fits(self, group: Mapping[str, str]) -> bool:
+        """Whether it is what a group asks for, however many."""
+        named = {key.removeprefix("resources:") for key in group if key.startswith("resources:")}
+        wanted = {key.removeprefix("trait:"): value for key, value in group.items() if key.startswith("trait:")}
+        return named == {self.resource_class} and all(
+            (name in self.traits) == (value == "required") for name, value in wanted.items()
+        )
+
+
+@dataclass(frozen=True)
+class Choice:
+    """`providers`: where each request is to be bound, in their order; `shares`: provider → class and amount, as
+    Placement counts; `types`: how what is chosen reaches an instance."""
+
+    providers: tuple[str, ...]
+    shares: dict[str, tuple[str, int]]
+    types: frozenset[str]
+
+
+def of(host: Host, device: UUID | None = None) -> list[Candidate]:
+    """What is free on a host, or of one device there; one statement."""
+    with connection.cursor() as cursor:
+        cursor.execute(FREE, {"host": host.pk, "device": device})
+        return [
+            Candidate(provider, name, frozenset(traits), free, frozenset(types))
+            for provider, name, traits, free, types in cursor.fetchall()
+        ]
+
+
+def choose(wanted: Sequence[Mapping[str, str]], there: Sequence[Candidate], where: str) -> Choice:
+    """A provider for each group, all of a group from one, as Placement does it. Raises Refused NONE_FREE.
+
+    Groups that few providers fit go first; of those that fit, the one is taken with the fewest free that has enough.
+    """
+    plan = groups.plan(wanted)
+    fitting = {index: [one for one in there if one.fits(wanted[index])] for index in set(plan)}
+    left = {one.provider: one.free for one in there}
+    chosen: dict[int, Candidate] = {}
+    for index in sorted(fitting, key=lambda index: (len(fitting[index]), index)):
+        count = plan.count(index)
+        enough = [one for one in fitting[index] if left[one.provider] >= count]
+        if not enough:
+            asked = ", ".join(f"{key}={value}" for key, value in sorted(wanted[index].items()))
+            raise Refused(Reason.NONE_FREE, f"{where} has none free that is ready and fits {asked[:300]}.")
+        chosen[index] = min(enough, key=lambda one: left[one.provider])
+        left[chosen[index].provider] -= count
+    shares: dict[str, tuple[str, int]] = {}
+    for index, one in sorted(chosen.items()):
+        before = shares.get(one.provider, ("", 0))[1]
+        shares[one.provider] = one.resource_class, before + int(wanted[index][f"resources:{one.resource_class}"])
+    types = frozenset(kind for one in chosen.values() for kind in one.types)
+    return Choice(tuple(chosen[index].provider for index in plan), shares, types)

@@ -1,0 +1,163 @@
+"""`manage.py attachment`: accelerators for instances that run already, at a shell, for people and for scripts."""
+
+from __future__ import annotations
+
+import argparse
+import getpass
+import json
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+from uuid import UUID
+
+from django.core.management.base import BaseCommand, CommandError, CommandParser
+
+from accelerators import attachments, hotplug
+from accelerators.caller import Caller
+from accelerators.models import Attachment
+from accelerators.models.attachments import ENDED, AttachmentState
+from accelerators.refusals import Refused
+from accelerators.states import Source
+
+ROWS = 50
+EVERY_S = 0.25
+TEACHING = """\
+What is free on the instance's host is claimed in Placement, added to what the instance has, and bound, as Nova does it
+at boot. Stock Nova plugs nothing into a guest that runs: `show` says what is left to do by hand, with what libvirt
+wants. Detach gives it all back; take it out of the guest before. What fails is undone whole.
+
+  manage.py attachment attach 5e1f… --profile fpga-one --reason "ticket 4711" --wait
+  manage.py attachment attach 5e1f… --device 3f1c…
+  manage.py attachment list --instance 5e1f…
+  manage.py attachment detach 9b02… --wait
+
+Exit status: 0 asked for, with --wait attached or detached; 1 refused or failed; the last line says why.
+"""
+
+
+class Command(BaseCommand):
+    help = (
+        "Attach accelerators to instances that run, detach them, and see what became of it: attach, detach, list, show."
+    )
+
+    def create_parser(self, prog_name: str, subcommand: str, **kwargs: Any) -> CommandParser:
+        """With the teaching below the options, its lines kept."""
+        kwargs |= {"formatter_class": argparse.RawDescriptionHelpFormatter, "epilog": TEACHING}
+        return super().create_parser(prog_name, subcommand, **kwargs)
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=argparse.ArgumentParser)
+        attach = verbs.add_parser("attach", help="give an instance what a profile asks for, or one unit of a device")
+        attach.add_argument("uuid", metavar="INSTANCE", type=_uuid)
+        what = attach.add_mutually_exclusive_group(required=True)
+        what.add_argument("--profile", default="", help="a device profile, by name or uuid")
+        what.add_argument("--device", type=_uuid, help="one unit of this device")
+        detach = verbs.add_parser("detach", help="take an attachment back, whatever it has come to")
+        detach.add_argument("uuid", metavar="ATTACHMENT", type=_uuid)
+        for verb in (attach, detach):
+            verb.add_argument("--reason", default="", help="shown with it and its events")
+            verb.add_argument("--wait", action="store_true", help="until it is done; the exit status is its success")
+        listing = verbs.add_parser("list", help=f"the newest {ROWS}")
+        listing.add_argument("--instance", type=_uuid, help="of this instance alone")
+        listing.add_argument("--state", choices=[*AttachmentState], help="in this state alone")
+        show = verbs.add_parser("show", help="one: how far it is, how it went, what is left to do by hand")
+        show.add_argument("uuid", metavar="ATTACHMENT", type=_uuid)
+        for verb in verbs.choices.values():
+            verb.add_argument("--json", action="store_true", help="for scripts: JSON on standard output")
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        if options["verb"] == "list":
+            return self._list(options)
+        if options["verb"] == "show":
+            return self._tell(_one(options["uuid"]), options)
+        wanted = AttachmentState.ATTACHED if options["verb"] == "attach" else AttachmentState.DETACHED
+        row = self._ask(options)
+        if options["wait"]:
+            row = _until_ended(row)
+        self._tell(row, options)
+        if options["wait"] and row.state != wanted:
+            sys.exit(1)
+
+    def _ask(self, options: dict[str, Any]) -> Attachment:
+        who, uuid, reason = Caller(getpass.getuser(), "", frozenset(), ""), options["uuid"], options["reason"]
+        try:
+            if options["verb"] == "detach":
+                return attachments.detach(uuid, who, reason, Source.PERSON)
+            what = {"profile": options["profile"], "device": options["device"]}
+            return attachments.ask(uuid, who, reason=reason, source=Source.PERSON, **what)
+        except Refused as refused:
+            raise CommandError(refused.text) from None
+
+    def _tell(self, row: Attachment, options: dict[str, Any]) -> None:
+        if options["json"]:
+            self.stdout.write(json.dumps(_facts(row), default=str))
+        else:
+            for line in _told(row):
+                self.stdout.write(line)
+
+    def _list(self, options: dict[str, Any]) -> None:
+        asked = {name: options[name] for name in ("instance", "state") if options[name]}
+        rows = list(Attachment.objects.filter(**asked)[:ROWS])
+        attachments.with_handles(rows)
+        if options["json"]:
+            self.stdout.write(json.dumps([_facts(row) for row in rows], default=str))
+            return
+        lines = [("uuid", "state", "instance", "what", "host", "by", "why")]
+        lines += [
+            (
+                str(row.uuid),
+                row.state,
+                str(row.instance),
+                row.profile or str(row.device),
+                row.host,
+                row.actor,
+                row.fault,
+            )
+            for row in rows
+        ]
+        widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+        for line in lines:
+            self.stdout.write("  ".join(map(str.ljust, line, widths)).rstrip())
+
+
+def _until_ended(row: Attachment) -> Attachment:
+    """What was asked for goes on by itself, also when it is waited for no longer."""
+    try:
+        while row.state not in (AttachmentState.ATTACHED, *ENDED):
+            time.sleep(EVERY_S)
+            row = _one(row.uuid)
+    except KeyboardInterrupt:
+        raise CommandError(f"not waited for any longer; it goes on: `manage.py attachment show {row.uuid}`") from None
+    return row
+
+
+def _facts(row: Attachment) -> dict[str, Any]:
+    names = ("uuid", "instance", "project_id", "host", "profile", "device", "state", "fault", "steps", "requests")
+    held = attachments.handles(row)
+    more = {"hotplug": hotplug.sentence(held, row.host), "libvirt": hotplug.elements(held)}
+    return {name: getattr(row, name) for name in (*names, "actor", "reason", "created_at")} | more
+
+
+def _told(row: Attachment) -> Iterator[str]:
+    yield f"{row.uuid} {row.state}" + (f": {row.fault}" if row.fault else "")
+    for one in row.steps:
+        yield f"  {one['at']}  {one['step']:<10} {one['text']}".rstrip()
+    held = attachments.handles(row)
+    if said := hotplug.sentence(held, row.host):
+        yield said
+    yield from hotplug.elements(held)
+
+
+def _one(uuid: UUID) -> Attachment:
+    row = Attachment.objects.filter(uuid=uuid).first()
+    if row is None:
+        raise CommandError(f"there is no attachment {uuid}; `manage.py attachment list` shows the newest")
+    return row
+
+
+def _uuid(text: str) -> UUID:
+    try:
+        return UUID(text.strip())
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no uuid") from None

@@ -1,0 +1,69 @@
+"""What somebody attaches to a running instance: what is asked, how far it is, what was written where. See
+`accelerators.attachments`, which writes it."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from django.contrib.postgres.fields import ArrayField
+from django.db import models
+from django.db.models import Q
+
+from accelerators.models import fields
+
+
+class AttachmentState(StrEnum):
+    """The life of an attachment."""
+
+    ASKED = "asked"
+    ATTACHING = "attaching"
+    ATTACHED = "attached"
+    UNDOING = "undoing"
+    """It failed: what was done of it is being taken back."""
+    FAILED = "failed"
+    """Nothing of it is left."""
+    DETACHING = "detaching"
+    DETACHED = "detached"
+
+
+ENDED = (AttachmentState.FAILED.value, AttachmentState.DETACHED.value)
+HELD = Q(state=AttachmentState.ATTACHED.value)
+
+
+class Attachment(fields.Row):
+    """Accelerators for one instance that is there already. A step is recorded before it is tried, so who takes this up
+    after a kill knows what to look for: `step` is what was last done or begun."""
+
+    instance = models.UUIDField()
+    project_id = models.CharField(max_length=255, db_collation="C", help_text="The instance's.")
+    host = fields.name(help_text="Where the instance is.")
+    profile = fields.name(default="", blank=True, help_text="The device profile asked for; else a device is.")
+    device = models.UUIDField(null=True, blank=True, help_text="The device asked for.")
+    state = models.CharField(
+        max_length=16, choices=fields.choices(AttachmentState), default=AttachmentState.ASKED.value
+    )
+    step = models.CharField(max_length=16, default="", blank=True)
+    steps = models.JSONField(default=list, help_text="What was done and when: step, at, text.")
+    requests = ArrayField(models.UUIDField(), default=list, help_text="The accelerator requests made for it, in order.")
+    providers = ArrayField(models.UUIDField(), default=list, help_text="Where each request is bound.")
+    shares = models.JSONField(default=dict, help_text="What is claimed: provider → class and amount.")
+    claim = models.JSONField(null=True, help_text="The last write to Placement that claims, before it is tried.")
+    release = models.JSONField(null=True, help_text="The last write to Placement that gives back, before it is tried.")
+    fault = models.TextField(default="", blank=True, help_text="Why it failed, or what is in its way.")
+    actor = fields.name()
+    reason = models.TextField(default="", blank=True)
+    request_id = models.CharField(max_length=64, default="", blank=True)
+    attached_at = models.DateTimeField(null=True, blank=True)
+    ended_at = models.DateTimeField(null=True, blank=True)
+
+    class Meta:
+        ordering = ["-id"]
+        constraints = [fields.one_of("state", AttachmentState, "attachment_state_known")]
+        indexes = [
+            models.Index(fields=["instance", "-id"], name="attachment_instance"),
+            models.Index(fields=["id"], condition=HELD, name="attachment_attached"),
+            models.Index(fields=["ended_at"], condition=Q(ended_at__isnull=False), name="attachment_ended"),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.profile or self.device} to {self.instance}"

@@ -1,0 +1,54 @@
+"""Drivers' backends and their services as rows, only to read: views of what hosts report (`Host.drivers`)."""
+
+from __future__ import annotations
+
+from django.db import models
+
+
+class Backend(models.Model):
+    """A part of a driver on a host that answers by itself."""
+
+    id = models.BigIntegerField(primary_key=True)
+    key = models.TextField(help_text="HOST:DRIVER:NAME, the host by its uuid.")
+    place = models.TextField(help_text="What it is sorted by: its host's name, then the others.")
+    host = models.TextField()
+    driver = models.TextField()
+    name = models.TextField()
+    kind = models.TextField()
+    labels = models.JSONField()
+    error = models.TextField()
+    since = models.DateTimeField()
+    services = models.JSONField()
+    devices = models.IntegerField()
+
+    class Meta:
+        managed = False
+        db_table = "accelerators_backend"
+        ordering = ["key"]
+
+    def __str__(self) -> str:
+        return f"{self.driver}:{self.name}"
+
+
+class Service(models.Model):
+    """Something that a backend can do, or why it cannot."""
+
+    id = models.BigIntegerField(primary_key=True)
+    key = models.TextField(help_text="HOST:DRIVER:BACKEND:NAME, the host by its uuid.")
+    place = models.TextField(help_text="What it is sorted by: its host's name, then the others.")
+    host = models.TextField()
+    driver = models.TextField()
+    backend = models.TextField()
+    name = models.TextField()
+    version = models.TextField()
+    state = models.TextField()
+    reason = models.TextField()
+    limits = models.JSONField()
+
+    class Meta:
+        managed = False
+        db_table = "accelerators_service"
+        ordering = ["key"]
+
+    def __str__(self) -> str:
+        return f"{self.name} of {self.driver}:{self.backend}"

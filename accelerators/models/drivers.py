@@ -1,0 +1,134 @@
+"""Which drivers are wanted on which host, and the roll-outs that bring them there. Written by `wishes`, `rollouts`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.db import models
+from django.db.models import Q
+
+from accelerators.models import fields
+from accelerators.models.commands import Command
+from accelerators.models.hosts import Host
+from accelerators.states import RolloutOp, RolloutState, Source, StepState
+
+UNDER_WAY = Q(ended_at__isnull=True)
+
+
+OPEN_STEP = Q(state__in=[StepState.WAITING.value, StepState.ORDERED.value])
+
+
+class DriverWish(fields.Row):
+    """What is wanted of a driver on a host; it outlives what the host's own configuration says.
+
+    One that was uninstalled stays as such (`installed` false), so that the host's own configuration does not bring it
+    back. Its generation grows with every order: what the agent says it has applied is compared with it.
+    """
+
+    host = models.ForeignKey(Host, models.CASCADE, related_name="wishes")
+    driver = models.CharField(max_length=64, db_collation="C")
+    installed = models.BooleanField(default=True)
+    enabled = models.BooleanField(default=True)
+    settings = models.JSONField(null=True, help_text="Null: those of the host's own file.")
+    generation = models.BigIntegerField(default=1)
+    command = models.ForeignKey(Command, models.SET_NULL, null=True, related_name="+", help_text="Which told it last.")
+    actor = fields.name()
+    reason = models.TextField(default="", blank=True)
+
+    class Meta:
+        ordering = ["host", "driver"]
+        verbose_name = "wanted driver"
+        constraints = [models.UniqueConstraint(fields=["host", "driver"], name="driver_wish_one_per_host")]
+
+    def __str__(self) -> str:
+        return f"{self.driver} on {self.host}"
+
+
+class Rollout(fields.Row):
+    """One change of a driver, brought to a frozen list of hosts, so many at a time."""
+
+    op = models.CharField(max_length=16, choices=fields.choices(RolloutOp))
+    driver = models.CharField(max_length=64, db_collation="C")
+    enabled = models.BooleanField(null=True, help_text="Null: as it is; installed ones are enabled.")
+    settings = models.JSONField(null=True, help_text="Null: as they are.")
+    selection = models.CharField(max_length=1000, default="", help_text="How the hosts were chosen.")
+    max_parallel = models.IntegerField(default=5)
+    stop_on_failure = models.BooleanField(default=True)
+    total = models.IntegerField(default=0)
+    state = models.CharField(max_length=16, choices=fields.choices(RolloutState), default=RolloutState.RUNNING.value)
+    actor = fields.name()
+    source = models.CharField(max_length=16, choices=fields.choices(Source))
+    reason = models.TextField(default="", blank=True)
+    request_id = models.CharField(max_length=64, default="", blank=True)
+    ended_at = models.DateTimeField(null=True, blank=True)
+
+    class Meta:
+        ordering = ["-id"]
+        verbose_name = "driver rollout"
+        constraints = [fields.one_of("state", RolloutState, "rollout_state_known")]
+        indexes = [models.Index(fields=["id"], condition=UNDER_WAY, name="rollout_under_way")]
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.driver} on {self.total} host{'' if self.total == 1 else 's'}"
+
+
+class HostDriver(models.Model):
+    """A driver on a host: what is wanted beside what was seen. A view; nothing is written here."""
+
+    key = models.CharField(max_length=128, db_collation="C", help_text="The host's uuid and the driver's name.")
+    place = models.CharField(max_length=400, db_collation="C", help_text="By which they are ordered: host, driver.")
+    host = models.ForeignKey(Host, models.DO_NOTHING, related_name="+")
+    driver = models.CharField(max_length=64, db_collation="C")
+    seen = models.JSONField(null=True, help_text="What `Host.drivers` holds of it.")
+    state = models.CharField(max_length=16)
+    devices = models.IntegerField()
+    wish = models.ForeignKey(DriverWish, models.DO_NOTHING, null=True, related_name="+")
+    drifts = models.BooleanField(help_text="Whether what was seen is not what is wanted.")
+
+    @property
+    def wanted(self) -> DriverWish | None:
+        """The wish; None when there is none, or the driver was uninstalled."""
+        return self.wish if self.wish and self.wish.installed else None
+
+    @property
+    def said(self) -> dict[str, Any] | None:
+        """What was seen, whole; None when the host never spoke of it."""
+        said = self.seen
+        return said and {"generation": 0, "version": "", "error": "", "since": None} | said | {"state": self.state}
+
+    @property
+    def text(self) -> str:
+        """What is wrong with it: its driver's error, or why it is not as it is wanted."""
+        error = str((self.said or {}).get("error", ""))
+        return error or (self.wish.command.text if self.drifts and self.wish and self.wish.command else "")
+
+    class Meta:
+        managed = False
+        db_table = "accelerators_hostdriver"
+        ordering = ["place"]
+        verbose_name = "driver"
+
+    def __str__(self) -> str:
+        return f"{self.driver} on {self.host}"
+
+
+class RolloutStep(models.Model):
+    """One host of a roll-out; it is ordered in the transaction that says so, so each host is ordered once."""
+
+    rollout = models.ForeignKey(Rollout, models.CASCADE, related_name="steps")
+    host = models.ForeignKey(Host, models.SET_NULL, null=True, related_name="+")
+    host_name = fields.name()
+    state = models.CharField(max_length=16, choices=fields.choices(StepState), default=StepState.WAITING.value)
+    text = models.TextField(default="", blank=True)
+    command = models.ForeignKey(Command, models.SET_NULL, null=True, related_name="+")
+    ended_at = models.DateTimeField(null=True, blank=True)
+
+    class Meta:
+        ordering = ["id"]
+        verbose_name = "host of a driver rollout"
+        verbose_name_plural = "hosts of driver rollouts"
+        constraints = [fields.one_of("state", StepState, "rollout_step_state_known")]
+        indexes = [models.Index(fields=["rollout", "id"], condition=OPEN_STEP, name="rollout_step_open")]
+
+    def __str__(self) -> str:
+        return f"{self.host_name}: {self.state}"

@@ -1,0 +1,173 @@
+"""accelerator-list, accelerator-create, accelerator-update, accelerator-delete: the units that instances can have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import click
+
+from cyborgweb.cli import names, options
+from cyborgweb.cli.backends import command_ended
+from cyborgweb.cli.following import until_ended
+from cyborgweb.cli.options import Asked, pass_asked, verb
+from cyborgweb.cli.outcomes import finish
+from cyborgweb.cli.output import show
+from cyborgweb.cli.problems import Exit
+
+COLUMNS = (
+    "state",
+    "unit=handle.info",
+    "type=handle.type",
+    "host=host.name",
+    "driver",
+    "backend",
+    "device=device.uuid",
+    "instance=instance.uuid",
+    "label",
+)
+CHANGED = ("device", "outcome", "state", "target", "text")
+CODES = {"unknown": Exit.NOT_FOUND, "away": Exit.AWAY}
+MOST_UNITS = 65_535
+
+
+@verb("accelerator-list", "accelerator-list --driver pci_driver\naccelerator-list --free --host cmp1.example")
+@click.option("--driver", help="Of this driver alone.")
+@click.option("--instance", type=click.UUID, help="Of this instance alone.")
+@click.option("--host", help="Of this host alone.")
+@click.option("--backend", help="Of backends of this name alone.")
+@click.option("--device", help="Of this device alone.")
+@click.option("--attached", "which", flag_value="attached", default="attached", help="Those that are held, as usual.")
+@click.option("--free", "which", flag_value="free", help="Those that nobody holds.")
+@click.option("--all", "which", flag_value="all", help="Both.")
+@options.limit
+@pass_asked
+def accelerator_list(asked: Asked, limit: int, which: str, device: str | None, **filters: Any) -> None:
+    """List accelerators. Each unit with the instance that holds it, or that it is free; a project sees its own."""
+    filters["device"] = names.device(asked.api, device) if device else None
+    if which != "attached":
+        filters |= {"attached": False} | ({"state": "free"} if which == "free" else {})
+    rows = asked.rows("accelerators/", limit, **filters)
+    show(rows, COLUMNS, asked.output, "No accelerators.")
+
+
+def on_targets(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Options of what changes the number of units."""
+    for option in reversed(
+        (
+            click.option("--device", "devices", multiple=True, help="Of this device; may be said again."),
+            click.option("--host", "hosts", multiple=True, help="Of this host's --backend; may be said again."),
+            click.option("--backend", "backends", multiple=True, help="Of all devices of it; may be said again."),
+            click.option(
+                "--count",
+                type=click.IntRange(1, MOST_UNITS),
+                help="So many of each device. Unless said, one is made, and all are taken away.",
+            ),
+            click.option(
+                "--layout",
+                multiple=True,
+                metavar="WORD=VALUE",
+                callback=options.words,
+                help="Words that the driver takes beside the number, such as type=nvidia-63; may be said again.",
+            ),
+            click.option(
+                "--generation", type=click.IntRange(0), help="The device's, as you saw it: refused if it has changed."
+            ),
+            options.because,
+            options.waits,
+        )
+    ):
+        function = option(function)
+    return function
+
+
+@verb(
+    "accelerator-create",
+    "accelerator-create --device 3f1c --count 4\naccelerator-create --host cmp1 --host cmp2 --backend nics --count 2",
+)
+@on_targets
+@pass_asked
+def accelerator_create(asked: Asked, count: int | None, **how: Any) -> None:
+    """Make more units of devices. Virtual functions, mediated devices, what the driver makes; each device by itself."""
+    _change(asked, "accelerators/", "create", count or 1, **how)
+
+
+@verb("accelerator-delete", "accelerator-delete --device 3f1c --count 2\naccelerator-delete --device 3f1c --yes")
+@on_targets
+@options.yes
+@pass_asked
+def accelerator_delete(asked: Asked, count: int | None, yes: bool, **how: Any) -> None:
+    """Take units of devices away. So many, or all without --count; refused while one of the device's is held."""
+    if count is None:
+        named = [*how["devices"], *(f"{host} {backend}" for host in how["hosts"] for backend in how["backends"])]
+        options.sure(f"Take away all units of {', '.join(named)}?", yes)
+    _change(asked, "accelerators/delete/", "delete", count, **how)
+
+
+@verb("accelerator-update", "accelerator-update 3f1c --layout vfs=8 --generation 41")
+@click.argument("device")
+@click.option(
+    "--layout",
+    multiple=True,
+    required=True,
+    metavar="WORD=VALUE",
+    callback=options.words,
+    help="Words that the device's driver takes, see `changeable` of device-show; may be said again.",
+)
+@click.option("--generation", type=click.IntRange(0), help="The device's, as you saw it: refused if it has changed.")
+@options.because
+@options.waits
+@pass_asked
+def accelerator_update(asked: Asked, device: str, wait: bool, **said: Any) -> None:
+    """Divide a device otherwise. In its driver's own words; refused while one of its units is held."""
+    uuid = names.device(asked.api, device)
+    command = asked.api.patch(f"devices/{uuid}/", options.said(said))
+    row = {
+        "target": device,
+        "device": uuid,
+        "command": command["uuid"],
+        "outcome": "ordered",
+        "state": command["state"],
+    }
+    _ended(asked, "update", [row], wait)
+
+
+def _change(
+    asked: Asked,
+    path: str,
+    what: str,
+    count: int | None,
+    devices: Sequence[str],
+    hosts: Sequence[str],
+    backends: Sequence[str],
+    wait: bool,
+    **said: Any,
+) -> None:
+    if bool(hosts) != bool(backends) or not (devices or hosts):
+        raise click.UsageError("Say of what: --device, or --host and --backend.")
+    named = {names.device(asked.api, device): device for device in devices}
+    targets: list[dict[str, str]] = [{"device": uuid} for uuid in named]
+    targets += [{"host": host, "backend": backend} for host in hosts for backend in backends]
+    answer = asked.api.post(path, {"targets": targets} | options.said({"count": count, **said}))
+    _ended(asked, what, [_row(result, named) for result in answer["results"]], wait)
+
+
+def _row(result: dict[str, Any], named: dict[str, str]) -> dict[str, Any]:
+    """What became of one device, as a line; `named`: what it was called."""
+    target = " ".join(named.get(word, word) for word in result["target"].values())
+    row = {"target": target, "device": result["device"], "command": result["command"]}
+    if result["command"]:
+        return row | {"outcome": "ordered", "state": "queued", "text": ""}
+    return row | {"outcome": "refused", "text": result["refused"], "code": CODES.get(result["kind"], Exit.REFUSED)}
+
+
+def _ended(asked: Asked, what: str, rows: list[dict[str, Any]], wait: bool) -> None:
+    """Follow what was ordered, show all, and end with the exit code of all."""
+    if wait:
+        ordered = [row["command"] for row in rows if row["command"]]
+        first = next((row["device"] for row in rows if row["command"]), "")
+        ended = until_ended(asked.api, what, f"cyborg device-show {first}", ordered)
+        for row in rows:
+            if command := ended.get(row["command"]):
+                row.update(command_ended(command))
+    finish(rows, CHANGED, asked.output)

@@ -1,0 +1,96 @@
+"""attach-instance, detach-instance: accelerators for an instance that runs already."""
+
+from __future__ import annotations
+
+from typing import Any
+from uuid import UUID
+
+import click
+
+from cyborgweb.cli import names, options
+from cyborgweb.cli.following import Progress, follow
+from cyborgweb.cli.options import Asked, pass_asked, verb
+from cyborgweb.cli.outcomes import each, finish
+from cyborgweb.cli.output import show_one
+from cyborgweb.cli.problems import Exit, Problem
+
+DETACHED = ("attachment", "outcome", "state", "text")
+GONE = ("detached", "failed")
+"""Nothing of it is left; failed, where it was taken back before it was attached."""
+ENDED = ("attached", *GONE)
+OPEN = ("asked", "attaching", "attached", "undoing", "detaching")
+STEPS = 4
+"""So many, in the ordinary course; for the bar."""
+
+
+@verb(
+    "attach-instance",
+    "attach-instance 6a0c1d0e-0a53-4a0c-8f0e-1c2d3e4f5a6b --profile gpu-small",
+)
+@click.argument("instance", type=click.UUID)
+@click.option("--profile", help="What this device profile asks for, by its name or uuid.")
+@click.option("--device", help="A unit of this device.")
+@options.because
+@options.waits
+@pass_asked
+def attach_instance(
+    asked: Asked, instance: UUID, profile: str | None, device: str | None, reason: str, wait: bool
+) -> None:
+    """Give accelerators to an instance. Claimed, bound, prepared; taken back if a step fails.
+
+    Nova does not plug them into a running machine by itself; the answer says what is left to do, and hands it over.
+    """
+    if bool(profile) == bool(device):
+        raise click.UsageError("Say what: --profile, or --device.")
+    uuid = names.device(asked.api, device) if device else None
+    body = options.said({"instance": str(instance), "profile": profile, "device": uuid, "reason": reason})
+    attachment = asked.api.post("attachments/", body)
+    if wait:
+        attachment = _followed(asked, attachment, "attach")
+    show_one(attachment, asked.output)
+    if attachment["state"] in ("undoing", "failed"):
+        raise Problem(Exit.REFUSED, attachment["fault"] or "It failed.")
+
+
+@verb("detach-instance", "detach-instance 6a0c1d0e-0a53-4a0c-8f0e-1c2d3e4f5a6b --yes")
+@click.argument("instance", type=click.UUID)
+@click.option("--attachment", type=click.UUID, help="This one alone; needed, or --all, where there are several.")
+@click.option("--all", "every", is_flag=True, help="Everything that attach-instance gave it.")
+@options.yes
+@options.because
+@options.waits
+@pass_asked
+def detach_instance(
+    asked: Asked, instance: UUID, attachment: UUID | None, every: bool, yes: bool, reason: str, wait: bool
+) -> None:
+    """Take back what attach-instance gave. What Nova gave it at its boot goes when the instance is deleted."""
+    there = list(asked.api.rows("attachments/", 1000, instance=str(instance)))
+    found = [row["uuid"] for row in there if row["state"] in OPEN and attachment in (None, UUID(row["uuid"]))]
+    if not found:
+        raise Problem(Exit.NOT_FOUND, f"Instance {instance} has nothing that attach-instance gave it.")
+    if len(found) > 1 and not every:
+        raise click.UsageError(f"It was given {', '.join(found)}: say --attachment UUID, or --all.")
+    options.sure(f"Detach {', '.join(found)}? Unplug it from the machine before.", yes)
+
+    def act(uuid: str) -> dict[str, Any]:
+        now = asked.api.post(f"attachments/{uuid}/detach/", options.said({"reason": reason}))
+        if wait:
+            now = _followed(asked, now, "detach", GONE)
+        return {"attachment": uuid, "state": now["state"], "text": now["fault"]}
+
+    finish([{"attachment": row.get("target"), **row} for row in each(found, act)], DETACHED, asked.output)
+
+
+def _followed(asked: Asked, attachment: dict[str, Any], what: str, ends: tuple[str, ...] = ENDED) -> dict[str, Any]:
+    now = attachment
+
+    def look() -> Progress:
+        nonlocal now
+        now = asked.api.get(f"attachments/{attachment['uuid']}/")
+        ended = now["state"] in ends
+        done = min(len(now["steps"]), STEPS)
+        said = now["waits"] or (now["steps"][-1]["text"] if now["steps"] else "")
+        return Progress(100 if ended else 90 * done / STEPS, f"{now['state']} {said}".strip(), ended)
+
+    follow(what, f"cyborg accelerator-list --instance {attachment['instance']}, or {attachment['url']}", look)
+    return now

@@ -1,0 +1,109 @@
+"""backend-list, backend-show, service-list, discover-services: what drivers have found, and what can be done there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import quote
+
+import click
+
+from cyborgweb.cli import names, options
+from cyborgweb.cli.following import until_ended
+from cyborgweb.cli.options import Asked, pass_asked, verb
+from cyborgweb.cli.outcomes import each, finish
+from cyborgweb.cli.output import show, show_one
+from cyborgweb.cli.problems import Exit, Problem
+
+KINDS = ("pci", "mdev", "accel-class", "firmware", "remote")
+SERVICES = ("passthrough", "sriov", "mdev", "program", "firmware", "reset", "health", "stats")
+BACKENDS = ("host", "driver", "name", "kind", "devices", "services", "labels", "error")
+OFFERS = ("host", "driver", "backend", "service=name", "version", "state", "limits", "reason")
+DISCOVERED = ("host", "outcome", "state", "text")
+
+
+@verb("backend-list", "backend-list --host cmp1.example --kind mdev")
+@click.option("--host", help="Of this host alone.")
+@click.option("--driver", help="Of this driver alone.")
+@click.option("--kind", type=click.Choice(KINDS), help="Of this kind alone.")
+@click.option("--name", help="Of this name alone.")
+@options.limit
+@pass_asked
+def backend_list(asked: Asked, limit: int, **filters: Any) -> None:
+    """List drivers' backends. Each with what it offers, or why it does not answer."""
+    rows = asked.rows("backends/", limit, **filters)
+    show(rows, BACKENDS, asked.output, "No backends: `cyborg discover-services HOST` has a host's drivers look again.")
+
+
+@verb("backend-show", "backend-show gpus --host cmp1.example")
+@click.argument("backend")
+@click.option("--host", help="On this host; needed where several have one of the name.")
+@click.option("--driver", help="Of this driver; needed where several have one of the name.")
+@pass_asked
+def backend_show(asked: Asked, backend: str, host: str | None, driver: str | None) -> None:
+    """Show a backend. Say its name or its id; its services are shown with their limits."""
+    if ":" in backend:
+        found = asked.api.get(f"backends/{quote(backend, safe=':')}/")
+    else:
+        rows = list(asked.api.rows("backends/", 2, **options.said({"name": backend, "host": host, "driver": driver})))
+        if not rows:
+            raise Problem(
+                Exit.NOT_FOUND, f"There is no backend {backend!r}: `cyborg backend-list` shows those there are."
+            )
+        if len(rows) > 1:
+            text = f"Several hosts or drivers have a backend {backend!r}: say --host, and --driver if need be."
+            raise Problem(Exit.NOT_FOUND, text)
+        found = rows[0]
+    show_one(found, asked.output)
+
+
+@verb("service-list", "service-list --name sriov --state ready")
+@click.option("--host", help="Of this host alone.")
+@click.option("--driver", help="Of this driver alone.")
+@click.option("--backend", help="Of backends of this name alone.")
+@click.option("--name", type=click.Choice(SERVICES), help="This service alone.")
+@click.option("--state", type=click.Choice(["ready", "unavailable"]), help="In this state alone.")
+@options.limit
+@pass_asked
+def service_list(asked: Asked, limit: int, **filters: Any) -> None:
+    """List what backends can do. Each service with its version, its limits, or why it cannot be had."""
+    show(asked.rows("services/", limit, **filters), OFFERS, asked.output, "No services.")
+
+
+@verb("discover-services", "discover-services cmp1.example --driver generic_driver")
+@click.argument("hosts", nargs=-1)
+@click.option("--all-hosts", is_flag=True, help="On every host.")
+@click.option("--driver", help="This driver alone; let out of its quarantine.")
+@options.because
+@options.waits
+@pass_asked
+def discover_services(
+    asked: Asked, hosts: Sequence[str], all_hosts: bool, driver: str | None, reason: str, wait: bool
+) -> None:
+    """Have hosts' drivers look again now. Then service-list shows what they found."""
+    if bool(hosts) == all_hosts:
+        raise click.UsageError("Say hosts, or --all-hosts.")
+    if all_hosts:
+        hosts = [row["name"] for row in asked.rows("hosts/", options.LIMIT, fields="name")]
+    ordered: dict[str, str] = {}
+
+    def act(name: str) -> dict[str, Any]:
+        body = {"op": "rescan", "host": names.host(asked.api, name)}
+        command = asked.api.post("commands/", body | options.said({"driver": driver, "reason": reason}))
+        ordered[name] = command["uuid"]
+        return {"host": name, "state": command["state"], "command": command["uuid"]}
+
+    rows = [{"host": row.get("target"), **row} for row in each(hosts, act)]
+    if wait:
+        ended = until_ended(asked.api, "discover", "cyborg service-list", ordered.values())
+        for row in rows:
+            if command := ended.get(row.get("command", "")):
+                row.update(command_ended(command))
+    finish(rows, DISCOVERED, asked.output)
+
+
+def command_ended(command: dict[str, Any]) -> dict[str, Any]:
+    """How a command ended, as part of a row."""
+    done = command["state"] == "succeeded"
+    outcome = {"outcome": "done" if done else "failed", "code": Exit.DONE if done else Exit.REFUSED}
+    return outcome | {"state": command["state"], "text": command["text"]}

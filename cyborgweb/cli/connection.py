@@ -1,0 +1,129 @@
+"""Requests of the `cyborg` command to `/api/`: pages followed, refusals told as `Problem`.
+
+Used by every verb through `Api`. Nothing is imported or asked before the first request, so `--help` costs nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from cyborgweb.cli.logins import HOW, Login, open_session
+from cyborgweb.cli.problems import Exit, Problem
+
+PAGE = 500
+"""Rows of one request, the most the API gives."""
+CODES: Mapping[int, Exit] = {
+    401: Exit.NOT_ALLOWED,
+    403: Exit.NOT_ALLOWED,
+    404: Exit.NOT_FOUND,
+    429: Exit.AWAY,
+    502: Exit.AWAY,
+    503: Exit.AWAY,
+    504: Exit.AWAY,
+}
+"""Of a refusal; of every other one REFUSED."""
+NEVER_SENT = ("NewConnectionError", "NameResolutionError")
+
+
+class Api:
+    """The API below `/api/`. Every method raises Problem with the API's own sentence."""
+
+    def __init__(self, login: Login) -> None:
+        self.login = login
+
+    def get(self, path: str, **query: Any) -> dict[str, Any]:
+        """What is there."""
+        written = {name: str(value).lower() if isinstance(value, bool) else value for name, value in query.items()}
+        return self._ask("GET", path, params=written)
+
+    def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """What was answered to an order."""
+        return self._ask("POST", path, json=body)
+
+    def patch(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """What was answered to a change."""
+        return self._ask("PATCH", path, json=body)
+
+    def rows(self, path: str, limit: int, **query: Any) -> Iterator[dict[str, Any]]:
+        """At most `limit` rows of a list, page after page. Of a link only its query is followed: the token goes nowhere
+        else than to the address that was said."""
+        query |= {"limit": min(limit, PAGE)}
+        while limit > 0:
+            page = self.get(path, **query)
+            if not isinstance(page.get("results"), list):
+                raise Problem(Exit.AWAY, f"{self._opened[1]}/api/{path} answered no list: is --url right?")
+            yield from page["results"][:limit]
+            limit -= len(page["results"])
+            if not page.get("next"):
+                return
+            query = dict(parse_qs(urlsplit(page["next"]).query))
+
+    @cached_property
+    def _opened(self) -> tuple[Any, str]:
+        return open_session(self.login)
+
+    def _ask(self, method: str, path: str, **said: Any) -> dict[str, Any]:
+        from keystoneauth1 import exceptions
+
+        where = self.login.url or "Keystone"
+        unsure = "" if method == "GET" else " It may have been done all the same: look before you repeat it."
+        try:
+            session, where = self._opened
+            response = session.request(
+                f"{where}/api/{path}", method, raise_exc=False, user_agent="cyborg", headers=ACCEPT, **said
+            )
+        except exceptions.ConnectTimeout:
+            text = f"{where} did not answer within {self.login.timeout:g} s: try again, or with a longer --timeout."
+            raise Problem(Exit.AWAY, text + unsure) from None
+        except exceptions.SSLError as error:
+            text = f"{where} cannot be trusted ({_why(error)}): --cacert names the file of its authority."
+            raise Problem(Exit.AWAY, text) from None
+        except (exceptions.ConnectionError, exceptions.DiscoveryFailure) as error:
+            text = f"{where} cannot be reached ({_why(error)}): is --url right, and the service up?"
+            raise Problem(
+                Exit.AWAY, text + ("" if any(word in str(error) for word in NEVER_SENT) else unsure)
+            ) from None
+        except exceptions.HttpServerError as error:
+            raise Problem(Exit.AWAY, f"{where} cannot log anybody in now: {_why(error)}") from None
+        except exceptions.ClientException as error:
+            raise Problem(Exit.NOT_ALLOWED, f"You are not logged in: {_why(error)} There are {HOW}.") from None
+        return _read(response, where)
+
+
+ACCEPT = {"Accept": "application/json"}
+
+
+def _read(response: Any, where: str) -> dict[str, Any]:
+    """The body of an answer, or Problem."""
+    status = response.status_code
+    if 300 <= status < 400:
+        to = response.headers.get("Location", "elsewhere")
+        raise Problem(Exit.AWAY, f"{where} sends on to {to}: say in --url the address that is meant.")
+    try:
+        body = response.json()
+    except ValueError:
+        body = None
+    if not isinstance(body, dict):
+        raise Problem(CODES.get(status, Exit.AWAY), f"{where} answered {status}, not as this API does: is --url right?")
+    if status < 300:
+        return body
+    error = body.get("error")
+    told = error.get("message") if isinstance(error, dict) else body.get("error_message") or error
+    request = error.get("request_id") if isinstance(error, dict) and status >= 500 else None
+    if status == 401:
+        told = f"Your token is not known there, or has ended: say who you are with {HOW}."
+    raise Problem(
+        CODES.get(status, Exit.REFUSED),
+        f"{told or f'{where} answered {status}.'}" + (f" (request {request})" if request else ""),
+    )
+
+
+def _why(error: Exception) -> str:
+    """What the system said, out of the layers that libraries put around it."""
+    text = " ".join(str(error).split())
+    found = re.search(r"\[Errno -?\d+\] ([^'\")\]]+)|certificate verify failed: ([^(]+)", text)
+    return next(filter(None, found.groups())).strip() if found else text[:300]

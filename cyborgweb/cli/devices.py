@@ -1,0 +1,145 @@
+"""device-list, device-show, device-ready, device-maintain, device-drain, device-retire; agent-list."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from cyborgweb.cli import names, options
+from cyborgweb.cli.following import Progress, follow
+from cyborgweb.cli.options import Asked, pass_asked, verb
+from cyborgweb.cli.outcomes import each, finish
+from cyborgweb.cli.output import show, show_one
+from cyborgweb.cli.problems import Exit
+
+STATES = ("inactive", "installing", "ready", "maintenance", "failed", "quarantined", "missing", "retired")
+COLUMNS = ("uuid", "state", "status", "type", "model", "address", "host=host.name", "driver", "backend", "held")
+DECIDED = ("uuid=target", "outcome", "state", "host", "address", "text")
+AGENTS = ("host=host.name", "state", "seen_at", "version", "address", "barred_reason")
+HEARD = ("up", "late", "down", "revoked", "clone")
+
+
+@verb("device-list", "device-list --host cmp1.example --state inactive")
+@click.option("--host", help="Of this host alone.")
+@click.option("--state", type=click.Choice(STATES), multiple=True, help="In this state; may be said again.")
+@click.option("--type", "kind", help="Of this type alone: GPU, FPGA, NIC, …")
+@click.option("--vendor", help="Of this vendor alone.")
+@click.option("--driver", help="Of this driver alone.")
+@click.option("--draining/--not-draining", default=None, help="Those that wait for their last request, or the others.")
+@click.option("--stale/--fresh", default=None, help="Those whose host or driver is not heard, or the others.")
+@options.limit
+@pass_asked
+def device_list(asked: Asked, limit: int, kind: str | None, **filters: Any) -> None:
+    """List devices. The cards there are, how they stand, how many of their units are held."""
+    rows = asked.rows("devices/", limit, **filters, type=kind)
+    show(rows, COLUMNS, asked.output, "No devices.")
+
+
+@verb("device-show", "device-show 3f1c\ndevice-show cmp1.example/0000:3b:00.0")
+@click.argument("device")
+@pass_asked
+def device_show(asked: Asked, device: str) -> None:
+    """Show a device. Why it is as it is, since when and by whom, and what can be done about it."""
+    show_one(asked.api.get(f"devices/{names.device(asked.api, device)}/"), asked.output)
+
+
+@verb("device-ready", 'device-ready 3f1c 77ab --reason "burnt in"')
+@click.argument("devices", nargs=-1, required=True)
+@options.because
+@options.waits
+@pass_asked
+def device_ready(asked: Asked, devices: Sequence[str], reason: str, wait: bool) -> None:
+    """Offer devices. What has to be prepared on the host is installed first, and followed to its end."""
+    rows = _asked_of(asked, devices, "enable", {"reason": reason})
+    if wait:
+        _installed(asked, [row for row in rows if row.get("state") == "installing"])
+    finish(rows, DECIDED, asked.output)
+
+
+@verb("device-maintain", 'device-maintain 3f1c --reason "new firmware"')
+@click.argument("devices", nargs=-1, required=True)
+@options.because
+@pass_asked
+def device_maintain(asked: Asked, devices: Sequence[str], reason: str) -> None:
+    """Take devices out of offer. What instances hold stays theirs."""
+    finish(_asked_of(asked, devices, "disable", {"reason": reason}), DECIDED, asked.output)
+
+
+@verb("device-drain", 'device-drain 3f1c --then retired --reason "end of lease"')
+@click.argument("devices", nargs=-1, required=True)
+@click.option(
+    "--then", type=click.Choice(["maintenance", "retired"]), default="maintenance", help="What they become then."
+)
+@options.because
+@pass_asked
+def device_drain(asked: Asked, devices: Sequence[str], then: str, reason: str) -> None:
+    """Take devices out of offer until they are free. Their last request is waited for, and said; nobody is evicted."""
+    rows = _asked_of(asked, devices, "drain", {"reason": reason, "then": then})
+    finish(rows, DECIDED, asked.output)
+
+
+@verb("device-retire", 'device-retire 3f1c --yes --reason "broken fan"')
+@click.argument("devices", nargs=-1, required=True)
+@options.because
+@options.yes
+@pass_asked
+def device_retire(asked: Asked, devices: Sequence[str], reason: str, yes: bool) -> None:
+    """Take devices out of use for good. Refused while they are offered, or while anybody holds them."""
+    options.sure(f"Retire {', '.join(devices)} for good?", yes)
+    finish(_asked_of(asked, devices, "retire", {"reason": reason}), DECIDED, asked.output)
+
+
+@verb("agent-list", "agent-list --state down")
+@click.option("--host", help="Of this host alone.")
+@click.option("--state", type=click.Choice(HEARD), help="In this state alone.")
+@click.option("--version", help="In this version alone.")
+@options.limit
+@pass_asked
+def agent_list(asked: Asked, limit: int, **filters: Any) -> None:
+    """List agents. Which hosts are heard, since when they are not, in which version."""
+    show(asked.rows("agents/", limit, **filters), AGENTS, asked.output, "No agents.")
+
+
+def _asked_of(asked: Asked, devices: Sequence[str], action: str, body: dict[str, str]) -> list[dict[str, Any]]:
+    def act(text: str) -> dict[str, Any]:
+        shown = asked.api.post(f"devices/{names.device(asked.api, text)}/{action}/", options.said(body))
+        return _row(shown)
+
+    return each(devices, act)
+
+
+def _row(shown: dict[str, Any]) -> dict[str, Any]:
+    """A device as one line of what was decided."""
+    draining = shown["draining"]
+    left = f"{draining['left']} requests hold it; {draining['to']} then" if draining else ""
+    where = {"host": shown["host"]["name"], "address": shown["address"], "state": shown["state"]}
+    return (
+        {"target": shown["uuid"]}
+        | where
+        | {"text": left or (shown["state_reason"] if shown["state"] == "failed" else "")}
+    )
+
+
+def _installed(asked: Asked, rows: list[dict[str, Any]]) -> None:
+    """Wait until none of these is being installed any more; the rows say what became of them."""
+    if not rows:
+        return
+    busy = [*rows]
+
+    def look() -> Progress:
+        percent, said = 0, ""
+        for row in [*busy]:
+            shown = asked.api.get(f"devices/{row['target']}/")
+            if shown["state"] != "installing":
+                row.update(_row(shown))
+                row.update({} if shown["state"] == "ready" else {"outcome": "failed", "code": Exit.REFUSED})
+                busy.remove(row)
+            elif shown["busy_with"]:
+                command = asked.api.get(f"commands/{shown['busy_with'].rstrip('/').rpartition('/')[2]}/")
+                percent, said = percent + command["percent"], command["progress"] or command["state"]
+        ended = len(rows) - len(busy)
+        return Progress((100 * ended + percent) / len(rows), said or f"{ended} of {len(rows)}", not busy)
+
+    follow("install", f"cyborg device-show {rows[0]['target']}", look)

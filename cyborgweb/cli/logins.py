@@ -1,0 +1,154 @@
+"""Who the `cyborg` command is and where its API is: a token and an address, or any plugin of keystoneauth.
+
+Called by `connection` before the first request. No text names a secret.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import warnings
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from cyborgweb.cli.problems import Exit, Problem
+
+MAX_TOKEN_BYTES = 65_536
+TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]{1,8192}")
+V2 = re.compile(r"(/accelerator)?(/v2(\.\d+)?)?/*\Z")
+"""How the address of the Accelerator API in a catalogue ends; ours is beside it."""
+SERVICE = "accelerator"
+HOW = "CYBORG_URL with CYBORG_TOKEN or CYBORG_TOKEN_FILE, or --os-cloud, or the cloud's OS_… variables"
+
+
+@dataclass
+class Login:
+    """What options and environment said. `timeout` in seconds, for one answer."""
+
+    url: str = ""
+    token: str = ""
+    token_file: str = ""
+    os_cloud: str = ""
+    cacert: str = ""
+    insecure: bool = False
+    timeout: float = 30.0
+
+
+@dataclass(frozen=True)
+class Way:
+    """A keystoneauth1 session that has not asked anybody yet, and in which region and interface to look."""
+
+    session: Any
+    region: str | None = None
+    interface: str | list[str] = "public"
+    endpoint: str = ""
+
+
+def open_session(login: Login) -> tuple[Any, str]:
+    """A session, and the address before `/api`. Raises Problem, or what keystoneauth1 raises while it logs in."""
+    way = _by_token(login) if login.token or login.token_file else _by_cloud(login)
+    if login.cacert or login.insecure:
+        way.session.verify = login.cacert or False
+        warnings.filterwarnings("ignore", message="Unverified HTTPS request")  # whoever says --insecure knows
+    way.session.timeout = login.timeout
+    way.session.redirect = False  # the token goes nowhere else than to the address that was said
+    if login.url:
+        return way.session, _root(login.url)
+    return way.session, V2.sub("", _root(way.endpoint or _catalogued(way)))
+
+
+def _catalogued(way: Way) -> str:
+    """Where the cloud's catalogue has the Accelerator API."""
+    from keystoneauth1.exceptions import CatalogException
+
+    with suppress(CatalogException):
+        if found := way.session.get_endpoint(
+            service_type=SERVICE, interface=way.interface, region_name=way.region, skip_discovery=True
+        ):
+            return str(found)
+    raise Problem(Exit.USAGE, f"The cloud's catalogue has no service of type {SERVICE}: say its address in --url.")
+
+
+def _by_token(login: Login) -> Way:
+    from keystoneauth1.session import Session
+    from keystoneauth1.token_endpoint import Token
+
+    if not login.url:
+        raise Problem(Exit.USAGE, "A token needs an address: say it in --url or CYBORG_URL.")
+    token = login.token.strip() or _of_file(login.token_file)
+    if not TOKEN.fullmatch(token):
+        raise Problem(Exit.USAGE, "This is no token: `manage.py api_token NAME` prints one as its last line.")
+    return Way(Session(auth=Token(login.url, token)))
+
+
+def _of_file(path: str) -> str:
+    """The last line of the file: what `manage.py api_token` printed may be kept whole."""
+    try:
+        with Path(path).expanduser().open("rb") as file:
+            lines = file.read(MAX_TOKEN_BYTES).decode(errors="replace").split()
+    except OSError as error:
+        raise Problem(Exit.USAGE, f"The token file {path} cannot be read: {error.strerror}.") from None
+    return lines[-1] if lines else ""
+
+
+def _by_cloud(login: Login) -> Way:
+    from keystoneauth1.exceptions import ClientException
+    from keystoneauth1.identity.generic.base import BaseGenericPlugin
+
+    cloud = login.os_cloud or os.environ.get("OS_CLOUD", "")
+    if not cloud and not any(os.environ.get(name) for name in ("OS_AUTH_URL", "OS_AUTH_TYPE", "OS_TOKEN")):
+        raise Problem(Exit.NOT_ALLOWED, f"Say who you are: {HOW}.")
+    try:
+        way = _of_clouds_yaml(cloud) if cloud else _of_variables()
+    except ClientException as error:
+        raise Problem(Exit.USAGE, f"The OS_… variables cannot be used: {error}") from None
+    auth = way.session.auth
+    if isinstance(auth, BaseGenericPlugin):
+        # It would discover Identity's version first, and wait for its own lock for ever if a 401 is the answer (5.18).
+        url = auth.auth_url.rstrip("/")
+        way.session.auth = auth.create_plugin(way.session, (3, 0), url if url.endswith("/v3") else f"{url}/v3")
+    return way
+
+
+def _of_clouds_yaml(cloud: str) -> Way:
+    if find_spec("openstack") is None:
+        raise Problem(
+            Exit.USAGE, "clouds.yaml is read by openstacksdk: pip install openstacksdk, or use the OS_… variables."
+        )
+    from openstack.config import get_cloud_region
+    from openstack.exceptions import ConfigException
+
+    try:
+        region = get_cloud_region(cloud=cloud)
+        interface = region.get_interface(SERVICE) or "public"
+        return Way(region.get_session(), region.region_name, interface, region.get_endpoint(SERVICE) or "")
+    except ConfigException as error:
+        raise Problem(Exit.USAGE, f"The cloud {cloud!r} cannot be used: {error}") from None
+
+
+def _of_variables() -> Way:
+    """Of whichever plugin OS_AUTH_TYPE names, with its own variables, as keystoneauth1 reads them."""
+    from keystoneauth1 import loading
+
+    application = os.environ.get("OS_APPLICATION_CREDENTIAL_ID") or os.environ.get("OS_APPLICATION_CREDENTIAL_NAME")
+    parser = argparse.ArgumentParser()
+    loading.register_auth_argparse_arguments(parser, [], "v3applicationcredential" if application else "password")
+    loading.register_session_argparse_arguments(parser)
+    said = parser.parse_args([])
+    session = loading.load_session_from_argparse_arguments(said, auth=loading.load_auth_from_argparse_arguments(said))
+    if os.environ.get("OS_INSECURE", "").lower() in ("1", "true", "yes"):
+        session.verify = False
+    return Way(session, os.environ.get("OS_REGION_NAME") or None, os.environ.get("OS_INTERFACE") or "public")
+
+
+def _root(url: str) -> str:
+    """An address without what comes after the root."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query or parts.fragment:
+        raise Problem(Exit.USAGE, f"{url!r} is no address of the API: say https://HOST[:PORT].")
+    return url.rstrip("/").removesuffix("/api")

@@ -1,0 +1,89 @@
+"""The `cyborg` command itself: its verbs in their order, and `completion`. The console script's entry point."""
+
+from __future__ import annotations
+
+import click
+from click.shell_completion import get_completion_class
+
+from cyborgweb.cli import accelerators, attachments, backends, devices, drivers
+from cyborgweb.cli.options import Verb, of_connection, of_output
+
+SHELLS = ("bash", "zsh", "fish")
+TEACHING = """\b
+First steps:
+  export CYBORG_URL=https://accelerators.example CYBORG_TOKEN_FILE=~/.cyborg-token
+  cyborg agent-list
+  cyborg device-list --state inactive
+  cyborg device-ready 3f1c --reason "burnt in"
+  cyborg accelerator-create --device 3f1c --count 4
+  source <(cyborg completion bash)
+
+\b
+Exit codes: 0 done, 1 refused or failed, 2 usage, 3 not found, 4 not allowed or
+not logged in, 5 cannot be reached or busy, 6 done in part, 130 not followed on.
+"""
+
+
+class Verbs(click.Group):
+    """Verbs in the order in which an operator meets them."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        """As they were added."""
+        return [*self.commands]
+
+
+@click.group(
+    "cyborg",
+    cls=Verbs,
+    params=[*of_connection(), *of_output()],
+    epilog=TEACHING,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.version_option(package_name="cyborgweb", prog_name="cyborg")
+def cli() -> None:
+    """Accelerators of a cloud: drivers, their backends, devices, what instances hold.
+
+    Each verb explains itself: cyborg VERB --help.
+    """
+
+
+@click.command("completion", cls=Verb, example="completion bash >> ~/.bash_completion")
+@click.argument("shell", type=click.Choice(SHELLS))
+def completion(shell: str) -> None:
+    """Print what a shell completes verbs with."""
+    made = get_completion_class(shell)
+    if made:
+        click.echo(made(cli, {}, "cyborg", "_CYBORG_COMPLETE").source())
+
+
+VERBS = (
+    drivers.driver_list,
+    drivers.install_driver,
+    drivers.uninstall_driver,
+    drivers.update_driver,
+    backends.backend_list,
+    backends.backend_show,
+    backends.service_list,
+    backends.discover_services,
+    devices.device_list,
+    devices.device_show,
+    devices.device_ready,
+    devices.device_maintain,
+    devices.device_drain,
+    devices.device_retire,
+    accelerators.accelerator_list,
+    accelerators.accelerator_create,
+    accelerators.accelerator_update,
+    accelerators.accelerator_delete,
+    attachments.attach_instance,
+    attachments.detach_instance,
+    devices.agent_list,
+    completion,
+)
+for each in VERBS:
+    cli.add_command(each)
+
+
+def main() -> None:
+    """Run it; the process ends here."""
+    cli(prog_name="cyborg")

@@ -1,0 +1,157 @@
+"""What the verbs of `cyborg` have in common: their options, how they reach the API, what their help looks like.
+
+Options of the connection and of the output are understood before and after the verb.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import click
+
+from cyborgweb.cli.connection import Api
+from cyborgweb.cli.logins import Login
+from cyborgweb.cli.output import FORMATS, Output
+
+LIMIT = 10_000
+MAX_REASON = 500
+MAX_WORDS = 64
+
+
+@dataclass
+class Asked:
+    """What every verb gets, by `pass_asked`."""
+
+    login: Login = field(default_factory=Login)
+    output: Output = field(default_factory=Output)
+
+    @cached_property
+    def api(self) -> Api:
+        """Nobody is asked before its first method is called."""
+        return Api(self.login)
+
+    def rows(self, path: str, limit: int, **filters: Any) -> list[dict[str, Any]]:
+        """A list as it was filtered, at most so much of it; that there is more is said."""
+        found = list(self.api.rows(path, limit + 1, **said(filters)))
+        if len(found) > limit:
+            click.echo(f"These are the first {limit}; there are more: --limit says how many to show.", err=True)
+        return found[:limit]
+
+
+pass_asked: Callable[[Callable[..., Any]], Callable[..., Any]] = click.make_pass_decorator(Asked, ensure=True)
+
+
+class Verb(click.Command):
+    """A verb: takes the options of all after its name, too; those of the connection are told by `cyborg --help`."""
+
+    def __init__(self, *args: Any, example: str = "", **options: Any) -> None:
+        shown = "\n".join(f"  cyborg {line}" for line in example.splitlines())
+        super().__init__(*args, **options)
+        self.epilog = f"\b\nExample:\n{shown}"
+        self.params += [*of_output(), *of_connection(hidden=True)]
+
+
+def verb(name: str, example: str) -> Callable[[Callable[..., Any]], click.Command]:
+    """Makes a function a verb; its docstring is the help, `example` what could stand behind `cyborg`."""
+    return click.command(name, cls=Verb, example=example)
+
+
+def of_connection(hidden: bool = False) -> list[click.Parameter]:
+    """Where, and as whom. The hidden ones read no environment: they are the second place to say it."""
+
+    def option(name: str, text: str, **options: Any) -> click.Option:
+        word = name.removeprefix("--").replace("-", "_")
+        variable = word.upper() if word == "os_cloud" else f"CYBORG_{word.upper()}"
+        return click.Option(
+            [name],
+            help=text,
+            hidden=hidden,
+            expose_value=False,
+            callback=_kept("login", word),
+            envvar=None if hidden else variable,
+            show_envvar=not hidden,
+            **options,
+        )
+
+    return [
+        option("--url", "Address of the service, https://HOST[:PORT].", metavar="URL"),
+        option("--token", "A token; other users of this machine can see it here, so better in the variable."),
+        option("--token-file", "File whose last line is a token.", metavar="FILE"),
+        option("--os-cloud", "Log in as this cloud of clouds.yaml says; without it, as the OS_… variables say."),
+        option("--cacert", "File with the authorities that vouch for the service.", metavar="FILE"),
+        option("--insecure", "Trust whoever answers.", is_flag=True),
+        option("--timeout", "Seconds to wait for an answer; 30 unless said.", type=click.FloatRange(0.1, 3600)),
+    ]
+
+
+def of_output() -> list[click.Parameter]:
+    """How rows are shown."""
+    return [
+        click.Option(
+            ["--format", "-f"],
+            type=click.Choice(FORMATS),
+            expose_value=False,
+            callback=_kept("output", "format"),
+            help="table unless said. json and yaml give everything, table and csv columns.",
+        ),
+        click.Option(
+            ["--columns", "-c"],
+            metavar="NAME,…",
+            expose_value=False,
+            callback=_kept("output", "columns", lambda text: tuple(filter(None, text.split(",")))),
+            help="These columns, or any field of the API's rows, such as host.name.",
+        ),
+    ]
+
+
+def _kept(part: str, name: str, read: Callable[[Any], Any] = lambda value: value) -> Callable[..., Any]:
+    """A callback that remembers what was said."""
+
+    def keep(context: click.Context, parameter: click.Parameter, value: Any) -> None:
+        if value:
+            setattr(getattr(context.ensure_object(Asked), part), name, read(value))
+
+    return keep
+
+
+limit = click.option(
+    "--limit", type=click.IntRange(1, 1_000_000), default=LIMIT, show_default=True, help="So many rows at most."
+)
+waits = click.option("--wait/--no-wait", default=True, help="Follow it to its end, as is usual, or only order it.")
+yes = click.option("--yes", "-y", is_flag=True, help="Do not ask whether it is meant.")
+
+
+def reason(context: click.Context, parameter: click.Parameter, value: str) -> str:
+    """At most as long as the service takes."""
+    if len(value) > MAX_REASON:
+        raise click.BadParameter(f"Say it in at most {MAX_REASON} characters.")
+    return value
+
+
+because = click.option("--reason", default="", callback=reason, help="Why; shown with it and with its events.")
+
+
+def said(values: dict[str, Any]) -> dict[str, Any]:
+    """Without what was not said."""
+    return {name: value for name, value in values.items() if value not in (None, "", (), {})}
+
+
+def words(context: click.Context, parameter: click.Parameter, value: tuple[str, ...]) -> dict[str, str]:
+    """`vfs=4` and the like."""
+    pairs = [text.partition("=") for text in value]
+    if len(pairs) > MAX_WORDS or not all(word and mark and said for word, mark, said in pairs):
+        raise click.BadParameter(f"Say WORD=VALUE, such as vfs=4; at most {MAX_WORDS} times.")
+    return {word: said for word, _, said in pairs}
+
+
+def sure(question: str, meant: bool) -> None:
+    """Ask the person; whoever is none says --yes. Raises UsageError or Abort."""
+    if meant:
+        return
+    if not sys.stdin.isatty():
+        raise click.UsageError("Nobody is there to be asked whether this is meant: say --yes.")
+    click.confirm(question, abort=True, err=True)

@@ -1,0 +1,82 @@
+"""Backends of kind `accel-class`: functions that a kernel driver shows in /sys/class/accel, handed out as device nodes.
+
+A node with its permissions is what a container takes, a handle of kind `DEV`; Nova gives a guest no such thing, so it
+is never offered one. Source: Documentation/accel/introduction.rst.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import ClassVar, Literal
+
+import msgspec
+from msgspec import Struct
+
+from drivers import pci
+from drivers.base import Findings
+from drivers.errors import Gone
+from drivers.generic.kind import service
+from drivers.generic.matched import Matched, readings
+from drivers.inventory import AttachHandle, BackendKind, Deployable, Device, Fault, Service
+from drivers.machine import PCI_DEVICES, Machine
+from drivers.steps import Act, Ask, Plan
+
+CLASS = "/sys/class/accel"
+
+
+class Desired(Struct, frozen=True, forbid_unknown_fields=True):
+    """What a consumer may do with the node: read, write, or both."""
+
+    permissions: Literal["r", "w", "rw"] = "rw"
+
+
+class Accel(Matched, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="accel-class"):
+    """One handle a function: its node."""
+
+    kind: ClassVar[BackendKind] = "accel-class"
+
+    desired: Desired = Desired()
+
+    def discover(self, machine: Machine) -> Findings:
+        """Functions without a node are faults."""
+        found = self.functions(machine)
+        nodes = {device.key: node_of(machine, device.address or "") for device in found.devices}
+        bare = [device for device in found.devices if not nodes[device.key]]
+        faults = [
+            Fault(device.address or device.key, "it has no node in /dev/accel: is its driver bound?") for device in bare
+        ]
+        devices = (self._offered(device, nodes[device.key]) for device in found.devices if nodes[device.key])
+        return Findings(tuple(devices), (*found.faults, *faults))
+
+    def services(self, machine: Machine, devices: tuple[Device, ...]) -> tuple[Service, ...]:
+        """Its readings. What Nova cannot have is said where one looks for it."""
+        return (
+            service("passthrough", "it hands out device nodes (DEV), which Nova gives no guest: not offered to Nova"),
+            *readings(machine, devices),
+        )
+
+    def plan(self, act: Act, machine: Machine, ask: Ask) -> Plan:
+        """Nothing is changed; what is attached must be there."""
+        if act == "attach":
+            address = pci.find(machine, ask.key)
+            if ask.handle is None or ask.handle != self._handle(node_of(machine, address)):
+                raise Gone(f"{address} has no such node (any more)")
+        return super().plan(act, machine, ask)
+
+    def _offered(self, device: Device, node: str) -> Device:
+        (part,) = device.deployables
+        traits = tuple(attribute for attribute in part.attributes if attribute.key != "rc")
+        part = Deployable(part.name, 1, traits, (self._handle(node),), part.driver_name)
+        acts = "attach detach health"
+        return msgspec.structs.replace(device, deployables=(part,), acts=acts, changeable="", sized_by="")
+
+    def _handle(self, node: str) -> AttachHandle:
+        return AttachHandle("DEV", json.dumps({"path": node, "permissions": self.desired.permissions}, sort_keys=True))
+
+
+def node_of(machine: Machine, address: str) -> str:
+    """`/dev/accel/accel0`, '' when the function has none."""
+    for name in machine.names(f"{PCI_DEVICES}/{address}/accel"):
+        if machine.exists(f"{CLASS}/{name}") and machine.exists(f"/dev/accel/{name}"):
+            return f"/dev/accel/{name}"
+    return ""

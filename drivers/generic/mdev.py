@@ -1,0 +1,168 @@
+"""Backends of kind `mdev`: mediated devices of PCI functions, each made when it is attached and gone when it is not.
+
+Source: Documentation/ABI/testing/sysfs-bus-vfio-mdev. A mediated device has the uuid of its attach handle. Who has it
+is noted in `/state/mdev`, since the kernel does not know; how handles look is upstream's (contract section 6.3).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Annotated, ClassVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from drivers import pci
+from drivers.base import Findings
+from drivers.errors import Busy, Gone, Invalid
+from drivers.generic.kind import service
+from drivers.generic.matched import Matched, readings
+from drivers.inventory import AttachHandle, Attribute, BackendKind, Deployable, Device, Fault, Service
+from drivers.machine import PCI_DEVICES, Machine
+from drivers.steps import Act, Ask, Check, Plan, Step, Write
+
+NOTES = "/state/mdev"
+UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+MAKE_S = 30.0
+
+
+class Desired(Struct, frozen=True, forbid_unknown_fields=True):
+    """A type as the kernel names it, such as `nvidia-223`."""
+
+    mdev_type: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=64)]
+
+
+class Mdev(Matched, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="mdev"):
+    """A handle for each mediated device of the wanted type that there is room for, and for each that we made."""
+
+    kind: ClassVar[BackendKind] = "mdev"
+    writes: ClassVar[tuple[str, ...]] = (
+        f"{PCI_DEVICES}/*:*:*.*/mdev_supported_types/*/create",
+        f"{PCI_DEVICES}/*:*:*.*/*-*-*-*-*/remove",
+        f"{NOTES}/*",
+    )
+
+    desired: Desired
+
+    def discover(self, machine: Machine) -> Findings:
+        """Functions that do not have the wanted type are faults."""
+        found = self.functions(machine)
+        devices, faults = [], list(found.faults)
+        for device in found.devices:
+            address = device.address or ""
+            types = types_of(machine, address)
+            if self.desired.mdev_type in types:
+                devices.append(self._offered(machine, device, address))
+            else:
+                has = f"it has {', '.join(types)[:1000]}" if types else "it has none: is its driver bound?"
+                faults.append(Fault(address, f"it has no mdev type {self.desired.mdev_type}; {has}"))
+        return Findings(tuple(devices), tuple(faults))
+
+    def services(self, machine: Machine, devices: tuple[Device, ...]) -> tuple[Service, ...]:
+        """Mediated devices, with how many may still be made."""
+        left = sum(self._left(machine, device.address or "") for device in devices)
+        types = sorted({name for device in devices for name in types_of(machine, device.address or "")})
+        limits = {"type": self.desired.mdev_type, "types": " ".join(types), "available": str(left)}
+        return service("mdev", limits=limits), *readings(machine, devices)
+
+    def plan(self, act: Act, machine: Machine, ask: Ask) -> Plan:
+        """attach makes the mediated device, detach takes it away."""
+        if act not in ("attach", "detach"):
+            return super().plan(act, machine, ask)
+        if not UUID.fullmatch(ask.uuid) or (act == "attach" and not UUID.fullmatch(ask.consumer)):
+            raise Invalid(f"an MDEV handle needs a uuid and a consumer, not {ask.uuid!r} and {ask.consumer!r}")
+        address = pci.find(machine, ask.key)
+        return Plan(tuple(self._attach(machine, address, ask) if act == "attach" else _detach(machine, address, ask)))
+
+    def _left(self, machine: Machine, address: str) -> int:
+        path = f"{_types(address)}/{self.desired.mdev_type}"
+        return max(0, machine.read_int(f"{path}/available_instances", 0))
+
+    def _handles(self, machine: Machine, address: str) -> tuple[AttachHandle, ...]:
+        """What others made of this type (with mdevctl, say) is not counted: it is not ours to give."""
+        name = self.desired.mdev_type
+        ours = {*machine.names(f"{_types(address)}/{name}/devices")} & {*machine.names(NOTES)}
+        count = min(1024, self._left(machine, address) + len(ours))
+        domain, bus, device, function = re.split("[:.]", address)
+        place = {"asked_type": name, "bus": bus, "device": device, "domain": domain, "function": function}
+        marks = (json.dumps({**place, "vgpu_mark": f"{name}_{number}"}) for number in range(count))
+        return tuple(AttachHandle("MDEV", mark) for mark in marks)
+
+    def _offered(self, machine: Machine, device: Device, address: str) -> Device:
+        (part,) = device.deployables
+        trait = "CUSTOM_MDEV_" + re.sub("[^A-Z0-9_]", "_", self.desired.mdev_type.upper())
+        others = [attribute for attribute in part.attributes if attribute.key != "rc"]
+        rc = Attribute("rc", "VGPU" if device.type == "GPU" else "CUSTOM_MDEV")
+        handles = self._handles(machine, address)
+        part = Deployable(
+            part.name,
+            len(handles),
+            (rc, *others, Attribute(f"trait{len(others)}", trait)),
+            handles,
+            part.driver_name,
+        )
+        acts = "attach detach health"
+        return msgspec.structs.replace(device, deployables=(part,), acts=acts, changeable="", sized_by="")
+
+    def _attach(self, machine: Machine, address: str, ask: Ask) -> list[Step]:
+        """Raises Gone, and Busy when the device is another consumer's or there is no room."""
+        name, holder = self.desired.mdev_type, machine.text(f"{NOTES}/{ask.uuid}")
+        if _made(machine, address, ask.uuid):
+            if holder == ask.consumer:
+                return []
+            raise Busy(f"the mediated device {ask.uuid} belongs to {holder or 'nobody known'}: detach it first")
+        if ask.handle not in self._handles(machine, address):
+            raise Gone(f"{address} has no such handle (any more)")
+        if not self._left(machine, address):
+            raise Busy(f"{address} has no room for another mediated device of type {name}")
+        note, device = f"{NOTES}/{ask.uuid}", f"{PCI_DEVICES}/{address}/{ask.uuid}"
+        return [
+            Step(
+                does=f"note that {ask.uuid} is for {ask.consumer}",
+                write=Write(note, ask.consumer),
+                seen=(Check(note, ask.consumer),),
+                undo=(Write(note, ""),),
+            ),
+            Step(
+                does=f"make a mediated device of type {name} on {address}",
+                write=Write(f"{_types(address)}/{name}/create", ask.uuid),
+                expect=(Check(f"{device}/mdev_type", "", link=True),),
+                seen=(Check(f"{device}/mdev_type", name, link=True),),
+                undo=(Write(f"{device}/remove", "1"),),
+                timeout_s=MAKE_S,
+            ),
+        ]
+
+
+def types_of(machine: Machine, address: str) -> list[str]:
+    """The types of mediated devices that a function can have."""
+    return machine.names(_types(address))
+
+
+def _types(address: str) -> str:
+    return f"{PCI_DEVICES}/{address}/mdev_supported_types"
+
+
+def _made(machine: Machine, address: str, uuid: str) -> bool:
+    return bool(machine.link(f"{PCI_DEVICES}/{address}/{uuid}/mdev_type"))
+
+
+def _detach(machine: Machine, address: str, ask: Ask) -> list[Step]:
+    """What is another consumer's stays. Raises Busy while a guest has it open: the kernel would wait for its end."""
+    device, note = f"{PCI_DEVICES}/{address}/{ask.uuid}", f"{NOTES}/{ask.uuid}"
+    holder = machine.text(note)
+    if holder and ask.consumer not in ("", holder):
+        return []
+    steps = []
+    if _made(machine, address, ask.uuid):
+        group = machine.link(f"{device}/iommu_group")
+        nodes = (f"/dev/vfio/{group}",) if group else ()
+        for node in filter(machine.is_open, nodes):
+            raise Busy(f"the mediated device {ask.uuid} cannot be taken away: a guest uses it ({node} is open)")
+        gone = (Check(f"{device}/mdev_type", "", link=True),)
+        write = Write(f"{device}/remove", "1")
+        steps.append(Step(f"take the mediated device {ask.uuid} away", write, idle=nodes, seen=gone, timeout_s=MAKE_S))
+    if holder:
+        steps.append(Step(f"forget who had {ask.uuid}", Write(note, ""), seen=(Check(note, ""),)))
+    return steps

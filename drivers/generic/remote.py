@@ -1,0 +1,93 @@
+"""Backends of kind `remote`: devices that an operator describes, somewhere else; they are shown and never touched.
+
+How they are is read from a file that something else on this host writes: `{"NAME": {"status": "ok", "reason": ""}}`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from drivers.base import Findings
+from drivers.errors import Gone, Invalid
+from drivers.generic.kind import Kind, service
+from drivers.inventory import BackendKind, Device, DeviceType, Health, Name, Service, Text, Word
+from drivers.machine import Machine
+from drivers.steps import Ask, Vitals
+
+KEY = "remote:"
+
+
+class Described(Struct, frozen=True, forbid_unknown_fields=True):
+    """A device as its operator knows it."""
+
+    name: Word
+    type: DeviceType
+    vendor: Name
+    model: Name
+
+
+class Status(Struct, frozen=True):
+    """How one of them is."""
+
+    status: Health
+    reason: Text = ""
+
+
+class Remote(Kind, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="remote"):
+    """They have no handles: nothing of them is attached here."""
+
+    kind: ClassVar[BackendKind] = "remote"
+
+    devices: Annotated[list[Described], Meta(min_length=1, max_length=1024)]
+    status_file: Annotated[str, Meta(max_length=512, pattern=r"^/[^\x00]+$")] = ""
+
+    def problem(self) -> str:
+        """Names are identities."""
+        names = [device.name for device in self.devices]
+        return "two of its devices have the same name" if len(set(names)) < len(names) else ""
+
+    def discover(self, machine: Machine) -> Findings:
+        """As described, and as the file says that they are. Raises Invalid for a file that cannot be understood."""
+        said = self._said(machine)
+        return Findings(tuple(self._device(device, said) for device in self.devices))
+
+    def services(self, machine: Machine, devices: tuple[Device, ...]) -> tuple[Service, ...]:
+        """Only their health is known."""
+        there = self.status_file and machine.exists(self.status_file)
+        return (service("health", "" if there else f"there is no status file {self.status_file}".rstrip()),)
+
+    def health(self, machine: Machine, ask: Ask) -> Vitals:
+        """As the file says."""
+        for device in self.devices:
+            if ask.key == f"{KEY}{device.name}":
+                said = self._said(machine).get(device.name, self._unknown())
+                return Vitals(said.status, said.reason)
+        raise Gone(f"there is no {ask.key} (any more)")
+
+    def _said(self, machine: Machine) -> dict[str, Status]:
+        try:
+            return msgspec.json.decode(machine.read_bytes(self.status_file), type=dict[str, Status])
+        except Gone:
+            return {}
+        except (msgspec.MsgspecError, ValueError) as error:
+            raise Invalid(f"the status file {self.status_file} is not usable: {error}") from None
+
+    def _unknown(self) -> Status:
+        if not self.status_file:
+            return Status("unknown", "nothing tells how it is: name a status_file")
+        return Status("unknown", f"the status file {self.status_file} does not say")
+
+    def _device(self, device: Described, said: dict[str, Status]) -> Device:
+        now = said.get(device.name, self._unknown())
+        return Device(
+            key=f"{KEY}{device.name}",
+            type=device.type,
+            vendor=device.vendor,
+            model=device.model,
+            status=now.status,
+            status_reason=now.reason,
+            acts="health",
+        )

@@ -1,0 +1,193 @@
+"""The job `attachments`: what was asked of `accelerators.attachments` is done, a step at a time, each in a transaction.
+
+Intents of the kind `attachment` wake it. What changes Placement is recorded, committed, and tried by the next step
+(`claims`), so it is done once, wherever the worker is killed. Bind and deletion of requests are in the transaction
+that records them. Whatever fails before it is attached is undone; what cannot be undone yet is tried until it is.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import msgspec
+from django.conf import settings
+from django.db import transaction
+
+from accelerators import attachment_steps as steps
+from accelerators import attachments, intents, ticks
+from accelerators.attachments import Instance, Moved
+from accelerators.models import Attachment
+from accelerators.models.attachments import ENDED, AttachmentState
+from accelerators.refusals import Reason, Refused
+from placement_sync import claims, nova
+from placement_sync.claims import Change, Share
+from placement_sync.client import CONCURRENT, Away, Conflict, Placement, Rejected
+from placement_sync.cloud import session
+
+log = logging.getLogger(__name__)
+
+KIND, JOB = attachments.KIND, "attachments"
+TIMEOUT_S = 5.0
+PAUSE_S = 1.0
+"""How often it is looked whether a host has done its part."""
+AT_REST = (AttachmentState.ATTACHED.value, *ENDED)
+OFF = "Placement is switched off: nothing is claimed there"
+
+
+def run() -> None:
+    """The job."""
+    ticks.run(JOB, step)
+
+
+def step() -> bool:
+    """One step of the attachment that waits longest; True when there may be more to do."""
+    if steps.watch():
+        return True
+    due = intents.due(KIND, 1)
+    if not due:
+        steps.forget()
+        return False
+    (intent,) = due
+    row = Attachment.objects.filter(uuid=intent.key).first()
+    try:
+        with transaction.atomic():
+            if row and row.state not in AT_REST:
+                with steps.asked_for(row):
+                    _forward(row)
+            if row and row.step == "binding":
+                intents.waits(intent, f"{row.host} prepares it", PAUSE_S)
+            elif row is None or row.state in AT_REST:
+                intents.done([intent])
+    except Away as away:
+        _wait_together(str(away))
+        return False
+    except Moved:
+        intents.failed([intent], "somebody else moved it", 0.0)
+    except (Conflict, Rejected) as error:
+        intents.failed([intent], str(error))
+    except Exception as error:
+        log.exception("attachment %s", intent.key)
+        intents.failed([intent], f"{type(error).__name__}: {error}")
+    return True
+
+
+def look(uuid: str) -> Instance:
+    """An instance, asked of Nova; and whether Placement has it, so that something can be claimed for it. Within 4 s.
+
+    Raises Refused: UNKNOWN, AWAY, CONFLICT when it cannot be, now or as this cloud is configured.
+    """
+    keys = settings.KEYS
+    if (cloud := session(keys.nova_endpoint)) is None:
+        text = "Nova is switched off or not configured: whose instance it is, and where, only Nova can tell."
+        raise Refused(Reason.CONFLICT, text)
+    try:
+        found = _instance(uuid, nova.get(cloud, keys.nova_endpoint, f"/servers/{uuid}", {}, nova.DEADLINE_S))
+        if keys.placement_endpoint != "off":
+            consumer = Placement(cloud, keys.placement_endpoint, nova.DEADLINE_S).consumer(uuid)
+            if consumer.generation is None:
+                text = f"Placement has nothing allocated to instance {uuid}: nothing can be added to that."
+                raise Refused(Reason.CONFLICT, text)
+    except (nova.Unusable, Away, Conflict, Rejected) as error:
+        raise Refused(Reason.AWAY, f"Instance {uuid} cannot be asked for now: {error}. Try again.") from None
+    return found
+
+
+def _instance(uuid: str, answer: Any) -> Instance:
+    """Raises Refused UNKNOWN, and Unusable."""
+    if answer.status_code == 404:
+        raise Refused(Reason.UNKNOWN, f"Nova has no instance {uuid}.")
+    if answer.status_code != 200:
+        raise nova.Unusable(f"Nova answered {answer.status_code}")
+    try:
+        found = answer.json()["server"]
+        places = (found.get(f"OS-EXT-SRV-ATTR:{name}") for name in ("hypervisor_hostname", "host"))
+        task = str(found.get("OS-EXT-STS:task_state") or "")[:64]
+        named = frozenset(str(place)[:255] for place in places if place)
+        return Instance(uuid, str(found["tenant_id"])[:255], str(found["status"])[:64], named, task)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise nova.Unusable("Nova's answer is no server") from None
+
+
+def _forward(row: Attachment) -> None:
+    """The next step. Raises Away, Moved, Conflict, Rejected: the step is to be tried again."""
+    try:
+        match row.state, row.step:
+            case AttachmentState.ASKED, _:
+                steps.take_up(row)
+            case AttachmentState.ATTACHING, "chosen" | "claiming":
+                _claim(row)
+            case AttachmentState.ATTACHING, "claimed":
+                steps.bind(row)
+            case AttachmentState.ATTACHING, _:
+                steps.follow(row)
+            case _, "":
+                steps.free(row)
+            case _:
+                _give_back(row)
+    except Refused as refused:
+        if refused.reason is Reason.AWAY:
+            raise Away(refused.text) from None
+        if row.state == AttachmentState.ASKED:
+            steps.fail(row, refused.text)
+        else:
+            steps.undo(row, refused.text)
+
+
+def _claim(row: Attachment) -> None:
+    """What is to be written is recorded by one step and written by the next, until Placement shows it."""
+    if (placement := _placement()) is None:
+        return attachments.advance(row, AttachmentState.ATTACHING, "claimed", OFF)
+    shares, last = _shares(row), _change(row.claim)
+    seen = placement.consumer(str(row.instance))
+    change = claims.claiming(seen, shares, last)
+    if change is None:
+        raise Refused(Reason.CONFLICT, f"Placement has nothing allocated to instance {row.instance} any more.")
+    if not change.nothing and change != last:
+        return attachments.advance(row, AttachmentState.ATTACHING, "claiming", claim=msgspec.to_builtins(change))
+    if not change.nothing:
+        try:
+            placement.allocate(seen.uuid, claims.body(seen, shares, change))
+        except (Conflict, Rejected) as error:
+            if isinstance(error, Conflict) and error.code == CONCURRENT:
+                raise
+            raise Refused(Reason.CONFLICT, str(error)) from None
+    said = ", ".join(f"{share.amount} {share.resource_class} of {rp}" for rp, share in sorted(shares.items()))
+    attachments.advance(row, AttachmentState.ATTACHING, "claimed", said)
+
+
+def _give_back(row: Attachment) -> None:
+    """The same of what was claimed, or may have been."""
+    if row.claim is None:
+        return steps.end(row)
+    if (placement := _placement()) is None:
+        return steps.end(row, OFF)
+    shares, last = _shares(row), _change(row.release)
+    seen = placement.consumer(str(row.instance))
+    change = claims.releasing(seen, shares, steps.others(row), last)
+    if change is not None and change != last:
+        state = AttachmentState(row.state)
+        return attachments.advance(row, state, "returning", release=msgspec.to_builtins(change))
+    if change is not None:
+        placement.allocate(seen.uuid, claims.body(seen, shares, change))
+    steps.end(row)
+
+
+def _placement() -> Placement | None:
+    endpoint = settings.KEYS.placement_endpoint
+    cloud = session(endpoint)
+    return cloud and Placement(cloud, endpoint, TIMEOUT_S)
+
+
+def _shares(row: Attachment) -> dict[str, Share]:
+    return msgspec.convert(row.shares, dict[str, Share])
+
+
+def _change(recorded: Any) -> Change | None:
+    return msgspec.convert(recorded, Change) if recorded else None
+
+
+def _wait_together(error: str) -> None:
+    """Who would have to answer is away: nobody needs to find that out again for a while."""
+    while due := intents.due(KIND, 1000):
+        intents.failed(due, error)

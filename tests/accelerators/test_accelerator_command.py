@@ -1,0 +1,75 @@
+"""`manage.py accelerator` as an operator uses it."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+from django.core.management import CommandError, call_command
+
+from accelerators import commands, outcomes
+from accelerators.management import following
+from accelerators.models import AttachHandle, Command
+from tests.own.test_units import device, divisible, hold, reported
+
+pytestmark = pytest.mark.django_db
+
+
+def said(*words: str) -> tuple[int, str]:
+    """Exit status and standard output."""
+    out, status = io.StringIO(), 0
+    try:
+        call_command("accelerator", *words, stdout=out, stderr=io.StringIO())
+    except SystemExit as ended:
+        status = int(ended.code or 0)
+    return status, out.getvalue()
+
+
+def test_units_are_listed_with_who_has_them() -> None:
+    reported(divisible(1, 2), divisible(2, 1, "b"))
+    held = hold(AttachHandle.objects.order_by("attach_info").first())
+    head, *lines = said("list")[1].splitlines()
+    lines.sort()
+    assert head.split() == ["state", "host", "driver", "backend", "device", "handle", "instance", "project", "label"]
+    assert [line.split()[:4] for line in lines] == [
+        ["Bound", "cmp1", "generic_driver", "a"],
+        ["free", "cmp1", "generic_driver", "a"],
+        ["free", "cmp1", "generic_driver", "b"],
+    ]
+    (row,) = json.loads(said("list", "--attached", "--json")[1])
+    assert (row["state"], row["instance"], row["project"]) == ("Bound", held.instance_uuid, "p1")
+    assert len(json.loads(said("list", "--free", "--backend", "b", "--host", "cmp1", "--json")[1])) == 1
+    assert json.loads(said("list", "--driver", "x", "--json")[1]) == []
+
+
+def test_more_and_fewer_and_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    reported(divisible(1, 2), divisible(2, 1, "b"))
+    status, text = said("create", "cmp1/a", "cmp1/z", "--count", "2", "--reason", "guests")
+    ordered, refused = text.splitlines()
+    command = Command.objects.get()
+    assert (status, command.arguments["layout"], command.reason) == (1, {"vfs": "4"}, "guests")
+    assert ordered.startswith(f"ordered: {command.uuid}") and refused.startswith("refused: Host cmp1 has no device")
+    other = str(device(2).uuid)
+    status, text = said("delete", other, "--json")
+    (row,) = json.loads(text)
+    assert (status, row["command"]["op"], row["refused"]) == (0, "partition", "")
+    with pytest.raises(CommandError, match="is at generation 1 now, not 0"):
+        said("update", other, "--layout", "vfs=3", "--generation", "0")
+    with pytest.raises(CommandError, match="1 or more"):
+        said("create", other, "--count", "0")
+    assert said("delete", "cmp1")[0] == 2, "no uuid, and no HOST/BACKEND either"
+
+
+@pytest.mark.parametrize("outcome", ["succeeded", "failed"])
+def test_it_can_be_waited_for(outcome: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reported(divisible(1, 2))
+
+    def agent(_: float) -> None:
+        command = Command.objects.get()
+        commands.answer([commands.Answer(command.host_id, command.id, outcome, "as its driver says")])
+        outcomes.settle()
+
+    monkeypatch.setattr(following.time, "sleep", agent)
+    status, text = said("update", str(device(1).uuid), "--layout", "vfs=3", "--wait")
+    assert (status, text) == (outcome != "succeeded", f"1044 0000:01:00.0 on cmp1: {outcome}: as its driver says\n")

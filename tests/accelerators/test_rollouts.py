@@ -1,0 +1,311 @@
+"""Drivers on hosts: wanted, told once, brought to many hosts with care; never taken from under a request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from accelerators import commands, conductor, outcomes, rollouts, safety, seen, sweep
+from accelerators.caller import Caller
+from accelerators.commands import Answer
+from accelerators.models import Command, Device, DriverWish, Event, Host, HostDriver, Rollout
+from accelerators.refusals import Reason, Refused
+from accelerators.rollouts import Pace
+from accelerators.states import RolloutOp, Source
+from accelerators.wishes import Change, check
+from drivers.inventory import DriverReport
+from tests.own.conftest import Fill, fill
+from tests.support.reports import a_host, answer, apply, card
+
+pytestmark = pytest.mark.django_db
+OLGA = Caller("olga", "u", frozenset({"admin"}), "p1")
+INSTALL, UPDATE, UNINSTALL = RolloutOp
+DRIVER = "test_driver"
+__all__ = ["fill"]
+
+
+def hosts(number: int, *said: DriverReport) -> list[Host]:
+    """So many of them, each with the same drivers."""
+    made = [a_host(f"cmp{n}") for n in range(number)]
+    for host in made:
+        apply(host, *said)
+    return made
+
+
+def begin(op: RolloutOp, on: list[Host], driver: str = DRIVER, reason: str = "", **asked: Any) -> Rollout:
+    """Start it and let the job do what it can."""
+    change = {name: asked.pop(name) for name in ("enabled", "settings") if name in asked}
+    made = rollouts.start(
+        Change(op, driver, **change), on, OLGA, pace=Pace(**asked), reason=reason, source=Source.PERSON
+    )
+    return work(made)
+
+
+def work(rollout: Rollout) -> Rollout:
+    """The job, until it has nothing left to do."""
+    while rollouts.step():
+        pass
+    rollout.refresh_from_db()
+    return rollout
+
+
+def said(command: Command | None, outcome: str = "succeeded", text: str = "it runs", **stands: Any) -> None:
+    """The agent reports how its driver stands, and answers."""
+    assert command is not None
+    wish = command.arguments["wish"]
+    off = "" if wish["installed"] and wish["enabled"] else "disabled" if wish["installed"] else "absent"
+    stands = {"state": off, "generation": wish["generation"], "version": "7"} | stands
+    host = Host.objects.get(pk=command.host_id)
+    if outcome == "succeeded":
+        apply(host, DriverReport(command.arguments["driver"], **stands), seq=host.applied_seq + 1)
+    commands.answer([Answer(command.host_id, command.id, outcome, text)])
+    while outcomes.settle():
+        pass
+
+
+def states(rollout: Rollout) -> list[str]:
+    return [*rollout.steps.order_by("id").values_list("state", flat=True)]
+
+
+def row(host: Host, driver: str = DRIVER) -> HostDriver:
+    return HostDriver.objects.select_related("wish").get(host=host, driver=driver)
+
+
+def test_a_driver_is_installed_changed_and_uninstalled_on_one_host() -> None:
+    (host,) = hosts(1, DriverReport(DRIVER, state="absent"))
+    assert (row(host).state, row(host).wish, row(host).drifts) == ("absent", None, False)
+    installing = begin(INSTALL, [host], settings={"rules": [{"vendor": "1af4"}]}, reason="new cards")
+    command = Command.objects.get()
+    assert (command.op, command.actor, command.reason, command.host) == ("configure", "olga", "new cards", host)
+    wish = {"generation": 1, "installed": True, "enabled": True, "settings": {"rules": [{"vendor": "1af4"}]}}
+    assert command.arguments == {"driver": DRIVER, "wish": wish}
+    assert (installing.state, states(installing), row(host).drifts) == ("running", ["ordered"], True)
+    said(command)
+    assert (work(installing).state, states(installing)) == ("done", ["done"])
+    assert (row(host).state, row(host).drifts, row(host).seen["version"]) == ("ok", False, "7")
+    off = begin(UPDATE, [host], enabled=False)
+    said(Command.objects.latest("id"))
+    assert work(off).state == "done"
+    assert (row(host).state, row(host).wish.settings) == ("disabled", wish["settings"])
+    gone = begin(UNINSTALL, [host])
+    said(Command.objects.latest("id"))
+    assert (work(gone).state, row(host).state, row(host).wish.installed) == ("done", "absent", False)
+    assert DriverWish.objects.get().settings is None
+    told = Event.objects.filter(action="driver.wanted").order_by("id").values_list("changes__generation", flat=True)
+    assert [*told] == [[None, 1], [None, 2], [None, 3]]
+    ended = Event.objects.filter(subject=installing.uuid).order_by("id").values_list("action", flat=True)
+    assert [*ended] == ["rollout.started", "rollout.done"]
+
+
+def test_what_is_so_already_is_not_told_again() -> None:
+    (host,) = hosts(1, DriverReport(DRIVER, state="absent"))
+    begin(INSTALL, [host])
+    said(Command.objects.get())
+    again = begin(INSTALL, [host])
+    assert (again.state, states(again)) == ("done", ["skipped"])
+    assert again.steps.get().text == "test_driver is so already"
+    never = begin(UNINSTALL, [host], driver="other_driver")
+    assert never.steps.get().text == "other_driver is not installed there"
+    assert Command.objects.count() == 1
+
+
+def test_a_wish_that_the_agent_refused_stays_and_is_shown_as_not_so() -> None:
+    (host,) = hosts(1, answer(card(1)))
+    rollout = begin(UPDATE, [host], settings={"rules": 7})
+    device = Device.objects.get()
+    assert device.busy_with == Command.objects.get().uuid
+    said(Command.objects.get(), "refused", "rules: expected a list; nothing was changed")
+    device.refresh_from_db()
+    assert device.busy_with is None
+    work(rollout)
+    assert (rollout.state, rollout.steps.get().state) == ("stopped", "failed")
+    assert rollout.steps.get().text == "rules: expected a list; nothing was changed"
+    assert (row(host).state, row(host).drifts) == ("ok", True)
+    begin(UPDATE, [host], settings={"rules": 7})
+    assert row(host).wish.generation == 2, "asked again, it is told again"
+
+
+def test_max_parallel_and_stop_on_failure() -> None:
+    on = hosts(6, DriverReport(DRIVER, state="absent"))
+    rollout = begin(INSTALL, on, max_parallel=2)
+    assert states(rollout) == ["ordered"] * 2 + ["waiting"] * 4
+    said(rollout.steps.order_by("id")[0].command)
+    assert states(work(rollout)) == ["done", "ordered", "ordered", "waiting", "waiting", "waiting"]
+    said(rollout.steps.order_by("id")[2].command, "failed", "no such package")
+    assert states(work(rollout)) == ["done", "ordered", "failed", "skipped", "skipped", "skipped"]
+    assert (rollout.state, rollout.ended_at) == ("stopped", None), "one is still under way"
+    said(rollout.steps.order_by("id")[1].command)
+    assert states(work(rollout)) == ["done", "done", "failed", "skipped", "skipped", "skipped"]
+    assert (rollout.state, rollout.ended_at is None) == ("stopped", False)
+    assert rollout.steps.order_by("id")[3].text == "not begun: another host failed"
+    assert Command.objects.count() == 3
+
+
+def test_a_rollout_that_does_not_stop_goes_through_all() -> None:
+    on = hosts(3, DriverReport(DRIVER, state="absent"))
+    rollout = begin(INSTALL, on, max_parallel=1, stop_on_failure=False)
+    for outcome in ("failed", "succeeded", "refused"):
+        said(rollout.steps.get(state="ordered").command, outcome)
+        work(rollout)
+    assert (rollout.state, states(rollout)) == ("done", ["failed", "done", "failed"])
+
+
+def test_cancelled_the_rest_is_not_begun() -> None:
+    on = hosts(3, DriverReport(DRIVER, state="absent"))
+    rollout = begin(INSTALL, on, max_parallel=1)
+    rollouts.cancel(rollout, OLGA)
+    rollouts.cancel(rollout, OLGA)
+    assert (work(rollout).state, rollout.ended_at) == ("cancelled", None)
+    said(rollout.steps.get(state="ordered").command)
+    assert states(work(rollout)) == ["done", "skipped", "skipped"]
+    assert rollout.ended_at
+    assert rollout.steps.order_by("id")[1].text == "not begun: cancelled by olga"
+    assert Event.objects.filter(action="rollout.cancelled", subject=rollout.uuid).count() == 2, "asked, and ended"
+
+
+def test_a_host_whose_agent_does_not_come_fails_with_that_reason() -> None:
+    (host,) = hosts(1, DriverReport(DRIVER, state="absent"))
+    rollout = begin(INSTALL, [host])
+    with conductor.writing():
+        past = datetime.now(UTC) - timedelta(seconds=1)
+        Command.objects.update(start_by=past, end_by=past)
+    outcomes.expire()
+    assert states(work(rollout)) == ["failed"]
+    assert rollout.steps.get().text == "the agent of cmp0 did not take it in time"
+
+
+def test_S1_a_driver_whose_devices_are_held_is_left_alone(fill: Fill) -> None:
+    (host,) = fill(10)
+    held = Device.objects.filter(deployables__attach_handles__request__isnull=False).first()
+    for op, change in ((UNINSTALL, {}), (UPDATE, {"enabled": False}), (UPDATE, {"settings": {}}), (INSTALL, {})):
+        with pytest.raises(Refused, match=r"is held by request .* of instance .* cannot be") as refused:
+            begin(op, [host], driver="pci_driver", **change)
+        assert refused.value.reason == Reason.HELD
+    assert held is not None
+    assert not DriverWish.objects.exists()
+    assert not Rollout.objects.filter(driver="pci_driver").exists()
+    other = hosts(1, DriverReport("pci_driver", state="absent"))
+    rollout = begin(UNINSTALL, [host, *other], driver="pci_driver")
+    assert (rollout.state, states(rollout)) == ("stopped", ["failed", "skipped"])
+
+
+def test_S1_a_driver_is_left_alone_while_a_witness_cannot_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    (host,) = hosts(1, answer(card(1)))
+    monkeypatch.setitem(safety._witnesses, "nova", lambda device: safety.Testimony(unknown="it does not answer"))
+    with pytest.raises(Refused, match=r"is held is unknown \(nova: it does not answer\)") as refused:
+        begin(UNINSTALL, [host])
+    assert refused.value.reason == Reason.AWAY
+
+
+def test_nothing_is_bound_to_a_device_while_its_driver_is_changed() -> None:
+    (host,) = hosts(1, answer(card(1, acts="reset")))
+    device = Device.objects.get()
+    begin(UPDATE, [host], settings={"a": 1})
+    with pytest.raises(Refused, match="is busy with configure"):
+        commands.ask("reset", device.uuid, OLGA)
+    with pytest.raises(Refused, match="is being changed"):
+        begin(UPDATE, [host], settings={"a": 2})
+    said(Command.objects.get(), "failed")
+    assert begin(UPDATE, [host], settings={"a": 2}).state == "running"
+
+
+def test_devices_of_a_driver_that_was_turned_off_are_missing_and_come_back() -> None:
+    (host,) = hosts(1, answer(card(1)))
+    with conductor.writing():
+        Device.objects.update(state="ready")
+    begin(UPDATE, [host], enabled=False)
+    said(Command.objects.get())
+    device = Device.objects.select_related("host").get()
+    assert (device.state, device.returns_to) == ("missing", "ready")
+    assert device.state_reason == "test_driver is disabled on its host"
+    assert device.host.why_stale(DRIVER) == ""
+    assert [*sweep._removable(datetime.now(UTC) + timedelta(days=1))] == [device], "and goes some day"
+    begin(UPDATE, [host], enabled=True)
+    command = Command.objects.latest("id")
+    said(command, devices=(card(1),))
+    device.refresh_from_db()
+    assert device.state == "ready"
+
+
+def test_what_only_the_hosts_own_file_leaves_out_keeps_its_devices() -> None:
+    (host,) = hosts(1, answer(card(1)))
+    apply(host, DriverReport(DRIVER, state="absent"), seq=2)
+    device = Device.objects.select_related("host").get()
+    assert device.state == "inactive"
+    assert device.host.why_stale(DRIVER) == "test_driver: no longer enabled on this host"
+    assert row(host).state == "absent"
+
+
+def test_how_a_driver_stands_is_kept_beside_its_answer() -> None:
+    (host,) = hosts(1, DriverReport(DRIVER, "it broke 5 times", state="quarantined", version="3", generation=4))
+    (entry,) = Host.objects.get(pk=host.pk).drivers.values()
+    assert {name: entry[name] for name in ("error", "state", "version", "generation")} == {
+        "error": "it broke 5 times",
+        "state": "quarantined",
+        "version": "3",
+        "generation": 4,
+    }
+    assert seen.state_of({"error": "x"}) == "failed"
+    assert seen.state_of({"error": ""}) == "ok"
+    rollout = begin(UPDATE, [host], enabled=True)
+    assert Command.objects.get().arguments["wish"]["generation"] == 5, "above what the agent has, whoever said it"
+    assert states(rollout) == ["ordered"]
+
+
+Bad = tuple[Change, str]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (Change(INSTALL, "no driver"), "Say which driver"),
+        (Change(UNINSTALL, "d", enabled=True), "takes neither"),
+        (Change(UPDATE, "d"), "Say what is to be other"),
+        (Change(INSTALL, "d", settings={"acts": []}), "only that host's own"),
+        (
+            Change(INSTALL, "d", settings={"rules": [{"db_password": "x"}]}),
+            r"settings.rules\[0\].db_password looks like",
+        ),
+        (Change(INSTALL, "d", settings={"API-key": "x"}), "looks like a secret"),
+        (Change(INSTALL, "d", settings={"a": "\0"}), "cannot be stored"),
+        (Change(INSTALL, "d", settings={"a": float("inf")}), "no such number"),
+        (Change(INSTALL, "d", settings={"a": [[[[[[[[[1]]]]]]]]]}), "nested at most 8"),
+        (Change(INSTALL, "d", settings={"a": "x" * 65_536}), "at most 65536 bytes"),
+    ],
+)
+def test_what_makes_no_sense(change: Change, says: str) -> None:
+    with pytest.raises(Refused, match=says) as refused:
+        check(change)
+    assert refused.value.reason == Reason.INVALID
+
+
+Choice = Callable[[], list[Host]]
+
+
+def test_hosts_are_chosen_by_name_pattern_and_driver() -> None:
+    one, two, three = hosts(3, DriverReport(DRIVER, state="absent"))
+    apply(two, answer(card(1)), seq=2)
+    begin(INSTALL, [three], driver="far_driver")
+    assert rollouts.choose(["cmp2", "cmp0"]) == [one, three]
+    assert rollouts.choose(selector={"all": True}) == [one, two, three]
+    assert rollouts.choose(selector={"name": "*[12]"}) == [two, three]
+    assert rollouts.choose(selector={"driver": DRIVER}) == [two]
+    assert rollouts.choose(selector={"driver": "far_driver", "name": "cmp*"}) == [three]
+    for names, selector in (([], None), (["cmp0"], {"all": True}), (["nope"], None), ([], {"name": "x*"})):
+        with pytest.raises(Refused) as refused:
+            rollouts.choose(names, selector)
+        assert refused.value.reason == Reason.INVALID
+    for selector in ({"all": False}, {"name": 7}, {"driver": ""}, {"zone": "a"}):
+        with pytest.raises(Refused, match="A selector is"):
+            rollouts.choose(selector=selector)
+
+
+def test_old_ones_are_forgotten() -> None:
+    (host,) = hosts(1, DriverReport(DRIVER, state="absent"))
+    begin(UNINSTALL, [host])
+    assert not rollouts.forget()
+    assert rollouts.forget(datetime.now(UTC) + rollouts.REMEMBERED + timedelta(days=1))
+    assert not Rollout.objects.exists()

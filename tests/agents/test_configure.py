@@ -1,0 +1,142 @@
+"""A driver changed over HTTP, told to its agent over the real socket; and a worker killed amid a roll-out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from django.contrib.auth.models import User
+from django.db import connection
+from django.test import Client
+
+from accelerators import outcomes, rollouts
+from accelerators.caller import Caller
+from accelerators.models import Command, Device, HostDriver, Rollout
+from accelerators.states import RolloutOp, Source
+from accelerators.wishes import Change
+from agents import courier, enrolment, tasks, wire
+from agents.gateway import Gateway
+from cyborgweb.models import ApiToken
+from cyborgweb.settings.keys import Keys
+from drivers.inventory import DriverReport
+from tests.agents.conftest import House
+from tests.support.reports import a_host, apply, card
+from tests.support.webserver import until
+from tests.support.wireagent import OPS, WireAgent, acknowledged, ask, end, take
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+
+@pytest.fixture
+def gateway(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gateway]:
+    monkeypatch.setattr(courier, "POLL_S", 0.1)
+    made = Gateway(Keys(lease_flush_s=0.05))
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def agent(gateway: Gateway, house: House) -> WireAgent:
+    house.gateway = gateway
+    join = wire.parse_join_string(enrolment.make_token("cmp1", address="http://x", hours=1, created_by="t"))
+    return WireAgent(house.port, token=join.secret)
+
+
+class Operator:
+    """With a manager's token."""
+
+    def __init__(self) -> None:
+        user = User.objects.create_user("rita")
+        self.token = ApiToken.make("rita", user, ["manager", "member", "reader"], "p1")
+
+    def call(self, method: str, path: str, **body: Any) -> dict[str, Any]:
+        data = json.dumps(body) if body else ""
+        response = Client().generic(method, path, data, "application/json", headers={"X-Auth-Token": self.token})
+        assert response.status_code in (200, 202), response.content
+        return dict(json.loads(response.content))
+
+
+def report(seq: int, *drivers: DriverReport) -> wire.Report:
+    return wire.Report(1, seq, wire.content_hash(drivers), drivers)
+
+
+def test_a_driver_is_installed_and_nobody_reads_done_beside_old_rows(agent: WireAgent) -> None:
+    rita = Operator()
+    with agent.speaking((*OPS, "configure")) as socket:
+        ask(socket, report(1, DriverReport("pci_driver", state="absent")))
+        tasks.merge()
+        made = rita.call(
+            "POST", "/api/rollouts/", op="install", driver="pci_driver", hosts=["cmp1"], settings={"a": [1]}
+        )
+        heard = take(socket)
+        assert (heard.op, heard.driver) == ("configure", "pci_driver")
+        assert heard.wish == wire.Wish(1, settings={"a": [1]})
+        after = report(2, DriverReport("pci_driver", devices=(card(1),), version="2", generation=1))
+        ask(socket, after)
+        end(socket, heard, text="pci_driver is enabled", epoch=1, seq=2, hash=after.hash)
+        until(lambda: Command.objects.filter(answered_at__isnull=False).exists())
+        outcomes.run()
+        rollouts.run()
+        assert rita.call("GET", made["url"])["state"] == "running", "its report is not applied"
+        tasks.merge()
+        outcomes.run()
+        rollouts.run()
+        assert acknowledged(socket) == heard.number
+        shown = rita.call("GET", made["url"])
+        assert (shown["state"], shown["steps"][0]["text"]) == ("done", "pci_driver is enabled")
+        (row,) = rita.call("GET", "/api/drivers/")["results"]
+        assert (row["devices"], row["version"], row["drifts"], Device.objects.count()) == (1, "2", False, 1)
+
+
+def test_an_agent_from_before_says_so(agent: WireAgent) -> None:
+    rita = Operator()
+    with agent.speaking(OPS) as socket:
+        ask(socket, report(1, DriverReport("fake_driver")))
+        tasks.merge()
+        (row,) = rita.call("GET", "/api/drivers/")["results"]
+        assert (row["seen"]["state"], row["seen"]["generation"], row["version"]) == ("ok", 0, "")
+        made = rita.call("POST", "/api/rollouts/", op="update", driver="fake_driver", hosts=["cmp1"], enabled=False)
+        end(socket, take(socket), "refused", "this release of the agent has no command 'configure': update it")
+        until(lambda: Command.objects.filter(answered_at__isnull=False).exists())
+        outcomes.run()
+        rollouts.run()
+        (step,) = rita.call("GET", made["url"])["steps"]
+        assert (step["state"], step["text"].endswith("update it")) == ("failed", True)
+
+
+class Killed(BaseException):
+    """As by SIGKILL: nothing that the worker has not committed was done."""
+
+
+def test_L2_a_worker_killed_at_any_statement_orders_each_host_once() -> None:
+    hosts = [a_host(f"cmp{n}") for n in range(3)]
+    for host in hosts:
+        apply(host, DriverReport("pci_driver", state="absent"))
+    olga = Caller("olga", "u", frozenset(), "p1")
+    rollout = rollouts.start(Change(RolloutOp.INSTALL, "pci_driver"), hosts, olga, source=Source.PERSON)
+    assert not Command.objects.exists()
+    kills = 0
+    for statement in range(1, 500):
+        left = statement
+
+        def deadly(execute: Any, sql: str, params: Any, many: bool, context: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if not left:
+                raise Killed
+            return execute(sql, params, many, context)
+
+        try:
+            with connection.execute_wrapper(deadly):
+                rollouts.run()
+        except Killed:
+            kills += 1
+        else:
+            break
+        assert Command.objects.count() == rollout.steps.filter(state="ordered").count()
+    assert kills > 20
+    assert Command.objects.count() == 3
+    assert HostDriver.objects.filter(driver="pci_driver", drifts=True, wish__generation=1).count() == 3
+    assert Rollout.objects.get().state == "running"

@@ -1,0 +1,115 @@
+"""Drivers at the console: the list with its drift, the page that begins a roll-out, and its own; without scripts."""
+
+from __future__ import annotations
+
+import pytest
+from django.contrib.auth.models import Permission, User
+from django.db import connection
+from django.test import Client
+from django.test.utils import CaptureQueriesContext
+from django.urls import reverse
+
+from accelerators import rollouts
+from accelerators.models import Command, HostDriver, Rollout
+from drivers.inventory import DriverReport
+from tests.accelerators.test_rollouts import said, work
+from tests.support.reports import a_host, answer, apply, card
+
+pytestmark = pytest.mark.django_db
+LIST = "/admin/accelerators/hostdriver/"
+
+
+@pytest.fixture(autouse=True)
+def hosts() -> None:
+    """Three hosts on which a driver could be installed, and another runs."""
+    for n in range(3):
+        apply(a_host(f"cmp{n}"), DriverReport("pci_driver", state="absent"), answer(card(1)))
+
+
+def page(driver: str = "pci_driver", host: str = "cmp0") -> str:
+    row = HostDriver.objects.get(driver=driver, host__name=host)
+    return reverse("admin:accelerators_hostdriver_change", args=[row.pk])
+
+
+def press(client: Client, address: str, **fields: str) -> str:
+    response = client.post(address, fields, follow=True)
+    assert response.status_code == 200
+    return response.content.decode()
+
+
+def test_a_driver_is_installed_from_its_page_and_the_rollout_is_followed(operator: Client) -> None:
+    shown = operator.get(page()).content.decode()
+    assert "as its host&#x27;s own file says" in shown and 'value="install"' in shown
+    assert 'value="uninstall"' not in shown
+    shown = press(operator, page(), do="install", settings='{"rules": []}', reason="new GPUs")
+    assert "install pci_driver on 1 host" in shown and "1 ordered" in shown
+    assert 'data-live="/admin/accelerators/rollout/' in shown
+    listed = operator.get(f"{LIST}?drifts__exact=1").content.decode()
+    assert "drifts" in listed and "generation 1" in listed and "cmp1" not in listed
+    said(Command.objects.get())
+    rollout = work(Rollout.objects.get())
+    shown = operator.get(reverse("admin:accelerators_rollout_change", args=[rollout.pk])).content.decode()
+    assert "1 done" in shown and "it runs" in shown and "data-live" not in shown
+    shown = operator.get(page()).content.decode()
+    assert 'value="disable"' in shown and "&quot;rules&quot;: []" in shown and "drifts" not in shown
+    shown = operator.get(reverse("admin:accelerators_rollout_now", args=[rollout.pk])).content.decode()
+    assert "1 ordered" not in shown
+    shown = operator.get(reverse("admin:accelerators_command_change", args=[Command.objects.get().pk])).content.decode()
+    assert "<dt>Generation</dt>" in shown and "&quot;rules&quot;" in shown
+
+
+def test_why_it_is_not_as_it_is_wanted(operator: Client) -> None:
+    press(operator, page(), do="install")
+    said(Command.objects.get(), "refused", "there is no such package")
+    assert "there is no such package" in operator.get(LIST).content.decode()
+    assert "there is no such package" in operator.get(page()).content.decode()
+
+
+def test_on_all_hosts_with_a_failure_and_cancelled(operator: Client) -> None:
+    shown = press(operator, page("test_driver"), do="disable", where="all", max_parallel="1", reason="recall")
+    rollout = work(Rollout.objects.get())
+    assert "update test_driver on 3 hosts" in shown
+    shown = press(operator, reverse("admin:accelerators_rollout_change", args=[rollout.pk]), do="cancel")
+    assert "2 skipped" in shown and "not begun: cancelled by olga" in shown
+    assert "cancelled" in operator.get("/admin/accelerators/rollout/").content.decode()
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"do": "install", "settings": "{"}, "The settings are no JSON"),
+        ({"do": "install", "settings": "[]"}, "Settings are a JSON object"),
+        ({"do": "install", "settings": '{"password": "x"}'}, "looks like a secret"),
+        ({"do": "enable"}, "install it there first"),
+        ({"do": "settings"}, "Say what is to be other than it is"),
+    ],
+)
+def test_what_is_refused_is_said_on_its_page(operator: Client, fields: dict[str, str], says: str) -> None:
+    shown = press(operator, page(), **fields)
+    assert says in shown
+    assert not Rollout.objects.exists()
+
+
+def test_who_may_only_look_changes_nothing(client: Client) -> None:
+    user = User.objects.create(username="vera", is_staff=True)
+    user.user_permissions.add(*Permission.objects.filter(codename__in=["view_hostdriver", "view_rollout"]))
+    client.force_login(user)
+    assert 'name="do"' not in client.get(page()).content.decode()
+    assert client.post(page(), {"do": "install"}).status_code == 403
+    client.logout()
+    assert client.get(LIST).status_code == 302
+
+
+def test_the_lists_take_as_many_statements_for_many_hosts_as_for_few(operator: Client) -> None:
+    operator.get(LIST)
+
+    def statements() -> int:
+        with CaptureQueriesContext(connection) as found:
+            assert operator.get(LIST).status_code == 200
+        return len(found)
+
+    few = statements()
+    for n in range(3, 30):
+        apply(a_host(f"cmp{n}"), DriverReport("pci_driver", state="absent"), answer(card(1)))
+    assert statements() == few <= 12
+    assert not rollouts.step()

@@ -1,0 +1,114 @@
+"""Events at the console: found by beginnings of their words, by index; and the page of one."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from django.db import connection
+from django.test import Client
+from django.test.utils import CaptureQueriesContext
+from django.urls import reverse
+
+from accelerators import conductor, lifecycle
+from accelerators.actions import Action
+from accelerators.caller import Caller, request_id
+from accelerators.models import Device, Event
+from accelerators.models.records import saying
+from accelerators.states import Source
+from tests.console.conftest import Fill
+
+pytestmark = pytest.mark.django_db
+
+LIST = reverse("admin:accelerators_event_changelist")
+
+
+def page(event: Event) -> str:
+    return reverse("admin:accelerators_event_change", args=[event.pk])
+
+
+@pytest.fixture
+def events(fill: Fill) -> list[Event]:
+    """What three people and an agent did."""
+    fill(2)
+    about = {"subject": (None, "NVIDIA H100 0000:3b:00.0"), "changes": {"state": ["ready", "missing"]}}
+    with conductor.writing():
+        conductor.record_all(
+            [
+                conductor.event("device.missing", Source.PERSON, "Olga", **about),
+                conductor.event("device.back", Source.PERSON, "o'hara\\", **about),
+                conductor.event("profile.created", Source.API, "nova", subject=(None, "small & 'fast':*")),
+            ]
+        )
+    return list(Event.objects.all())
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        ("device.m", {"device.missing"}),
+        ("missing", {"device.missing"}),
+        ("OLG", {"device.missing"}),
+        ("0000:3b", {"device.missing", "device.back"}),
+        ("h100 back", {"device.back"}),
+        ("o'hara\\", {"device.back"}),
+        ("small & 'fast", {"profile.created"}),
+        ("' | 'nova':* !", set()),
+        ("\\", set()),
+        ("issing", set()),
+        ("x" * 3000, set()),
+        ("n o v a " * 40, set()),
+    ],
+)
+def test_all_words_that_are_typed_begin_one_of_the_events(
+    operator: Client, events: list[Event], asked: str, found: set[str]
+) -> None:
+    shown = operator.get(LIST, {"q": asked})
+    assert shown.status_code == 200
+    assert {event.action for event in shown.context["cl"].result_list} == found
+
+
+@pytest.mark.parametrize("asked", ["a\0b", "😀" * 300])
+def test_what_no_database_can_hold_is_no_error_of_ours(operator: Client, events: list[Event], asked: str) -> None:
+    assert operator.get(LIST, {"q": asked}).status_code in (200, 400)
+
+
+def test_a_search_is_by_index_whatever_is_asked(operator: Client, events: list[Event]) -> None:
+    with connection.cursor() as cursor:
+        cursor.execute("SET LOCAL enable_seqscan = off")
+    plan = Event.objects.filter(saying("nova", "olga")).explain()
+    assert plan.count("Bitmap Index Scan on") == plan.count("Bitmap Heap Scan on") > 1 and "Seq Scan" not in plan
+    with CaptureQueriesContext(connection) as captured:
+        operator.get(LIST, {"q": "device"})
+    listed = next(sql["sql"] for sql in captured if "ORDER BY" in sql["sql"] and "event_words" in sql["sql"])
+    assert "'0:00:00'::interval" in listed, "it is sorted: by the index of times a rare word takes reading all events"
+
+
+def test_the_page_of_an_event_shows_before_and_after_who_and_what_came_with_it(operator: Client, fill: Fill) -> None:
+    fill(3)
+    first, second = Device.objects.filter(state="inactive")
+    token = request_id.set("req-7c1f")
+    try:
+        for device in (first, second):
+            lifecycle.ask(Action.ENABLE, device.uuid, Caller("vera", "2", frozenset(), ""), "burnt in")
+    finally:
+        request_id.reset(token)
+    event = Event.objects.filter(action="device.ready", subject=first.uuid).get()
+    asked = operator.get(page(event))
+    shown = asked.content.decode()
+    for fact in ("burnt in", "vera", "req-7c1f", f"?q={first.uuid}", "0000:", '<th scope="col">Before</th>'):
+        assert fact in shown
+    assert ("state", "inactive", "ready") in asked.context["changed"]
+    assert len(asked.context["along"]) == 1 and len(asked.context["lately"]) == 1
+    assert operator.get(f"{LIST}?q=req-7c").context["cl"].result_count == 2
+    assert operator.post(page(event)).status_code == 403
+    assert operator.get(page(Event(pk=10**17))).status_code == 404
+
+
+def test_what_an_event_holds_is_text(operator: Client, events: list[Event]) -> None:
+    evil = "<script>alert(1)</script>"
+    with conductor.writing():
+        said = {evil: [evil, {"nested": evil}], "odd": 7}
+        conductor.record("device.changed", Source.API, evil, subject=(None, evil), changes=said, reason=evil)
+    shown = operator.get(page(Event.objects.get(reason=evil))).content.decode()
+    assert evil not in shown and json.dumps(evil)[1:-1] not in shown

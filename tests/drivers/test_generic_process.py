@@ -1,0 +1,56 @@
+"""The generic driver in its confined process: a backend that the kernel never answers costs only itself."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from drivers.runner import DriverProcess
+
+
+@asynccontextmanager
+async def generic(state: Path, **files: str) -> AsyncIterator[DriverProcess]:
+    """A remote backend for each file, which has one device of the backend's name."""
+    backends = {
+        name: {
+            "kind": "remote",
+            "devices": [{"name": name, "type": "FPGA", "vendor": "10ee", "model": "U250"}],
+            "status_file": f"/state/{file}",
+        }
+        for name, file in files.items()
+    }
+    driver = DriverProcess("generic_driver", "n", {"backends": backends}, state=str(state), deadline_s=6.0)
+    try:
+        yield driver
+    finally:
+        await driver.close()
+
+
+def test_three_backends_one_hangs_one_fails(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "never")
+    (tmp_path / "good").write_text('{"here": {"status": "ok"}}')
+    (tmp_path / "bad").write_text("[]")
+
+    async def story() -> None:
+        async with generic(tmp_path, stuck="never", broken="bad", here="good") as driver:
+            first, again = await driver.discover(), await driver.discover()
+            assert first == again and first.error == ""
+            assert [(device.key, device.backend) for device in first.devices] == [("remote:here", "here")]
+            errors = {backend.name: backend.error for backend in first.backends}
+            assert "its share of the time" in errors["stuck"] and "Expected `object`" in errors["broken"]
+            (tmp_path / "bad").write_text("{}")
+            os.close(os.open(tmp_path / "never", os.O_RDWR | os.O_NONBLOCK))
+            (tmp_path / "never").unlink()
+            report = await driver.discover()
+            while any(backend.error for backend in report.backends):
+                report = await driver.discover()
+            assert {device.key: device.status for device in report.devices} == {
+                "remote:stuck": "unknown",
+                "remote:broken": "unknown",
+                "remote:here": "ok",
+            }
+
+    asyncio.run(asyncio.wait_for(story(), 30))

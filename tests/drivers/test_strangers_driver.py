@@ -1,0 +1,108 @@
+"""A stranger follows docs/writing-a-driver.md: its files become a package elsewhere, its commands are run as printed.
+
+The virtual environment is a throw-away one on top of ours; drivers' processes find the package by its entry point.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import site
+import subprocess
+import tomllib
+import venv
+from pathlib import Path
+
+import pytest
+
+from drivers.generic import settings as generic
+from drivers.runner import DriverProcess
+from drivers.steps import Ask
+from tests.support import kernel
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCK = re.compile(r"^```\w+ (?P<name>\S+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCKS = {one["name"]: one["text"] for one in BLOCK.finditer((ROOT / "docs/writing-a-driver.md").read_text())}
+"""What the document gives a file's name, in the line of the fence."""
+DEVICE = "pci:0000:00:0b.0"
+
+
+class Stranger:
+    """A folder with the document's files, and an environment of their own."""
+
+    def __init__(self, root: Path) -> None:
+        self.folder, self.bin = root / "npu", root / "venv/bin"
+        self.folder.mkdir()
+        for name, text in BLOCKS.items():
+            (self.folder / name).write_text(text)
+        venv.create(root / "venv", symlinks=True)
+        (packages,) = (root / "venv").glob("lib/python*/site-packages")
+        below = [f"import site; site.addsitedir({path!r})\n" for path in site.getsitepackages()]
+        (packages / "below.pth").write_text("".join(below))
+        program = self.bin / "cyborg-agent"
+        program.write_text(f"#!{self.bin}/python\nfrom agents.host.main import main\n\nraise SystemExit(main())\n")
+        program.chmod(0o755)
+
+    def run(self, script: str) -> str:
+        """What one of the document's scripts prints, as a shell in that environment runs it."""
+        kept = {
+            name: value for name, value in os.environ.items() if not name.startswith(("CYBORG_", "PYTEST", "DJANGO"))
+        }
+        more = {
+            "PATH": f"{self.bin}:{os.environ['PATH']}",
+            "PIP_NO_INDEX": "1",
+            "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+            "PIP_ROOT_USER_ACTION": "ignore",
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        }
+        done = subprocess.run(
+            ["sh", "-e", script],
+            cwd=self.folder,
+            env=kept | more,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+
+def test_the_sample_of_the_generic_driver_is_understood() -> None:
+    backends = generic.read(tomllib.loads(BLOCKS["drivers.toml"])["generic_driver"])
+    assert {name: kind.kind for name, kind in backends.items()} == {
+        "disks": "pci",
+        "vgpu": "mdev",
+        "npu": "accel-class",
+    }
+
+
+def test_a_stranger_has_a_driver_that_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One story, since installing takes seconds: its own tests, by hand, the agent's listing, the runner."""
+    stranger = Stranger(tmp_path)
+    assert " passed" in stranger.run("install.sh")
+    if reason := kernel.why_not():
+        pytest.skip(reason)
+    manifest, report, *rest = stranger.run("by-hand.sh").splitlines()
+    assert manifest.startswith('{"ready":{"name":"npu","version":"1.0","api":1,')
+    assert f'"devices":[{{"key":"{DEVICE}"' in report
+    assert rest == BLOCKS["by-hand.json"].splitlines()
+    assert stranger.run("once.sh") == BLOCKS["once.txt"]
+    monkeypatch.setenv("LD_PRELOAD", "libumockdev-preload.so.0")
+    monkeypatch.setenv("UMOCKDEV_DIR", str(stranger.folder / "host"))
+    asyncio.run(seen_by_the_runner(stranger))
+
+
+async def seen_by_the_runner(stranger: Stranger) -> None:
+    """As the agent has it: confined, over the pipe."""
+    process = DriverProcess("npu", "cmp1", {}, command=[f"{stranger.bin}/python", "-I", "-m", "drivers.child", "npu"])
+    try:
+        report = await process.discover()
+        shown = [(device.key, device.to_install) for device in report.devices]
+        assert shown == [(DEVICE, "let 0000:00:0b.0 stay awake")], report
+        assert (await process.plan("install", Ask(DEVICE))).said == "awake"
+        assert not (await process.plan("uninstall", Ask(DEVICE))).steps
+        assert (await process.health(Ask(DEVICE))).samples[0].value == 2.5
+    finally:
+        await process.close()

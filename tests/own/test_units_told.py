@@ -1,0 +1,75 @@
+"""Units made by an agent over the real socket: whoever reads *done* reads the new units with it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from accelerators import outcomes
+from accelerators.models import Command
+from agents import courier, enrolment, tasks, wire
+from agents.gateway import Gateway
+from cyborgweb.settings.keys import Keys
+from drivers.inventory import Device as Card
+from tests.agents.conftest import House
+from tests.own.conftest import Ask, results
+from tests.own.test_units import divisible, post
+from tests.support.reports import answer
+from tests.support.webserver import serving, until
+from tests.support.wireagent import OPS, WireAgent, acknowledged, end, take
+from tests.support.wireagent import ask as send
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+
+@pytest.fixture
+def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[WireAgent]:
+    """It may join; a gateway serves it."""
+    monkeypatch.setattr(courier, "POLL_S", 0.1)
+    house = House()
+    house.gateway = Gateway(Keys(lease_flush_s=0.05))
+    join = wire.parse_join_string(enrolment.make_token("cmp1", address="http://x", hours=1, created_by="t"))
+    with serving(house) as port:
+        yield WireAgent(port, token=join.secret)
+        house.gateway.stop()
+
+
+def a_report(*cards: Card, seq: int) -> wire.Report:
+    drivers = (answer(*cards, driver="generic_driver"),)
+    return wire.Report(1, seq, wire.content_hash(drivers), drivers)
+
+
+def seen(ask: Ask) -> tuple[dict[str, str], dict[str, int]]:
+    """As a reader sees it: how each command stands, then, read after it, how many units each backend has."""
+    states = {row["layout"]["vfs"]: row["state"] for row in results(ask("/api/commands/?op=partition"))}
+    numbers: dict[str, int] = {}
+    for row in results(ask("/api/accelerators/?attached=false")):
+        numbers[row["backend"]] = numbers.get(row["backend"], 0) + 1
+    return states, numbers
+
+
+def test_two_backends_are_divided_one_refuses_and_nobody_reads_done_beside_old_units(
+    ask: Ask, agent: WireAgent
+) -> None:
+    with agent.speaking(OPS) as socket:
+        send(socket, a_report(divisible(1, 2, "a"), divisible(2, 1, "b"), seq=1))
+        tasks.merge()
+        made = post(ask, targets=[{"host": "cmp1", "backend": name} for name in ("a", "b")], count=2)
+        assert [row["refused"] for row in made] == ["", ""]
+        heard = {command.layout["vfs"]: command for command in (take(socket), take(socket))}
+        report = a_report(divisible(1, 4, "a"), divisible(2, 1, "b"), seq=2)
+        send(socket, report)
+        end(socket, heard["4"], epoch=1, seq=2, hash=report.hash)
+        end(socket, heard["3"], "failed", "0000:02:00.0 can have at most 1 virtual functions, not 3: change vfs")
+        until(lambda: Command.objects.filter(answered_at__isnull=False).count() == 2)
+        outcomes.run()
+        states, numbers = seen(ask)
+        assert (states["4"], numbers) == ("taken", {"a": 2, "b": 1}), "its report is not applied"
+        tasks.merge()
+        outcomes.run()
+        assert {acknowledged(socket), acknowledged(socket)} == {one.number for one in heard.values()}
+        assert seen(ask) == ({"4": "succeeded", "3": "failed"}, {"a": 4, "b": 1})
+    said = json.loads(ask(f"/api/commands/{made[1]['command']}/").content)
+    assert said["text"].endswith("not 3: change vfs") and said["device"]["address"] == "0000:02:00.0"

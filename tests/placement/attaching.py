@@ -1,0 +1,127 @@
+"""A host with cards, an instance that runs there, and what the job `attachments` talks to. For `test_attaching*`."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from keystoneauth1.session import Session as KeystoneSession
+from keystoneauth1.token_endpoint import Token
+
+from accelerators import attachments, conductor, lifecycle
+from accelerators.caller import Caller
+from accelerators.models import AcceleratorRequest, Attachment, Deployable, Device, DeviceProfile, Intent
+from placement_sync import attaching, tasks
+from placement_sync.reconcile import Observed
+from tests.placement.session import Session
+from tests.placement.trouble import Troubled
+from tests.support.nova import Nova, recording
+from tests.support.reports import a_host, answer, apply, card
+
+OLGA = Caller("olga", "u", frozenset({"admin"}), "admins")
+ROOT = "11111111-1111-1111-1111-111111111111"
+LONG_AGO = "2020-01-01T00:00:00Z"
+VM = "aaaaaaaa-0000-4000-8000-000000000000"
+
+
+@dataclass
+class Cloud:
+    """Placement's model for Placement, a recording Nova for Nova. `session` sees every call of both."""
+
+    nova: Nova
+    placement: Session = field(default_factory=Session)
+
+    def request(self, url: str, method: str, **values: Any) -> Any:
+        """One call, as keystoneauth1 makes it."""
+        if values["endpoint_filter"]["service_type"] == "placement":
+            return self.placement.request(url, method, values.get("json"))
+        return KeystoneSession(Token("http://unused", "token")).request(url, method, **values)
+
+    def boots(self, instance: str, host: str = "cmp1", root: str = ROOT, **states: str) -> str:
+        """An instance that runs, as Nova has it and Placement."""
+        self.nova.shown[instance] = (states.get("status", "ACTIVE"), host)
+        self.placement.model.allocated.setdefault((root, "VCPU"), {})[instance] = 4
+        return instance
+
+    def has(self, instance: str = VM) -> dict[str, dict[str, int]]:
+        """What the instance has in Placement, without its VCPU."""
+        found = self.placement.model.consumer(instance).allocations
+        return {provider: amounts for provider, amounts in found.items() if provider != ROOT}
+
+
+there = Troubled(None)
+
+
+def session() -> Troubled:
+    """For SERVICE_SESSION."""
+    return there
+
+
+@contextmanager
+def a_cloud(settings: Any) -> Iterator[Cloud]:
+    """Configured, with the host cmp1 in Placement and an instance VM of p1 there."""
+    settings.SERVICE_SESSION = "tests.placement.attaching.session"
+    keys = settings.KEYS
+    with recording() as nova:
+        known = {name: getattr(keys, name) for name in keys.__dataclass_fields__}
+        settings.KEYS = SimpleNamespace(**known | {"nova_endpoint": nova.url})
+        one = Cloud(nova)
+        there.__init__(one)  # type: ignore[misc]
+        one.placement.model.providers[ROOT] = Observed(ROOT, "cmp1", "", 0)
+        one.boots(VM)
+        looks = list(attachments._looks)
+        attachments.register(attaching.look)
+        try:
+            yield one
+        finally:
+            attachments._looks[:] = looks
+
+
+def cards(count: int = 1, handles: int = 2, **changes: Any) -> None:
+    """So many ready cards on cmp1, all known to Placement; a profile `one` that asks for one of them."""
+    apply(a_host(), answer(*(card(n, handles=handles, **changes) for n in range(count))))
+    for device in Device.objects.values_list("uuid", flat=True):
+        lifecycle.enable(device, OLGA)
+    with conductor.writing():
+        DeviceProfile.objects.create(name="one", groups=[{"resources:FPGA": "1"}])
+        DeviceProfile.objects.create(name="two", groups=[{"resources:FPGA": "2", "trait:CUSTOM_TEST": "required"}])
+    tasks.step()
+
+
+def provider(number: int = 0) -> str:
+    """The provider of the card."""
+    return str(Deployable.objects.order_by("id")[number].rp_uuid)
+
+
+def ask(profile: str = "one", instance: str = VM, **more: Any) -> Attachment:
+    """Somebody wants it attached."""
+    return attachments.ask(uuid.UUID(instance), OLGA, profile=profile, **more)
+
+
+def work(most: int = 30) -> None:
+    """Until nothing is left to do, or so many steps are done; who waits does not wait."""
+    for _ in range(most):
+        due_now()
+        if not attaching.step() and not Intent.objects.filter(kind="attachment").exists():
+            return
+
+
+def due_now() -> None:
+    """Time has passed."""
+    with conductor.writing():
+        Intent.objects.update(next_at=LONG_AGO)
+
+
+def state(row: Attachment) -> str:
+    """As it is now."""
+    row.refresh_from_db()
+    return str(row.state)
+
+
+def held(instance: str = VM) -> list[str]:
+    """The states of the instance's requests."""
+    return list(AcceleratorRequest.objects.filter(instance_uuid=instance).values_list("state", flat=True))

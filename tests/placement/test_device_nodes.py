@@ -1,0 +1,76 @@
+"""Handles that are device nodes (`DEV`): shown, and never offered to Nova, whoever names their provider."""
+
+from __future__ import annotations
+
+from uuid import uuid4
+
+import pytest
+from django.contrib.auth.models import User
+from django.test import Client
+from django.urls import reverse
+
+from accelerators import binding, conductor, lifecycle
+from accelerators.binding import Bind
+from accelerators.caller import Caller
+from accelerators.models import AcceleratorRequest, AttachHandle, Deployable, Device, DeviceProfile
+from accelerators.refusals import Reason, Refused
+from cyborgweb.models import ApiToken
+from drivers.inventory import AttachHandle as Handle
+from drivers.inventory import Attribute
+from drivers.inventory import Deployable as Part
+from placement_sync import store
+from tests.support.reports import a_host, answer, apply, card
+
+pytestmark = pytest.mark.django_db
+ADMIN = Caller("ops", "u", frozenset({"admin"}), "p")
+NODE = Part("node_0000:01:00.0", 1, (), (Handle("DEV", '{"path": "/dev/accel/accel0", "permissions": "rw"}'),), "1DA3")
+
+
+@pytest.fixture
+def node() -> AttachHandle:
+    """A ready accelerator that is a node, beside an ordinary card."""
+    apply(a_host(), answer(card(1, deployables=(NODE,)), card(2)))
+    for device in Device.objects.all():
+        lifecycle.enable(device.uuid, ADMIN)
+    return AttachHandle.objects.get(attach_type="DEV")
+
+
+def test_placement_is_told_of_none(node: AttachHandle) -> None:
+    (part,) = store.parts(a_host())
+    assert part.name == "node_0000:02:00.0" and part.total == 1
+
+
+def test_no_bind_gets_one(node: AttachHandle) -> None:
+    with conductor.writing():
+        DeviceProfile.objects.create(name="fpga", groups=[{"resources:FPGA": "1"}])
+    (request,) = binding.create("fpga", ADMIN)
+    provider = Deployable.objects.get(pk=node.deployable_id).rp_uuid
+    with pytest.raises(Refused, match="device nodes") as caught:
+        binding.bind([Bind(request, "cmp1", str(provider), str(uuid4()), None)], ADMIN)
+    assert caught.value.reason == Reason.NONE_FREE
+    assert AcceleratorRequest.objects.get().attach_handle is None
+
+
+def test_it_is_shown_as_such(node: AttachHandle, client: Client) -> None:
+    client.force_login(user := User.objects.create(username="olga", is_staff=True, is_superuser=True))
+    device = reverse("admin:accelerators_device_change", args=[node.deployable.device_id])
+    listed = reverse("admin:accelerators_attachhandle_changelist")
+    for page in (client.get(device).content.decode(), client.get(listed).content.decode()):
+        assert "/dev/accel/accel0" in page and "not offered to Nova" in page
+    token = ApiToken.make("t", user, ["admin"], "p")
+    rows = client.get("/api/attach_handles/?fields=type,not_offered", headers={"X-Auth-Token": token}).json()["results"]
+    assert {row["type"]: row["not_offered"].partition(":")[0] for row in rows} == {
+        "DEV": "not offered to Nova",
+        "PCI": "",
+    }
+
+
+def test_a_card_that_becomes_a_node_is_taken_out_of_placement(node: AttachHandle) -> None:
+    attributes = (Attribute("rc", "FPGA"),)
+    apply(a_host(), answer(card(1, deployables=(NODE,)), card(2, deployables=(named("02", attributes),))), seq=2)
+    assert store.parts(a_host()) == []
+
+
+def named(bus: str, attributes: tuple[Attribute, ...]) -> Part:
+    """The same part, now as a node."""
+    return Part(f"node_0000:{bus}:00.0", 1, attributes, (Handle("DEV", '{"path": "/dev/accel/accel1"}'),), "test")

@@ -1,0 +1,78 @@
+"""Drivers changed through the whole product while its parts are killed: it ends as it is wanted, and says so."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import requests
+
+from tests.system.product import Product, running
+from tests.system.test_kill import VICTIMS
+
+pytestmark = pytest.mark.system
+SETTINGS = {"CYBORG_HOST_NAME": "here.example", "CYBORG_HOST_NODE": "here", "CYBORG_ENABLED_DRIVERS": "fake_driver"}
+SETTINGS |= {"CYBORG_BEAT_S": "1", "CYBORG_RESCAN_S": "5"}
+SOON_S = 60.0
+THERE = "SELECT count(*) FROM accelerators_device WHERE state <> 'missing'"
+STANDS = "SELECT state, drifts FROM accelerators_hostdriver WHERE driver = 'fake_driver'"
+
+
+def test_L2_a_driver_is_changed_while_everything_is_killed_and_stays_as_it_was_wanted(folder: Path) -> None:
+    with running(Product(folder / "state", SETTINGS)) as product:
+        token = product.manage("api_token", "olga")[-1]
+        product.until(lambda: product.rows(STANDS) == [("ok", False)], SOON_S, "the driver answers")
+        for count, victim in enumerate(("agent", "work's group", "web"), start=2):
+            changed(product, token, folder, count, victim)
+        assert "1 host" in product.manage("driver", "update", "fake_driver", "--all", "--disable", "--wait")[-1]
+        assert product.rows(THERE) == [(0,)]
+        assert product.rows(STANDS) == [("disabled", False)]
+        product.remember()
+        product.kill()
+        product.nothing_left()
+        product.start()
+        (row,) = product.until(lambda: seen(product, token), SOON_S, "it answers again")
+        assert (row["seen"]["state"], row["drifts"]) == ("disabled", False)
+        product.until(lambda: product.child("agent"), SOON_S, "the agent is there")
+        product.manage("driver", "update", "fake_driver", "--host", "here.example", "--enable", "--wait")
+        assert product.rows(THERE) == [(4,)], "with the settings it had"
+        (folder / "six.json").write_text('{"count": 6}')
+        (folder / "fake.toml").write_text(f'control_file = "{folder}/six.json"\n')
+        file = str(folder / "fake.toml")
+        product.manage("driver", "update", "fake_driver", "--all", "--settings-file", file, "--wait")
+        assert product.rows(THERE) == [(6,)]
+
+
+def changed(product: Product, token: str, folder: Path, count: int, victim: str) -> None:
+    """So many cards are wanted, by settings; something is killed at once; asked again if need be, it is so."""
+    script = folder / f"{count}.json"
+    script.write_text(json.dumps({"count": count}))
+    body = {"op": "update", "driver": "fake_driver", "hosts": ["here.example"]}
+    body |= {"settings": {"control_file": str(script)}}  # type: ignore[dict-item]
+
+    def ended() -> str:
+        shown = product.json(address.removeprefix(f"http://127.0.0.1:{product.port}"), token)
+        return str(shown["steps"][0]["state"]) if shown.get("ended_at") else ""
+
+    for attempt in range(5):
+        product.until(lambda: product.get("/healthz")[0] == 200, SOON_S, "the web is there")
+        answer = requests.post(
+            f"http://127.0.0.1:{product.port}/api/rollouts/", json=body, headers={"X-Auth-Token": token}, timeout=60
+        )
+        assert answer.status_code == 202, answer.text
+        address = answer.json()["url"]
+        if attempt == 0:
+            for one in product.until(lambda: VICTIMS[victim][0](product), SOON_S, f"{victim} is there"):
+                os.kill(one.pid, signal.SIGKILL)
+        if product.until(ended, 2 * SOON_S, "the roll-out ends") in ("done", "skipped"):
+            break
+    assert product.rows(THERE) == [(count,)], victim
+    assert product.rows(STANDS) == [("ok", False)]
+
+
+def seen(product: Product, token: str) -> list[dict[str, object]]:
+    """The row of the fake driver."""
+    return list(product.json("/api/drivers/?driver=fake_driver", token).get("results", ()))

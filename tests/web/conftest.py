@@ -1,0 +1,51 @@
+"""The `cyborg` command as tests call it: against the real service on a free port, in an environment of its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+
+import pytest
+from click.testing import CliRunner, Result
+from django.contrib.auth.models import User
+
+from cyborgweb.asgi import BoundedThreads
+from cyborgweb.cli.main import cli
+from cyborgweb.models import ApiToken
+from cyborgweb.wsgi import application
+from tests.support.webserver import serving
+
+Cyborg = Callable[..., Result]
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    """Where the real service answers."""
+    with serving(BoundedThreads(application, 2, 20)) as port:
+        yield f"http://127.0.0.1:{port}"
+
+
+def run(*words: str, **environment: str) -> Result:
+    """`cyborg` with these words, in this environment alone."""
+    said = {name: "" for name in os.environ if name.startswith(("OS_", "CYBORG_"))}
+    return CliRunner().invoke(cli, words, env=said | environment, prog_name="cyborg")
+
+
+@pytest.fixture
+def cyborg(url: str, transactional_db: None) -> Cyborg:
+    """`cyborg("device-list", "--host", "cmp1", role="admin")`, logged in with a token."""
+    person = User.objects.create_user("rita")
+
+    def call(*words: str, role: str = "admin", **environment: str) -> Result:
+        roles = {"admin": ["admin", "manager", "member", "reader"]}.get(role, [role])
+        token = ApiToken.make(role, person, roles, "p1")
+        return run(*words, CYBORG_URL=url, CYBORG_TOKEN=token, **environment)
+
+    return call
+
+
+def refused(result: Result, code: int, *sentences: str) -> None:
+    """It ended with this code, and one line that says these."""
+    assert result.exit_code == code, result.output
+    said = result.stderr.splitlines()[-1]
+    assert all(sentence in said for sentence in sentences), said
