@@ -28,7 +28,7 @@ from accelerators.wishes import By, Change
 
 JOB = "rollouts"
 MOST = 10_000
-"""Hosts of one roll-out."""
+"""Hosts of one rollout."""
 PARALLEL, MAX_PARALLEL = 5, 100
 REMEMBERED = timedelta(days=90)
 _R, _S = RolloutState, StepState
@@ -117,7 +117,7 @@ def run() -> None:
 
 
 def step() -> bool:
-    """One transaction's worth of the oldest roll-out that can get on; False when none can."""
+    """One transaction's worth of the oldest rollout that can get on; False when none can."""
     with conductor.writing():
         return any(map(_advance, Rollout.objects.filter(UNDER_WAY).order_by("id").select_for_update(skip_locked=True)))
 

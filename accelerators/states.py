@@ -152,7 +152,7 @@ class RolloutOp(StrEnum):
 
 
 class RolloutState(StrEnum):
-    """How a roll-out stands; `stopped` by a failure, `cancelled` by a person: no further host is begun.
+    """How a rollout stands; `stopped` by a failure, `cancelled` by a person: no further host is begun.
 
     One that goes on whatever fails is `done` in the end.
     """
@@ -164,7 +164,7 @@ class RolloutState(StrEnum):
 
 
 class StepState(StrEnum):
-    """How one host of a roll-out stands."""
+    """How one host of a rollout stands."""
 
     WAITING = "waiting"
     ORDERED = "ordered"

@@ -1,4 +1,4 @@
-"""Drivers: their list, what is wanted beside what was seen; the page of one, which begins a roll-out; and of that.
+"""Drivers: their list, what is wanted beside what was seen; the page of one, which begins a rollout; and of that.
 
 A driver's page asks for one host, or for all where the driver runs; `accelerators.rollouts` does it.
 """
@@ -16,6 +16,7 @@ from django.template.response import TemplateResponse
 from django.urls import path, reverse
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
+from django.utils.text import Truncator
 from unfold.decorators import display
 
 from accelerators import rollouts
@@ -28,7 +29,7 @@ from accelerators.states import DriverState, RolloutOp, RolloutState, Source, St
 from accelerators.wishes import Change
 
 ROWS = 200
-"""So many hosts of a roll-out are shown, those that failed first; all are counted."""
+"""So many hosts of a rollout are shown, those that failed first; all are counted."""
 SEEN = {"ok": "good", "failed": "bad", "quarantined": "warn", "disabled": "calm", "absent": "calm"}
 STATES = {"running": "busy", "done": "good", "stopped": "bad", "cancelled": "warn"}
 STEPS = {"waiting": "calm", "ordered": "busy", "done": "good", "failed": "bad", "skipped": "calm"}
@@ -94,12 +95,12 @@ class DriverAdmin(ReadOnly):
 
     @display(description="What it says")
     def said(self, row: HostDriver) -> str:
-        return row.text[:200]
+        return Truncator(row.text).chars(200)
 
     def change_view(
         self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:
-        """GET: what is wanted and what was seen. POST: begin a roll-out, and show that."""
+        """GET: what is wanted and what was seen. POST: begin a rollout, and show that."""
         row = self.get_object(request, object_id)
         if row is None:
             return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
@@ -143,7 +144,7 @@ class RolloutAdmin(ReadOnly):
     search_fields = ("uuid__startswith", "driver__startswith", "actor__startswith", "reason__icontains")
     search_help_text = "uuid, driver, by whom, reason"
     exports = {"shown_state": ("state",), "what": ("op", "driver", "total"), "by": ("actor", "reason")}
-    empty = "No roll-outs yet. The page of a driver begins one."
+    empty = "No rollouts yet. The page of a driver begins one."
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Rollout]:
         number = {f"{word}_steps": Count("steps", filter=Q(steps__state=word)) for word in StepState}

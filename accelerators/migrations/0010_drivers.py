@@ -1,4 +1,4 @@
-"""What is wanted of drivers on hosts, and the roll-outs that bring it there."""
+"""What is wanted of drivers on hosts, and the rollouts that bring it there."""
 
 import uuid
 

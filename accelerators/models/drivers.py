@@ -1,4 +1,4 @@
-"""Which drivers are wanted on which host, and the roll-outs that bring them there. Written by `wishes`, `rollouts`."""
+"""Which drivers are wanted on which host, and the rollouts that bring them there. Written by `wishes`, `rollouts`."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class HostDriver(models.Model):
 
 
 class RolloutStep(models.Model):
-    """One host of a roll-out; it is ordered in the transaction that says so, so each host is ordered once."""
+    """One host of a rollout; it is ordered in the transaction that says so, so each host is ordered once."""
 
     rollout = models.ForeignKey(Rollout, models.CASCADE, related_name="steps")
     host = models.ForeignKey(Host, models.SET_NULL, null=True, related_name="+")

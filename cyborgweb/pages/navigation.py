@@ -31,7 +31,7 @@ GROUPS: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
         "Record",
         (
             ("Bulk actions", "checklist", "accelerators.bulk"),
-            ("Roll-outs", "rocket_launch", "accelerators.rollout"),
+            ("Rollouts", "rocket_launch", "accelerators.rollout"),
             ("Commands", "terminal", "accelerators.command"),
             ("Events", "history", "accelerators.event"),
             ("Intents", "outbox", "accelerators.intent"),

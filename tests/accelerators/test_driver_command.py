@@ -103,7 +103,7 @@ def test_it_is_begun_listed_shown_and_cancelled() -> None:
         (("install", "pci_driver", "--host", "nope"), "There is no host nope"),
         (("install", "pci_driver", "--all", "--settings-file", "/nowhere.toml"), "cannot be read"),
         (("update", "pci_driver", "--host", "cmp0", "--enable"), "install it there first"),
-        (("rollout", "11111111-2222-4333-8444-555555555555"), "there is no roll-out"),
+        (("rollout", "11111111-2222-4333-8444-555555555555"), "there is no rollout"),
     ],
 )
 def test_what_is_refused_says_why(words: tuple[str, ...], says: str) -> None:

@@ -1,4 +1,4 @@
-"""A driver changed over HTTP, told to its agent over the real socket; and a worker killed amid a roll-out."""
+"""A driver changed over HTTP, told to its agent over the real socket; and a worker killed amid a rollout."""
 
 from __future__ import annotations
 

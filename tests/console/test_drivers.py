@@ -1,4 +1,4 @@
-"""Drivers at the console: the list with its drift, the page that begins a roll-out, and its own; without scripts."""
+"""Drivers at the console: the list with its drift, the page that begins a rollout, and its own; without scripts."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def ask(client: Client, db: None) -> Ask:
 def fill(db: None) -> Fill:
     """`fill(devices)`: hosts cmp0, cmp1… of ten cards with two handles each; of every third handle a request is bound.
 
-    Each host is told to look again and has a discrepancy, and there is an image, a roll-out, an attachment. Requests
+    Each host is told to look again and has a discrepancy, and there is an image, a rollout, an attachment. Requests
     belong to p1 and p2 in turn, to INSTANCES.
     """
 

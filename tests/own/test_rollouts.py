@@ -1,4 +1,4 @@
-"""Drivers and roll-outs over HTTP: who may, what is shown, what is refused and how."""
+"""Drivers and rollouts over HTTP: who may, what is shown, what is refused and how."""
 
 from __future__ import annotations
 

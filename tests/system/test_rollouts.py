@@ -67,7 +67,7 @@ def changed(product: Product, token: str, folder: Path, count: int, victim: str)
         if attempt == 0:
             for one in product.until(lambda: VICTIMS[victim][0](product), SOON_S, f"{victim} is there"):
                 os.kill(one.pid, signal.SIGKILL)
-        if product.until(ended, 2 * SOON_S, "the roll-out ends") in ("done", "skipped"):
+        if product.until(ended, 2 * SOON_S, "the rollout ends") in ("done", "skipped"):
             break
     assert product.rows(THERE) == [(count,)], victim
     assert product.rows(STANDS) == [("ok", False)]

@@ -30,7 +30,7 @@ WAITERS = 2
 _turns = threading.BoundedSemaphore(WAITERS)
 OPS = ("install", *OF_DEVICE, "attach", "detach", *OF_HOST, "placement", "configure")
 """Installing is asked by enabling a device, attaching and detaching by binding a request; agents that write to
-Placement are told what by the conductor, and drivers are configured by roll-outs."""
+Placement are told what by the conductor, and drivers are configured by rollouts."""
 
 
 class CommandFilter(filters.FilterSet):

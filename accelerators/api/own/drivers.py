@@ -1,4 +1,4 @@
-"""Drivers: what is wanted of each on each host, beside what its agent says. Changed by roll-outs."""
+"""Drivers: what is wanted of each on each host, beside what its agent says. Changed by rollouts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from accelerators.models import AcceleratorRequest, HostDriver
 from accelerators.states import DriverState
 
 READING = {"GET": "cyborg:driver:get", "HEAD": "cyborg:driver:get", "POST": "cyborg:driver:rollout"}
-"""Method → rule, of drivers and of roll-outs."""
+"""Method → rule, of drivers and of rollouts."""
 
 
 class DriverFilter(filters.FilterSet):

@@ -1,4 +1,4 @@
-"""Roll-outs: a driver installed, changed or uninstalled on one host or many, so many at a time."""
+"""Rollouts: a driver installed, changed or uninstalled on one host or many, so many at a time."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class RolloutStepSerializer(serializers.Serializer):
 
 
 class RolloutWithStepsSerializer(RolloutSerializer):
-    """A roll-out, host by host."""
+    """A rollout, host by host."""
 
     steps = serializers.SerializerMethodField()
 
@@ -127,7 +127,7 @@ class Nothing(Closed):
 
 
 class RolloutView(Collection):
-    """Roll-outs of drivers, newest first."""
+    """Rollouts of drivers, newest first."""
 
     policy = "driver"
     policy_rules = READING
@@ -140,7 +140,7 @@ class RolloutView(Collection):
     )
 
     def get_serializer_class(self) -> type[RolloutSerializer]:
-        """Its hosts belong to one roll-out, not to a list."""
+        """Its hosts belong to one rollout, not to a list."""
         return RolloutWithStepsSerializer if self.detail or self.request.method == "POST" else RolloutSerializer
 
     def offered(self, data: Mapping[str, Any]) -> Iterable[str]:

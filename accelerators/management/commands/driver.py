@@ -1,4 +1,4 @@
-"""`manage.py driver`: which drivers run where, and roll-outs of them, at a shell, for people and scripts."""
+"""`manage.py driver`: which drivers run where, and rollouts of them, at a shell, for people and scripts."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ class Command(BaseCommand):
         listing.add_argument("--drifts", action="store_true", help="those alone that are not as they are wanted")
         for op, meaning in OPS.items():
             _asks(verbs.add_parser(op.value, help=meaning, description=meaning), op)
-        show = verbs.add_parser("rollout", help=f"the newest {ROWS} roll-outs, or the hosts of one")
+        show = verbs.add_parser("rollout", help=f"the newest {ROWS} rollouts, or the hosts of one")
         show.add_argument("uuid", metavar="UUID", type=_uuid, nargs="?")
         show.add_argument("--wait", action="store_true", help="until it has ended; the exit status is its success")
-        cancel = verbs.add_parser("cancel", help="begin no further host of a roll-out")
+        cancel = verbs.add_parser("cancel", help="begin no further host of a rollout")
         cancel.add_argument("uuid", metavar="UUID", type=_uuid)
         for verb in verbs.choices.values():
             verb.add_argument("--json", action="store_true", help="for scripts: JSON on standard output")
@@ -237,7 +237,7 @@ def _step(one: RolloutStep) -> dict[str, Any]:
 def _one(uuid: UUID) -> Rollout:
     found = Rollout.objects.filter(uuid=uuid).first()
     if found is None:
-        raise CommandError(f"there is no roll-out {uuid}; `manage.py driver rollout` shows the newest")
+        raise CommandError(f"there is no rollout {uuid}; `manage.py driver rollout` shows the newest")
     return found
 
 
