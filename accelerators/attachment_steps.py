@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 
 from accelerators import binding, conductor, groups, profiles
-from accelerators.attachments import KIND, Moved, advance, choice, host_of, looked_up
+from accelerators.attachments import KIND, Moved, advance, choice, handles, host_of, looked_up, refuse_mixed
 from accelerators.binding import Bind
 from accelerators.caller import ADMIN, Caller, request_id
 from accelerators.candidates import Choice
@@ -23,6 +23,8 @@ from accelerators.states import RequestState
 BATCH = 50
 REMEMBERED = timedelta(days=30)
 """Attachments are kept so long after their end; their events stay."""
+LATE = timedelta(minutes=10)
+"""What was begun so long ago is not under way any more."""
 SERVICE = "service"
 
 _S = AttachmentState
@@ -61,6 +63,8 @@ def bind(row: Attachment) -> None:
         for request, provider in zip(row.requests, row.providers, strict=True)
     ]
     binding.bind(wanted, _service(row), beside=True)
+    # Another may have been bound since this was chosen.
+    refuse_mixed(row, {handle.attach_type for handle in handles(row)})
     follow(row)
 
 
@@ -110,6 +114,12 @@ def end(row: Attachment, text: str = "") -> None:
     advance(row, ended, "", text, ended_at=datetime.now(UTC))
 
 
+def long_given_up(row: Attachment) -> bool:
+    """Whether it is being taken back for so long that whatever was tried before has happened, or never will."""
+    began = next(one["at"] for one in row.steps if one["step"] == row.state)
+    return datetime.fromisoformat(began) < datetime.now(UTC) - LATE
+
+
 def others(row: Attachment) -> dict[str, int]:
     """Provider → how much of it the instance's other requests stand for, Nova's and other attachments'."""
     held = AcceleratorRequest.objects.filter(instance_uuid=row.instance, attach_handle__isnull=False)
@@ -127,7 +137,8 @@ def watch() -> bool:
     if lost:
         with conductor.writing():
             for row in Attachment.objects.filter(id__in=lost, state=_S.ATTACHED).order_by("id").select_for_update():
-                advance(row, _S.DETACHING, "", "its requests were taken away: the instance is deleted or shelved")
+                text = "its requests were taken away: the instance is deleted or shelved"
+                advance(row, _S.DETACHING, "", text, fault=text)
                 conductor.intend(KIND, {str(row.uuid): {}})
     return bool(lost)
 

@@ -9,7 +9,7 @@ An attachment moves by `advance` alone: compare and set, so whoever comes second
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -49,9 +49,9 @@ class Instance:
     task: str = ""
 
 
-Look = Callable[[str], Instance]
-"""Asks for an instance, also whether anything can be claimed for it; answers within a few seconds. Raises Refused:
-UNKNOWN, AWAY, CONFLICT."""
+Look = Callable[[str, str | None], Instance]
+"""Asks for an instance, of this project if one is named, also whether anything can be claimed for it; answers within a
+few seconds. Raises Refused: UNKNOWN, also for another project's; AWAY, CONFLICT."""
 _looks: list[Look] = []
 
 
@@ -83,9 +83,7 @@ def ask(
         raise Refused(Reason.INVALID, "Say what is to be attached: a device profile, or a device.")
     reason = check_reason(reason)
     named = _profile(profile).name if profile else ""
-    found = looked_up(str(instance))
-    if not everyone and found.project != caller.project_id:
-        raise Refused(Reason.UNKNOWN, f"Nova has no instance {instance}.")
+    found = looked_up(str(instance), None if everyone else caller.project_id)
     host = host_of(found)
     row = Attachment(instance=instance, project_id=found.project, host=host.name, profile=named, device=device)
     choice(row, host)
@@ -120,12 +118,12 @@ def detach(
     return row
 
 
-def looked_up(instance: str) -> Instance:
+def looked_up(instance: str, project: str | None = None) -> Instance:
     """What Nova knows of it. Raises Refused, as `Look` does."""
     if not _looks:
         text = "No cloud is configured: whose instance it is, and on which host, only Nova can tell (CYBORG_CLOUD)."
         raise Refused(Reason.CONFLICT, text)
-    return _looks[0](instance)
+    return _looks[0](instance, project)
 
 
 def host_of(found: Instance) -> Host:
@@ -203,14 +201,15 @@ def choice(row: Attachment, host: Host) -> Choice:
     chosen = candidates.choose(wanted, there, where)
     if not chosen.providers:
         raise Refused(Reason.INVALID, f"Profile {row.profile} asks for no accelerator.")
-    _refuse_mixed(row, chosen)
+    refuse_mixed(row, chosen.types)
     return chosen
 
 
-def _refuse_mixed(row: Attachment, chosen: Choice) -> None:
-    """Nova passes an instance's PCI devices on only while it has nothing else (contract section 5.1)."""
+def refuse_mixed(row: Attachment, types: Set[str]) -> None:
+    """Nova passes an instance's PCI devices on only while it has nothing else (contract section 5.1). Raises Refused
+    CONFLICT where it has some beside this attachment's."""
     held = AcceleratorRequest.objects.filter(instance_uuid=row.instance, attach_handle__attach_type=HandleType.PCI)
-    if (other := sorted(chosen.types - {HandleType.PCI.value})) and held.exists():
+    if (other := sorted(types - {HandleType.PCI.value})) and held.exclude(uuid__in=row.requests).exists():
         text = f"has PCI devices, which Nova would not give it at its next start beside {', '.join(other)}"
         raise Refused(Reason.CONFLICT, f"Instance {row.instance} {text}: attach that to another instance.")
 

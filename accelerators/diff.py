@@ -10,6 +10,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -41,6 +42,7 @@ DEVICE_FIELDS = (
     "bridges",
 )
 """What a report says of a device, in the order of `StoredDevice.facts`."""
+_facts = attrgetter(*DEVICE_FIELDS[1:])
 DRIVER, MODEL, BACKEND = (DEVICE_FIELDS.index(name) for name in ("driver", "model", "backend"))
 
 
@@ -86,6 +88,11 @@ class StoredDevice(msgspec.Struct, frozen=True, array_like=True):
     deployables: tuple[StoredDeployable, ...]
     state_since: str = ""
     """ISO; how long it was in a state is part of the event that ends it."""
+
+    @property
+    def owner(self) -> tuple[object, object]:
+        """Its driver and backend."""
+        return self.facts[DRIVER], self.facts[BACKEND]
 
 
 class StoredHost(msgspec.Struct, frozen=True, array_like=True):
@@ -150,9 +157,10 @@ class Answer:
         if said.error:
             return replace(self, error=said.error, faults=said.faults)
         failed = {backend.name for backend in said.backends if backend.error}
-        kept = tuple(device for device in self.devices or () if device.backend in failed)
+        kept = (device for device in self.devices or () if device.backend in failed)
+        found = (device for device in said.devices if device.backend not in failed)
         answered = {backend.name for backend in said.backends} - failed | self.answered & failed
-        return Answer("", (*said.devices, *kept), said.faults, said.backends, frozenset(answered))
+        return Answer("", (*found, *kept), said.faults, said.backends, frozenset(answered))
 
     def names_all_of(self, device: StoredDevice) -> bool:
         """Whether this stored device of the driver is missing when it is not among `devices`."""
@@ -179,20 +187,24 @@ def fold(reports: Iterable[HostReport], after: tuple[int, int]) -> tuple[HostRep
 def compare(host: StoredHost, report: HostReport, answers: dict[str, Answer], now: str, into: Changes) -> None:
     """Append to `into` all that `answers` changes on `host`. `now` is an ISO timestamp, for the drivers' `since`."""
     stored = {device.key: device for device in host.devices}
-    before = len(into.deployables) + len(into.missing_deployables) + len(into.attributes) + len(into.gone_attributes)
-    before += len(into.moves)
+    told: tuple[list[Any], ...] = (into.deployables, into.missing_deployables, into.attributes, into.moves)
+    told += (into.gone_attributes,)
+    before = sum(map(len, told))
     reported: set[str] = set()
     for driver, answer in answers.items():
         for device in answer.devices or ():
+            old = stored.get(device.key)
+            asked = answers.get(str(old.facts[DRIVER])) if old else None
+            if old and asked and not asked.names_all_of(old) and old.owner != (driver, device.backend):
+                continue  # who has it did not answer, and so nobody else gets it
             if device.key not in reported:
                 reported.add(device.key)
-                _device(host, driver, device, stored.get(device.key), now, into)
+                _device(host, driver, device, old, now, into)
     for known in host.devices:
         asked = answers.get(str(known.facts[DRIVER]))
         if asked and asked.names_all_of(known) and known.key not in reported and known.state != "missing":
             _missing(host, known, seen.why_missing(str(known.facts[DRIVER]), report.drivers), now, into)
-    after = len(into.deployables) + len(into.missing_deployables) + len(into.attributes) + len(into.gone_attributes)
-    if after + len(into.moves) != before:
+    if sum(map(len, told)) != before:
         into.providers.append({"kind": "provider", "key": host.uuid, "payload": {"host": host.name}})
     drivers = seen.entries(host.drivers, _drivers(host, answers, now, into), report.drivers, now)
     into.hosts.append(
@@ -216,25 +228,7 @@ def admit(into: Changes, rules: Sequence[Rule]) -> None:
 
 
 def _device(host: StoredHost, driver: str, device: Device, old: StoredDevice | None, now: str, into: Changes) -> None:
-    facts = (
-        driver,
-        device.type,
-        device.vendor,
-        device.model,
-        device.address,
-        device.std_board_info,
-        device.vendor_board_info,
-        device.numa_node,
-        device.kernel_driver,
-        device.status,
-        device.status_reason,
-        device.to_install,
-        device.acts,
-        device.changeable,
-        device.sized_by,
-        device.backend,
-        device.bridges,
-    )
+    facts = (driver, *_facts(device))
     changes: dict[str, list[Any]] = {}
     device_uuid = old.uuid if old else str(uuid.uuid4())
     if old is None or old.facts != facts:

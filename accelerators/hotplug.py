@@ -63,7 +63,12 @@ def _element(handle: Handle) -> str:
         return _hostdev({"type": "mdev", "model": "vfio-pci"}, {"uuid": handle.uuid})
     if handle.attach_type != HandleType.PCI:
         return ""
-    info = json.loads(handle.info)
+    try:
+        info = json.loads(handle.info)
+    except ValueError:
+        info = None
+    if not isinstance(info, dict):
+        return ""
     parts = {"domain": "domain", "bus": "bus", "slot": "device", "function": "function"}
     address = {name: str(info.get(key, "")).removeprefix("0x") for name, key in parts.items()}
     if not all(_HEX.fullmatch(value) for value in address.values()):

@@ -161,7 +161,8 @@ def _advance(rollout: Rollout) -> bool:
 
 def _hear(rollout: Rollout) -> bool:
     """The hosts whose commands have ended."""
-    over = rollout.steps.filter(Q(command__ended_at__isnull=False) | Q(command=None), state=_S.ORDERED)
+    gone = Q(command__created_at__isnull=True)  # whatever its key says: a release before this deletes none of those
+    over = rollout.steps.filter(Q(command__ended_at__isnull=False) | gone, state=_S.ORDERED)
     ended = list(over.select_related("command"))
     for one in ended:
         command = one.command
@@ -183,7 +184,7 @@ def _order(rollout: Rollout, waiting: RolloutStep) -> None:
         request_id.reset(token)
     if command is None:
         there = "is not installed there" if rollout.op == RolloutOp.UNINSTALL else "is so already"
-        _end(waiting, _S.SKIPPED, f"{rollout.driver} {there}")
+        _end(waiting, _S.DONE, f"{rollout.driver} {there}")
     else:
         waiting.state, waiting.command = _S.ORDERED.value, command
         waiting.save(update_fields=["state", "command"])

@@ -2,7 +2,8 @@
 and bulk actions.
 
 A missing device goes `CYBORG_MISSING_RETENTION_S` later, only while its agent is up and its driver answers; what a
-request names, or any witness says is held, or cannot say, stays (`safety`).
+request names, or any witness says is held, or cannot say, stays (`safety`), and so does what is missing because its
+driver was disabled.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ from datetime import UTC, datetime, timedelta
 
 from django.conf import settings
 from django.db import connection
-from django.db.models import Exists, OuterRef, Q, QuerySet
+from django.db.models import Exists, F, Func, OuterRef, Q, QuerySet, TextField, Value
+from django.db.models.functions import Coalesce
 
 from accelerators import bulks, conductor, lifecycle, rollouts, safety, ticks
 from accelerators.models import AcceleratorRequest, AttachHandle, Attribute, Command, Deployable, Device
 from accelerators.models.commands import OPEN
 from accelerators.models.devices import driver_error
 from accelerators.refusals import Refused
-from accelerators.states import Source
+from accelerators.states import DriverState, Source
 
 log = logging.getLogger(__name__)
 
@@ -88,5 +90,8 @@ def _removable(before: datetime) -> QuerySet[Device]:
     missing = Device.objects.annotate(driver_error=driver_error()).filter(
         state="missing", state_since__lt=before, host__stale_since__isnull=True, driver_error=""
     )
+    said = Func(F("host__drivers"), F("driver"), Value("state"), function="jsonb_extract_path_text")
+    state = Coalesce(said, Value(""), output_field=TextField())  # older agents do not say it
+    missing = missing.annotate(driver_state=state).exclude(driver_state=DriverState.DISABLED.value)
     under_way = Command.objects.filter(OPEN, device=OuterRef("pk"))
     return missing.filter(~Exists(held), ~Exists(under_way))

@@ -6,8 +6,10 @@ Called by `rollouts`. A driver whose devices are held is not touched, and while 
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import re
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -17,6 +19,7 @@ import msgspec
 
 from accelerators import commands, conductor, safety, seen
 from accelerators.commands import Order
+from accelerators.lifecycle import PATIENCE_S
 from accelerators.models import Command, Device, DriverWish, Host
 from accelerators.refusals import Reason, Refused
 from accelerators.states import DriverState, RolloutOp, Source
@@ -74,19 +77,30 @@ def check(change: Change) -> Change:
         if "acts" in change.settings:
             text = "acts: which acts are allowed on a host only that host's own CYBORG_DRIVER_SETTINGS can say."
             raise Refused(Reason.INVALID, text)
-        _check_settings(change.settings)
-        if len(msgspec.json.encode(change.settings)) > MAX_SETTINGS:
+        if _size(change.settings) > MAX_SETTINGS:
             raise Refused(Reason.INVALID, f"Settings are at most {MAX_SETTINGS} bytes of JSON.")
+        _check_settings(change.settings)
     return change
 
 
+def _size(settings: Settings) -> int:
+    """Bytes of JSON, also of what JSON has no word for: `_check_settings` says where that stands."""
+    try:
+        text = json.dumps(settings, ensure_ascii=False, separators=(",", ":"), default=str, skipkeys=True)
+    except (RecursionError, ValueError):  # a number of thousands of digits
+        text = f"Settings are nested at most {MAX_DEPTH} deep, and their numbers are of 64 bits."
+        raise Refused(Reason.INVALID, text) from None
+    return len(text.encode(errors="replace"))
+
+
 def _check_settings(value: Any, path: str = "settings", depth: int = 0) -> None:
+    path = path[:200]
     if depth > MAX_DEPTH:
-        raise Refused(Reason.INVALID, f"{path[:200]}: settings are nested at most {MAX_DEPTH} deep.")
+        raise Refused(Reason.INVALID, f"{path}: settings are nested at most {MAX_DEPTH} deep.")
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if SECRET.search(key):
-                text = f"{path[:200]}.{key[:64]} looks like a secret: settings are shown and journaled, so put it into"
+                text = f"{path}.{key[:64]} looks like a secret: settings are shown and journaled, so put it into"
                 raise Refused(Reason.INVALID, f"{text} a file on the host, and its path here under another name.")
             _check_settings(inner, f"{path}.{key}", depth + 1)
             _check_settings(key, f"{path}.{key}", depth)
@@ -94,11 +108,11 @@ def _check_settings(value: Any, path: str = "settings", depth: int = 0) -> None:
         for number, inner in enumerate(value):
             _check_settings(inner, f"{path}[{number}]", depth + 1)
     elif isinstance(value, str) and not _storable(value):
-        raise Refused(Reason.INVALID, f"{path[:200]!r} holds characters that cannot be stored.")
+        raise Refused(Reason.INVALID, f"{path!r} holds characters that cannot be stored.")
     elif not isinstance(value, str | int | float | None):
-        raise Refused(Reason.INVALID, f"{path[:200]}: JSON has no {type(value).__name__}; say it as text.")
+        raise Refused(Reason.INVALID, f"{path}: JSON has no {type(value).__name__}; say it as text.")
     elif (isinstance(value, float) and not math.isfinite(value)) or (isinstance(value, int) and abs(value) > 2**63):
-        raise Refused(Reason.INVALID, f"{path[:200]}: no such number can be told.")
+        raise Refused(Reason.INVALID, f"{path}: no such number can be told.")
 
 
 def _storable(text: str) -> bool:
@@ -113,7 +127,7 @@ def order(host: Host, change: Change, by: By) -> Command | None:
 
     Raises Refused: CONFLICT, when there is nothing to change, another change or an act on a device is under way, or the
     agent takes no commands; HELD, by whom, while a request holds a device of the driver; AWAY, when a witness cannot be
-    asked.
+    asked, or all of them together take longer than PATIENCE_S.
     """
     with conductor.writing():
         host = Host.objects.select_for_update(no_key=True).get(pk=host.pk)
@@ -127,8 +141,9 @@ def order(host: Host, change: Change, by: By) -> Command | None:
             raise Refused(Reason.CONFLICT, text)
         commands.reachable(host)
         devices = conductor.locked(Device.objects.filter(host=host, driver=change.driver))
+        _refuse_busy(devices)
         if entry and seen.state_of(entry) not in seen.OFF:
-            _refuse_used(devices, change, host)
+            _refuse_held(devices, change, host)
         kept = wish or DriverWish(host=host, driver=change.driver, generation=0)
         kept.generation = max(kept.generation, (entry or {}).get("generation", 0)) + 1
         return _tell(kept, wanted, devices, by)
@@ -161,18 +176,25 @@ def _is_so(wish: DriverWish | None, wanted: Wanted, entry: Mapping[str, Any] | N
     return is_driven(entry, wish.generation, wanted.runs)
 
 
-def _refuse_used(devices: Sequence[Device], change: Change, host: Host) -> None:
-    """Raises Refused while any of the driver's devices, locked, is held or worked on."""
-    what = {RolloutOp.UNINSTALL: "uninstalled", RolloutOp.UPDATE: "changed"}.get(change.op, "set up anew")
+def _refuse_busy(devices: Sequence[Device]) -> None:
+    """Raises Refused while any of the driver's devices, locked, is worked on."""
     for device in devices:
         if device.busy_with:
-            text = f"Device {device.uuid} of {change.driver} is busy (command {device.busy_with}): wait for its end."
+            text = f"Device {device.uuid} of {device.driver} is busy (command {device.busy_with}): wait for its end."
             raise Refused(Reason.CONFLICT, text)
+
+
+def _refuse_held(devices: Sequence[Device], change: Change, host: Host) -> None:
+    """Raises Refused while any of the driver's devices, locked, is held."""
+    what = {RolloutOp.UNINSTALL: "uninstalled", RolloutOp.UPDATE: "changed"}.get(change.op, "set up anew")
     for pk, request, instance in safety.holding([device.pk for device in devices], "uuid", "instance_uuid")[:1]:
         held = next(device for device in devices if device.pk == pk)
         text = f"Device {held.uuid} is held by request {request} of instance {instance}"
         raise Refused(Reason.HELD, f"{text}: {change.driver} on {host.name} cannot be {what}.")
+    until = time.monotonic() + PATIENCE_S
     for device in devices:
+        if time.monotonic() > until:
+            raise Refused(Reason.AWAY, "Whether its devices are held was not found out in time: try again.")
         safety.refuse_unless_free(device, f"left by {change.driver} ({what})", {safety.REQUESTS})
 
 

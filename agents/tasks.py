@@ -56,7 +56,7 @@ def merge_batch() -> bool:
         except msgspec.DecodeError as error:  # spooled by another release
             _drop(host_id, error)
         else:
-            batch.setdefault(host_id, []).append(HostReport(epoch, seq, report.hash, report.drivers))
+            batch.setdefault(host_id, []).append(HostReport(epoch, seq, report.hash, report.told))
     try:
         with transaction.atomic():
             apply(batch)

@@ -37,6 +37,8 @@ KEY_BARRED = "key-barred"
 
 Number = Annotated[int, Meta(ge=0, le=2**53)]
 Nonce = Annotated[str, Meta(max_length=64)]
+OFF = ("disabled", "absent")
+"""The states of a driver that does not run."""
 Outcome = Literal["succeeded", "failed", "refused", "unknown"]
 """`failed`: it was tried, and undone as far as that goes. `refused`: nothing was touched. `unknown`: interrupted."""
 
@@ -77,13 +79,29 @@ class Hello(Message, frozen=True):
     """Why it cannot write to Placement by itself, '' when it can; None of an agent that knows nothing of that."""
 
 
-class Report(Message, frozen=True):
-    """The complete inventory as this host sees it. (`epoch`, `seq`) orders reports; `hash` names the content."""
+class Report(Message, frozen=True, omit_defaults=True):
+    """The complete inventory as this host sees it. (`epoch`, `seq`) orders reports; `hash` names the content.
+
+    `drivers` were asked; one with an `error` has the devices it had before, as has a backend. `others` do not run: a
+    conductor from before they were told would take them for drivers that answered and saw nothing.
+    """
 
     epoch: Number
     seq: Number
     hash: Annotated[str, Meta(min_length=32, max_length=64)]
     drivers: Annotated[tuple[DriverReport, ...], Meta(max_length=64)]
+    others: Annotated[tuple[DriverReport, ...], Meta(max_length=64)] = ()
+
+    @classmethod
+    def of(cls, epoch: int, seq: int, digest: str, told: tuple[DriverReport, ...]) -> Report:
+        """With everything that is told, in its place."""
+        drivers = tuple(one for one in told if one.state not in OFF)
+        return cls(epoch, seq, digest, drivers, tuple(one for one in told if one.state in OFF))
+
+    @property
+    def told(self) -> tuple[DriverReport, ...]:
+        """Of all drivers."""
+        return (*self.drivers, *self.others)
 
 
 class Beat(Message, frozen=True):

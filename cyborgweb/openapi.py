@@ -12,7 +12,7 @@ from typing import Any
 
 from django.urls import include, path
 from drf_spectacular import drainage
-from drf_spectacular.extensions import OpenApiSerializerFieldExtension
+from drf_spectacular.extensions import OpenApiSerializerExtension, OpenApiSerializerFieldExtension
 from drf_spectacular.generators import SchemaGenerator
 from drf_spectacular.openapi import AutoSchema
 from drf_spectacular.renderers import OpenApiJsonRenderer2, OpenApiYamlRenderer2
@@ -141,6 +141,29 @@ class Groups(OpenApiSerializerFieldExtension):
         return {"type": "array", "minItems": 1, "maxItems": groups.MAX_GROUPS, "items": group}
 
 
+class Target(OpenApiSerializerExtension):
+    """Of what the number of units is changed: one of two ways to say it."""
+
+    target_class = "accelerators.api.own.accelerators.TargetSerializer"
+
+    def map_serializer(self, auto_schema: AutoSchema, direction: str) -> dict[str, Any]:
+        """As it is checked."""
+        schema: dict[str, Any] = auto_schema._map_serializer(self.target, direction, bypass_extensions=True)
+        ways = (["device"], ["host", "backend"])
+        one = [{"required": names, "maxProperties": len(names)} for names in ways]
+        return schema | {"oneOf": one, "additionalProperties": False}
+
+
+class Settings(OpenApiSerializerFieldExtension):
+    """A driver's settings."""
+
+    target_class = "accelerators.api.own.rollouts.SettingsField"
+
+    def map_serializer_field(self, auto_schema: AutoSchema, direction: str) -> dict[str, Any]:
+        """An object."""
+        return {"type": "object", "additionalProperties": {}}
+
+
 class Named(OpenApiSerializerFieldExtension):
     """A row that is written by its uuid and shown as a reference."""
 
@@ -163,8 +186,8 @@ def complete(result: dict[str, Any], **_: Any) -> dict[str, Any]:
         f"Error{status}": {"description": text, "content": error} for status, text in ERRORS.items()
     }
     bodies = {_sent(operation) for _, _, operation in _operations(result)}
-    for address, method, operation in _operations(result):
-        for status in _possible(method, address):
+    for _, method, operation in _operations(result):
+        for status in _possible(method):
             operation["responses"][status] = {"$ref": f"#/components/responses/Error{status}"}
         if body := operation.get("requestBody", {}):
             body["required"] = body.get("required", False) or "application/json" not in body["content"]
@@ -194,11 +217,10 @@ def _sent(operation: dict[str, Any]) -> str:
     return str(content.get("application/json", {}).get("schema", {}).get("$ref", ""))
 
 
-def _possible(method: str, address: str) -> list[str]:
-    """Which errors can come; a list has 404 for cursors that are none."""
+def _possible(method: str) -> list[str]:
+    """Which errors can come. Also a list has 404, for cursors that are none, and what makes something of something."""
     has_body, changes = method in ("post", "patch"), method != "get"
     never = {
-        "404": method == "post" and "{" not in address,
         "409": not changes,
         "413": not has_body,
         "415": not has_body,

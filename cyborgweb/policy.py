@@ -20,7 +20,7 @@ from rest_framework.permissions import BasePermission
 from rest_framework.request import Request
 
 from accelerators.caller import Caller
-from cyborgweb.rules import RULES, Rule
+from cyborgweb.rules import OPERATOR, RULES, Rule
 from cyborgweb.settings.keys import keys
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,8 @@ MAX_FILE_BYTES = 1_048_576
 LIKE_A_GET = ("HEAD", "OPTIONS")
 RANKS = ("reader", "member", "manager", "admin")
 ROLES = {role: frozenset(RANKS[: n + 1]) for n, role in enumerate(RANKS)}
-"""The usual roles, each with those that it brings along in Keystone."""
+ROLES[OPERATOR] = frozenset({OPERATOR, *RANKS[:2]})
+"""The usual roles, each with those that it brings along in Keystone; and the operator's, who is a member, too."""
 
 
 class Denied(PermissionDenied):
@@ -63,7 +64,8 @@ def remedy(caller: Caller, rule: str) -> str:
     """What a caller who was denied needs, as the rules in force have it: one sentence."""
     if not caller.project_id or caller.system_scope or caller.domain_id:
         return "Ask with a token of a project."
-    lowest = (role for role, roles in ROLES.items() if allows(replace(caller, roles=roles), rule))
+    least = (*RANKS[:3], OPERATOR, "admin")
+    lowest = (role for role in least if allows(replace(caller, roles=ROLES[role]), rule))
     if role := next(lowest, ""):
         return f"The role {role} would do."
     return "None of the usual roles would do; the policy file says who may."

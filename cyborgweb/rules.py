@@ -14,9 +14,11 @@ MEMBER_OR_SERVICE = "rule:project_member_or_service"
 ANYONE = "rule:admin_or_owner"
 """Every token of a project: the target of a check is the caller's own project."""
 STRICT_MEMBER = "rule:project_member_api or rule:admin_api"
-STRICT_MANAGER = "rule:project_manager_api or rule:admin_api"
-"""What `project_manager_or_admin` says, without the legacy alternative that lets everyone in."""
 ELEVATED = "rule:elevated"
+OPERATOR = "accelerator_operator"
+"""The role of who runs accelerators without being an administrator."""
+STRICT_MANAGER = f"rule:project_manager_api or rule:admin_api or {ELEVATED}"
+"""What `project_manager_or_admin` says, without the legacy alternative that lets everyone in; and operators."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,10 @@ BLOCKS = (
     _composite("project_manager_or_admin", "rule:project_manager_api or rule:admin_api", "Managers, administrators."),
     Rule(
         "elevated",
-        STRICT_MANAGER,
-        "Who runs accelerators without being an administrator: sees them all, looks for more, installs drivers,"
-        " attaches and detaches. Name a role of your own here to give it to others than managers.",
+        f"role:admin or role:{OPERATOR}",
+        "Who runs accelerators of the whole cloud, an administrator or not: sees them all, looks for more, installs"
+        " drivers on hosts, attaches and detaches for every project. A project's manager only looks. Give the role to"
+        " whom you trust with all hosts, or name another one here.",
     ),
     Rule("admin_or_owner", "is_admin:True or project_id:%(project_id)s", "Legacy: every token of a project."),
     Rule("admin_or_user", "is_admin:True or user_id:%(user_id)s", "Legacy: every user."),
@@ -132,7 +135,7 @@ OWN = (
     Rule("cyborg:accelerator:update", STRICT_MEMBER, "Label what is attached.", ("PATCH /api/accelerators/{uuid}/",)),
     Rule(
         "cyborg:accelerator:elevated",
-        ELEVATED,
+        STRICT_MANAGER,
         "See and label the accelerators of every project, not only one's own, and see the free ones.",
         ("GET /api/accelerators/", "PATCH /api/accelerators/{uuid}/"),
     ),
@@ -147,21 +150,26 @@ OWN = (
             "PATCH /api/devices/{uuid}/",
         ),
     ),
-    Rule("cyborg:backend:get", ELEVATED, "See drivers' backends.", ("GET /api/backends/", "GET /api/backends/{id}/")),
-    Rule("cyborg:service:get", ELEVATED, "See what backends can do.", ("GET /api/services/",)),
+    Rule(
+        "cyborg:backend:get",
+        STRICT_MANAGER,
+        "See drivers' backends.",
+        ("GET /api/backends/", "GET /api/backends/{id}/"),
+    ),
+    Rule("cyborg:service:get", STRICT_MANAGER, "See what backends can do.", ("GET /api/services/",)),
     Rule(
         "cyborg:service:discover", ELEVATED, "Have a host's drivers look again.", ("POST /api/commands/ (op: rescan)",)
     ),
     Rule(
         "cyborg:driver:get",
-        ELEVATED,
+        STRICT_MANAGER,
         "See hosts' drivers and what is rolled out.",
         ("GET /api/drivers/", "GET /api/rollouts/", "GET /api/rollouts/{uuid}/"),
     ),
     Rule(
         "cyborg:driver:rollout",
         ELEVATED,
-        "Install, uninstall, change drivers on hosts.",
+        "Install, uninstall, change drivers on any host: for administrators and the role accelerator_operator.",
         ("POST /api/rollouts/", "POST /api/rollouts/{uuid}/cancel/"),
     ),
     Rule(
@@ -172,6 +180,12 @@ OWN = (
     ),
     Rule("cyborg:attachment:create", ELEVATED, "Attach to a running instance.", ("POST /api/attachments/",)),
     Rule("cyborg:attachment:delete", ELEVATED, "Detach from it.", ("POST /api/attachments/{uuid}/detach/",)),
+    Rule(
+        "cyborg:attachment:elevated",
+        ELEVATED,
+        "See, attach and detach for the instances of every project, not only of one's own.",
+        ("GET /api/attachments/", "POST /api/attachments/", "POST /api/attachments/{uuid}/detach/"),
+    ),
     Rule("cyborg:command:get_all", STRICT_MANAGER, "List commands to agents.", ("GET /api/commands/",)),
     Rule("cyborg:command:get_one", STRICT_MANAGER, "Show a command.", ("GET /api/commands/{uuid}/",)),
     Rule("cyborg:command:create", ADMIN, "Command a host's agent.", ("POST /api/commands/",)),

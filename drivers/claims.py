@@ -1,15 +1,15 @@
 """Who may have what: no two devices of a host share an address, an identity or a provider name. Pure.
 
-A PCI address belongs to one driver per host: the first in `enabled_drivers` that claims it. Whoever comes later gets a
-Fault in place of the device. A driver that failed keeps what it had, so its failure never changes what the others get.
-Asked by the agent before it reports.
+A PCI address belongs to one driver per host, and to one backend of it: who had it and names it still, else the first in
+`enabled_drivers` that claims it. Whoever comes later gets a Fault in place of the device. Who failed keeps what it had.
+So neither a failure nor a change of order or settings moves a device. Asked by the agent before it reports.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -17,63 +17,65 @@ from drivers.base import at_most
 from drivers.inventory import Device, DriverReport, Fault
 
 
-def settle(reports: Sequence[DriverReport], held: Mapping[str, str] | None = None) -> list[DriverReport]:
+def settle(reports: Sequence[DriverReport], before: Mapping[str, DriverReport] | None = None) -> list[DriverReport]:
     """The same reports, in `enabled_drivers` order as given, with every contested device turned into a Fault.
 
-    `held` is `claimed(…)` of the last settled good answers; only drivers that have an `error` now keep theirs.
+    `before` is what was settled last, by driver: a driver or backend that failed now has the devices it had then.
     """
-    owners: dict[str, str] = {}
-    settled = []
+    had = before or {}
+    whole = [_carried(report, had.get(report.driver)) for report in reports]
+    named = set(_claimed(whole))
+    owners = dict(pair for pair in _claimed(had.values()) if pair in named)
+    taken: set[str] = set()
+    return [_settled(report, owners, taken) for report in whole]
+
+
+def _claimed(reports: Iterable[DriverReport]) -> Iterator[tuple[str, str]]:
+    """(Claim, owner). A PCI address stands for itself; identities and provider names are marked as such."""
     for report in reports:
-        if report.error:
-            for claim, driver in (held or {}).items():
-                if driver == report.driver:
-                    owners.setdefault(claim, driver)
-            settled.append(report)
-        else:
-            settled.append(_settled(report, owners))
-    return settled
+        for device in report.devices:
+            yield from ((claim, _owner(report, device)) for claim in _claims(device))
 
 
-def claimed(reports: Iterable[DriverReport]) -> dict[str, str]:
-    """Claim → driver. A PCI address stands for itself; identities and provider names are marked as such."""
-    return {claim: report.driver for report in reports for device in report.devices for claim in _claims(device)}
+def _owner(report: DriverReport, device: Device) -> str:
+    return f"{report.driver}:{device.backend}" if device.backend else report.driver
 
 
-def carried(report: DriverReport, before: DriverReport | None) -> DriverReport:
-    """The report with what `before` had of the backends that failed now, which so keep it: before `settle`."""
+def _carried(report: DriverReport, before: DriverReport | None) -> DriverReport:
+    """The report with what `before` had of those that failed now, and of those with nothing else."""
     failed = _failed(report)
-    kept = [device for device in before.devices if device.backend in failed] if before else []
-    keys = {device.key for device in kept}
-    found = (device for device in report.devices if device.key not in keys)
-    return msgspec.structs.replace(report, devices=(*kept, *found)) if kept else report
-
-
-def without_carried(report: DriverReport) -> DriverReport:
-    """What the driver itself answered of it: after `settle`."""
-    failed = _failed(report)
-    devices = tuple(device for device in report.devices if device.backend not in failed)
-    return msgspec.structs.replace(report, devices=devices)
+    known = before.devices if before else ()
+    if report.error:
+        return msgspec.structs.replace(report, devices=known)
+    kept = (device for device in known if device.backend in failed)
+    found = (device for device in report.devices if device.backend not in failed)
+    return msgspec.structs.replace(report, devices=(*kept, *found))
 
 
 def _failed(report: DriverReport) -> set[str]:
     return {backend.name for backend in report.backends if backend.error}
 
 
-def _settled(report: DriverReport, owners: dict[str, str]) -> DriverReport:
-    keys = Counter(device.key for device in report.devices)
+def _settled(report: DriverReport, owners: dict[str, str], taken: set[str]) -> DriverReport:
+    keys = Counter((_owner(report, device), device.key) for device in report.devices)
     devices, faults = [], list(report.faults)
     for device in report.devices:
-        if problem := _problem(device, keys[device.key], owners):
+        owner = _owner(report, device)
+        problem = _problem(device, keys[owner, device.key])
+        lost = (claim for claim in _claims(device) if claim in taken or owners.get(claim, owner) != owner)
+        if not problem and (claim := next(lost, "")):
+            problem = f"{claim} already belongs to {owners[claim]}"
+        if problem:
             faults.append(Fault(device.address or device.key, problem))
         else:
-            owners.update(dict.fromkeys(_claims(device), report.driver))
+            owners.update(dict.fromkeys(_claims(device), owner))
+            taken.update(_claims(device))
             devices.append(device)
     return msgspec.structs.replace(report, devices=tuple(devices), faults=at_most(faults))
 
 
-def _problem(device: Device, same_key: int, owners: Mapping[str, str]) -> str:
-    """Why the device cannot be taken, '' when it can. One identity on several devices makes all of them ambiguous."""
+def _problem(device: Device, same_key: int) -> str:
+    """What is wrong with the device itself, '' for nothing. One identity on several makes all of them ambiguous."""
     if same_key > 1:
         return f"{same_key} devices of this driver have the identity {device.key}: none of them can be told apart"
     names = [deployable.name for deployable in device.deployables]
@@ -82,8 +84,7 @@ def _problem(device: Device, same_key: int, owners: Mapping[str, str]) -> str:
     for deployable in device.deployables:
         if len({handle.info for handle in deployable.handles}) < len(deployable.handles):
             return f"two attach handles of {deployable.name} are the same"
-    taken = next((claim for claim in _claims(device) if claim in owners), "")
-    return f"{taken} already belongs to {owners[taken]}" if taken else ""
+    return ""
 
 
 def _claims(device: Device) -> list[str]:

@@ -13,7 +13,9 @@ from functools import lru_cache
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
+from msgspec.json import Decoder
 
+_info = Decoder(dict[str, str])
 WORD = r"^[A-Za-z0-9_.:-]+$"
 Word = Annotated[str, Meta(min_length=1, max_length=64, pattern=WORD)]
 """An identifier: driver name, attribute key."""
@@ -54,6 +56,20 @@ class AttachHandle(Struct, frozen=True, omit_defaults=True, gc=False):
 
     attach_type: HandleType
     info: Annotated[str, Meta(min_length=2, max_length=255)]
+
+    def __post_init__(self) -> None:
+        if not _is_info(self.info):
+            raise ValueError("Expected `str` that is a JSON object of strings")
+
+
+@lru_cache(maxsize=4096)
+def _is_info(text: str) -> bool:
+    """A report names the same handles again and again."""
+    try:
+        _info.decode(text)
+    except ValueError:
+        return False
+    return True
 
 
 class Deployable(Struct, frozen=True, omit_defaults=True, gc=False):

@@ -95,7 +95,8 @@ class Image(Struct, frozen=True, omit_defaults=True):
 
 
 class Ask(Struct, frozen=True, omit_defaults=True):
-    """What an act is about. `key` is the device's; the rest as the act needs it.
+    """What an act is about. `key` is the device's, `backend` the one that has it ('' of a driver without any); the rest
+    as the act needs it.
 
     attach, detach: `handle`, its `uuid` (an mdev gets it) and the `consumer` (an instance's uuid).
     program: `image`, `deployable` (a name). install, partition: `layout`, words of the driver's (`vfs`: `4`).
@@ -110,6 +111,7 @@ class Ask(Struct, frozen=True, omit_defaults=True):
     layout: dict[str, str] = {}
     first: dict[str, str] = {}
     image: Image | None = None
+    backend: Annotated[str, Meta(max_length=64)] = ""
 
 
 class Signal(Struct, frozen=True, omit_defaults=True):

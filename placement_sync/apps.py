@@ -27,6 +27,8 @@ class PlacementSyncConfig(AppConfig):
 
         keys = settings.KEYS
         delegation.register(epoch=writers.epoch)
+        # What was attached while there was a cloud is detached without one, too.
+        ticks.register("attachments", "placement_sync.attaching.run", cluster="work", timely=True, intent="attachment")
         if keys.nova_endpoint != "off":
             instances.register(Nova(session, keys.nova_endpoint))
         if keys.has_cloud and keys.placement_endpoint != "off":
@@ -36,9 +38,6 @@ class PlacementSyncConfig(AppConfig):
         if keys.has_cloud and keys.nova_endpoint != "off":
             ticks.register("notices", "placement_sync.tell.run", cluster="work", timely=True, intent="notice")
             ticks.register("instances", "placement_sync.watcher.run", cluster="work", timely=True)
-            ticks.register(
-                "attachments", "placement_sync.attaching.run", cluster="work", timely=True, intent="attachment"
-            )
             attachments.register(attaching.look)
             safety.register("nova", witness.instances)
         if settings.KEYS.glance_endpoint != "off":

@@ -1,8 +1,10 @@
 """The job `attachments`: what was asked of `accelerators.attachments` is done, a step at a time, each in a transaction.
 
 Intents of the kind `attachment` wake it. What changes Placement is recorded, committed, and tried by the next step
-(`claims`), so it is done once, wherever the worker is killed. Bind and deletion of requests are in the transaction
-that records them. Whatever fails before it is attached is undone; what cannot be undone yet is tried until it is.
+(`claims`), so it is done once, wherever the worker is killed. The amounts there tell whether it happened only as long
+as no other attachment of the instance changes them, so one goes at a time (`_in_turn`). Bind and deletion of requests
+are in the transaction that records them. Whatever fails before it is attached is undone; what cannot be undone yet is
+tried until it is.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Any
 import msgspec
 from django.conf import settings
 from django.db import transaction
+from django.db.models import Q
 
 from accelerators import attachment_steps as steps
 from accelerators import attachments, intents, ticks
@@ -32,7 +35,14 @@ TIMEOUT_S = 5.0
 PAUSE_S = 1.0
 """How often it is looked whether a host has done its part."""
 AT_REST = (AttachmentState.ATTACHED.value, *ENDED)
+NOT_THERE = "Nova has no instance {}."
+UNSETTLED = ("claiming", "claimed", "returning")
+"""In these steps a write is under way, or what it claimed is not bound yet, so `others` does not count it."""
 OFF = "Placement is switched off: nothing is claimed there"
+
+
+class Waits(Exception):
+    """Another attachment comes first."""
 
 
 def run() -> None:
@@ -42,10 +52,10 @@ def run() -> None:
 
 def step() -> bool:
     """One step of the attachment that waits longest; True when there may be more to do."""
-    if steps.watch():
-        return True
     due = intents.due(KIND, 1)
     if not due:
+        if steps.watch():
+            return True
         steps.forget()
         return False
     (intent,) = due
@@ -64,7 +74,9 @@ def step() -> bool:
         return False
     except Moved:
         intents.failed([intent], "somebody else moved it", 0.0)
-    except (Conflict, Rejected) as error:
+    except Waits as wait:
+        intents.waits(intent, str(wait), PAUSE_S)
+    except (Conflict, Rejected, Refused) as error:
         intents.failed([intent], str(error))
     except Exception as error:
         log.exception("attachment %s", intent.key)
@@ -72,10 +84,11 @@ def step() -> bool:
     return True
 
 
-def look(uuid: str) -> Instance:
-    """An instance, asked of Nova; and whether Placement has it, so that something can be claimed for it. Within 4 s.
+def look(uuid: str, project: str | None = None) -> Instance:
+    """An instance (of `project`), asked of Nova; and whether Placement has it, so that something can be claimed for it.
 
-    Raises Refused: UNKNOWN, AWAY, CONFLICT when it cannot be, now or as this cloud is configured.
+    Within 4 s. Raises Refused: UNKNOWN; AWAY; CONFLICT when it cannot be, now or as this cloud is configured. Placement
+    is not asked about another project's: the answer would tell that it is there.
     """
     keys = settings.KEYS
     if (cloud := session(keys.nova_endpoint)) is None:
@@ -83,6 +96,8 @@ def look(uuid: str) -> Instance:
         raise Refused(Reason.CONFLICT, text)
     try:
         found = _instance(uuid, nova.get(cloud, keys.nova_endpoint, f"/servers/{uuid}", {}, nova.DEADLINE_S))
+        if project not in (None, found.project):
+            raise Refused(Reason.UNKNOWN, NOT_THERE.format(uuid))
         if keys.placement_endpoint != "off":
             consumer = Placement(cloud, keys.placement_endpoint, nova.DEADLINE_S).consumer(uuid)
             if consumer.generation is None:
@@ -96,7 +111,7 @@ def look(uuid: str) -> Instance:
 def _instance(uuid: str, answer: Any) -> Instance:
     """Raises Refused UNKNOWN, and Unusable."""
     if answer.status_code == 404:
-        raise Refused(Reason.UNKNOWN, f"Nova has no instance {uuid}.")
+        raise Refused(Reason.UNKNOWN, NOT_THERE.format(uuid))
     if answer.status_code != 200:
         raise nova.Unusable(f"Nova answered {answer.status_code}")
     try:
@@ -110,7 +125,7 @@ def _instance(uuid: str, answer: Any) -> Instance:
 
 
 def _forward(row: Attachment) -> None:
-    """The next step. Raises Away, Moved, Conflict, Rejected: the step is to be tried again."""
+    """The next step. Raises Away, Moved, Waits, Conflict, Rejected, Refused AWAY: the step is to be tried again."""
     try:
         match row.state, row.step:
             case AttachmentState.ASKED, _:
@@ -127,7 +142,7 @@ def _forward(row: Attachment) -> None:
                 _give_back(row)
     except Refused as refused:
         if refused.reason is Reason.AWAY:
-            raise Away(refused.text) from None
+            raise
         if row.state == AttachmentState.ASKED:
             steps.fail(row, refused.text)
         else:
@@ -138,6 +153,7 @@ def _claim(row: Attachment) -> None:
     """What is to be written is recorded by one step and written by the next, until Placement shows it."""
     if (placement := _placement()) is None:
         return attachments.advance(row, AttachmentState.ATTACHING, "claimed", OFF)
+    _in_turn(row)
     shares, last = _shares(row), _change(row.claim)
     seen = placement.consumer(str(row.instance))
     change = claims.claiming(seen, shares, last)
@@ -149,7 +165,7 @@ def _claim(row: Attachment) -> None:
         try:
             placement.allocate(seen.uuid, claims.body(seen, shares, change))
         except (Conflict, Rejected) as error:
-            if isinstance(error, Conflict) and error.code == CONCURRENT:
+            if _overtaken(error):
                 raise
             raise Refused(Reason.CONFLICT, str(error)) from None
     said = ", ".join(f"{share.amount} {share.resource_class} of {rp}" for rp, share in sorted(shares.items()))
@@ -157,11 +173,16 @@ def _claim(row: Attachment) -> None:
 
 
 def _give_back(row: Attachment) -> None:
-    """The same of what was claimed, or may have been."""
+    """The same of what was claimed, or may have been.
+
+    The instance is refused every write while Placement does not want what it has elsewhere: so where nothing is to be
+    taken back, and no claim can be under way any more, it ends without one.
+    """
     if row.claim is None:
         return steps.end(row)
     if (placement := _placement()) is None:
         return steps.end(row, OFF)
+    _in_turn(row)
     shares, last = _shares(row), _change(row.release)
     seen = placement.consumer(str(row.instance))
     change = claims.releasing(seen, shares, steps.others(row), last)
@@ -169,8 +190,30 @@ def _give_back(row: Attachment) -> None:
         state = AttachmentState(row.state)
         return attachments.advance(row, state, "returning", release=msgspec.to_builtins(change))
     if change is not None:
-        placement.allocate(seen.uuid, claims.body(seen, shares, change))
+        try:
+            placement.allocate(seen.uuid, claims.body(seen, shares, change))
+        except (Conflict, Rejected) as error:
+            if _overtaken(error) or not change.nothing or not steps.long_given_up(row):
+                raise
+            return steps.end(row, "nothing of it is there")
     steps.end(row)
+
+
+def _in_turn(row: Attachment) -> None:
+    """Raises Waits while another attachment of the instance has a write that is not settled. Who has one never waits,
+    and only who begins to claim waits for a claim that is to be undone: so none waits for another in a circle."""
+    if row.step in UNSETTLED:
+        return
+    first = Q(step__in=UNSETTLED)
+    if row.claim is None:
+        first |= Q(state=AttachmentState.UNDOING, claim__isnull=False)
+    others = Attachment.objects.filter(first, instance=row.instance, ended_at=None).exclude(pk=row.pk)
+    if (uuid := others.values_list("uuid", flat=True).first()) is not None:
+        raise Waits(f"attachment {uuid} of this instance comes first")
+
+
+def _overtaken(error: Conflict | Rejected) -> bool:
+    return isinstance(error, Conflict) and error.code == CONCURRENT
 
 
 def _placement() -> Placement | None:

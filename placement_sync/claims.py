@@ -3,7 +3,9 @@
 Used by `attaching`. Placement counts every write of a consumer in its generation and takes only writes that name the
 present one. So a write is recorded before it is tried, with the generation it names: as long as that is the present
 one, it has not happened, and may be tried again; once another is, it has happened or never will, and the amounts tell
-which (contract section 6; Placement's `PUT /allocations/{consumer}` from microversion 1.28 on).
+which (contract section 6; Placement's `PUT /allocations/{consumer}` from microversion 1.28 on). A consumer that was
+deleted and made again counts from the beginning: the amounts have to be those of the record, too. And they tell only
+while nobody else claims or gives back for the same consumer: `attaching` lets one attachment of an instance at a time.
 """
 
 from __future__ import annotations
@@ -56,9 +58,9 @@ def claiming(seen: Consumer, shares: Shares, last: Change | None) -> Change | No
     there is nobody to give anything to. Nothing is to be written when `Change.nothing`."""
     if seen.generation is None:
         return None
-    if last and last.generation == seen.generation:
-        return last
     before = _amounts(seen, shares)
+    if last and (last.generation, last.before) == (seen.generation, before):
+        return last
     there = {rp for rp, amount in before.items() if last and amount >= last.after[rp]}
     after = {rp: amount + (0 if rp in there else shares[rp].amount) for rp, amount in before.items()}
     return Change(seen.generation, before, after)
@@ -72,9 +74,9 @@ def releasing(seen: Consumer, shares: Shares, others: Amounts, last: Change | No
     """
     if seen.generation is None:
         return None
-    if last and last.generation == seen.generation:
-        return last
     before = _amounts(seen, shares)
+    if last and (last.generation, last.before) == (seen.generation, before):
+        return last
     if last and all(amount <= last.after[rp] for rp, amount in before.items()):
         return None
     after = {

@@ -35,13 +35,15 @@ WHERE e.host = %(host)s AND e.at > statement_timestamp() - make_interval(days =>
   AND e.changes #>> '{attach_handle,0}' IN (SELECT t.id::text FROM accelerators_attachhandle t
     JOIN accelerators_deployable p ON p.id = t.deployable_id WHERE p.device_id = %(device)s)
   AND NOT EXISTS (SELECT FROM accelerators_attachment a WHERE a.ended_at IS NOT NULL
+    AND (a.fault = '' OR a.attached_at IS NULL)
     AND a.instance = (e.changes #>> '{instance_uuid,0}')::uuid AND e.subject = ANY(a.requests))
 GROUP BY 1 ORDER BY max(e.at) DESC LIMIT %(count)s
 """
 """Instances that gave a handle of the device back. Events are the record: an unbind, a deletion write what was held.
 
-What was attached to a running instance Nova did not plug; who had it detached has taken it out of the guest. The host
-itself looks once more before anything is touched.
+What was attached to a running instance Nova did not plug; who had it detached has taken it out of the guest. Not so
+where its requests were taken away by somebody else: then it is detached with a fault. The host itself looks once more
+before anything is touched.
 """
 
 _away: dict[str, tuple[float, str]] = {}

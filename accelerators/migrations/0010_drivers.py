@@ -125,6 +125,7 @@ class Migration(migrations.Migration):
                 (
                     "command",
                     models.ForeignKey(
+                        db_constraint=False,
                         help_text="Which told it last.",
                         null=True,
                         on_delete=django.db.models.deletion.SET_NULL,
@@ -169,6 +170,7 @@ class Migration(migrations.Migration):
                 (
                     "command",
                     models.ForeignKey(
+                        db_constraint=False,
                         null=True,
                         on_delete=django.db.models.deletion.SET_NULL,
                         related_name="+",

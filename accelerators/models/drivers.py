@@ -18,6 +18,14 @@ UNDER_WAY = Q(ended_at__isnull=True)
 OPEN_STEP = Q(state__in=[StepState.WAITING.value, StepState.ORDERED.value])
 
 
+def _command(help_text: str = "") -> models.ForeignKey[Command | None]:
+    """A command that may be forgotten. Without a constraint: the release before this forgets commands, too, and does
+    not know of these tables."""
+    return models.ForeignKey(
+        Command, models.SET_NULL, null=True, related_name="+", db_constraint=False, help_text=help_text
+    )
+
+
 class DriverWish(fields.Row):
     """What is wanted of a driver on a host; it outlives what the host's own configuration says.
 
@@ -31,7 +39,7 @@ class DriverWish(fields.Row):
     enabled = models.BooleanField(default=True)
     settings = models.JSONField(null=True, help_text="Null: those of the host's own file.")
     generation = models.BigIntegerField(default=1)
-    command = models.ForeignKey(Command, models.SET_NULL, null=True, related_name="+", help_text="Which told it last.")
+    command = _command("Which told it last.")
     actor = fields.name()
     reason = models.TextField(default="", blank=True)
 
@@ -120,7 +128,7 @@ class RolloutStep(models.Model):
     host_name = fields.name()
     state = models.CharField(max_length=16, choices=fields.choices(StepState), default=StepState.WAITING.value)
     text = models.TextField(default="", blank=True)
-    command = models.ForeignKey(Command, models.SET_NULL, null=True, related_name="+")
+    command = _command()
     ended_at = models.DateTimeField(null=True, blank=True)
 
     class Meta:

@@ -26,6 +26,7 @@ from agents.host.orders import ACTS, OF_HOST, OPS, Answer, acts_of, ask_of, raw,
 from agents.host.perform import Ended, Performance, Site, Writer
 from agents.host.report import Reporter
 from agents.host.roster import Roster
+from agents.host.settings import EVERY
 from drivers.errors import DriverError
 from drivers.steps import Ask
 
@@ -257,7 +258,7 @@ class Executor:
             return f"a later command ({self._begun[slot]}) was begun here before it"
         if command.driver in self._changing:
             return f"{command.driver} is being changed: try again when that has ended"
-        if command.op not in self._rules.get(command.driver, ACTS):
+        if command.op not in self._rules.get(command.driver, self._rules.get(EVERY, ACTS)):
             return f"the settings of {command.driver} on this host do not allow to {command.op} its devices"
         if (command.driver, command.key) in self._stuck:
             return "an earlier write to this device still hangs in the kernel"
@@ -280,32 +281,37 @@ class Executor:
     async def _configure(self, driver: str, wish: wire.Wish, roster: Roster) -> Answer:
         self._changing.add(driver)
         try:
-            return Answer("succeeded", await roster.configure(driver, wish), look=driver)
+            said = await roster.configure(driver, wish)
+            if wish.runs:  # a reboot while it was off took away what it had made
+                await self._reporter.looked(driver)
+                for lane in filter(lambda lane: lane[0] == driver, recovery.lost(self._site)):
+                    await self._put_back(lane)
+            return Answer("succeeded", said, look=driver)
         finally:
             self._changing.discard(driver)
 
     async def _rescan(self, command: wire.Command) -> Answer:
-        names = (command.driver,) if command.driver else tuple(self._site.drivers)
-        if not names:
+        running = {name: one for name, one in self._site.drivers.items() if command.driver in ("", name)}
+        if not running:
             return Answer("succeeded", "no driver runs on this host")
-        for name in names:
-            self._site.drivers[name].release()
-        reports = await asyncio.gather(*map(self._reporter.looked, names))
+        for one in running.values():
+            one.release()
+        reports = await asyncio.gather(*map(self._reporter.looked, running))
         report = max(reports, key=lambda report: report.seq)
-        found = [one for one in report.drivers if one.driver in names]
+        found = [one for one in report.drivers if one.driver in running]
         said = [one.error or f"{one.driver}: {len(one.devices)} devices, {len(one.faults)} faults" for one in found]
-        lacks = {name: await self._lacks(name) for name in names}
+        lacks = {name: await self._lacks(name) for name in running}
         return Answer("succeeded", "; ".join(said), {k: text for k, text in lacks.items() if text}, report=report)
 
     async def _lacks(self, driver: str) -> str:
-        """What keeps the driver from using this host to the full, '' for nothing."""
+        """What keeps the driver from using this host to the full, '' for nothing, also of one that runs no more."""
         try:
-            return "; ".join(await self._site.drivers[driver].probe())
+            return "; ".join(await self._site.drivers[driver].probe()) if driver in self._site.drivers else ""
         except DriverError as error:
             return str(error)
 
     async def _health(self, command: wire.Command) -> Answer:
-        vitals = await self._site.drivers[command.driver].health(ask_of(command, None, self._ledger))
+        vitals = await self._site.drivers[command.driver].health(ask_of(command, None, self._site))
         detail = {name: msgspec.json.encode(getattr(vitals, name)).decode() for name in ("signals", "samples")}
         detail |= {"status": vitals.status, "reason": vitals.reason}
         return Answer("succeeded", f"{vitals.status}: {vitals.reason}".removesuffix(": "), detail)
@@ -320,7 +326,7 @@ class Executor:
                         command.image, lambda part: self._tell(command, part, "fetching the image")
                     )
                     image = await stack.enter_async_context(fetching)
-                return await self._perform(command, ask_of(command, image, self._ledger), end_by)
+                return await self._perform(command, ask_of(command, image, self._site), end_by)
         except Ended as ended:
             if ended.hand is not None:
                 self._hangs((command.driver, command.key), ended.hand, ended.text)

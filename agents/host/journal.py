@@ -96,8 +96,8 @@ class Journal:
     def offer_again(self, report: wire.Report) -> wire.Report:
         """The last report's content under the next seq: it was acknowledged once and is no longer applied."""
         self._write(seq=self.seq + 1, acknowledged=0)
-        self._became(self.seq + 1, report.hash, report.drivers)
-        return self._stamped(report.hash, report.drivers)
+        self._became(self.seq + 1, report.hash, report.told)
+        return self._stamped(report.hash, report.told)
 
     def acknowledge(self, seq: int) -> None:
         """The gateway will not lose report `seq` of this epoch. Nothing when a newer one has been recorded.
@@ -120,7 +120,7 @@ class Journal:
         self._write(epoch=epoch)
         self.epoch = epoch
         if self.report is not None:
-            self.report = self._stamped(self.report.hash, self.report.drivers)
+            self.report = self._stamped(self.report.hash, self.report.told)
 
     def joined(self, address: str, fingerprint: str, secret: str) -> None:
         """The gateway at `address` let us in with this secret ('' when none was needed): remember the way."""
@@ -138,7 +138,7 @@ class Journal:
         self.report = self._stamped(digest, drivers)
 
     def _stamped(self, digest: str, drivers: tuple[DriverReport, ...]) -> wire.Report:
-        return wire.Report(epoch=self.epoch, seq=self.seq, hash=digest, drivers=drivers)
+        return wire.Report.of(self.epoch, self.seq, digest, drivers)
 
     def _write(self, **columns: Any) -> None:
         changes = ", ".join(f"{name} = ?" for name in columns)

@@ -12,6 +12,7 @@ import msgspec
 
 from agents import wire
 from agents.host.ledger import ATTACH, Applied, Ledger
+from agents.host.perform import Site
 from drivers.steps import Act, Ask, Image
 
 ACTS: tuple[str, ...] = get_args(Act)
@@ -44,8 +45,9 @@ def raw(report: wire.Report | None, driver: str) -> Answer:
     """What was reported last, of one driver or of all, as JSON for people; of more than RAW bytes the first."""
     if report is None:
         return Answer("failed", "nothing was reported yet: the drivers have not answered")
-    drivers = tuple(one for one in report.drivers if driver in ("", one.driver))
-    text = msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(report, drivers=drivers)), indent=1)
+    told = tuple(one for one in report.told if driver in ("", one.driver))
+    part = wire.Report.of(report.epoch, report.seq, report.hash, told)
+    text = msgspec.json.format(msgspec.json.encode(part), indent=1)
     cut = f", the first {RAW} are shown: name a driver to see less" if len(text) > RAW else ""
     shown = text[:RAW].decode(errors="ignore")
     return Answer("succeeded", f"report {report.epoch}.{report.seq}: {len(text)} bytes{cut}", {"report": shown})
@@ -60,16 +62,18 @@ def acts_of(command: wire.Command) -> tuple[Act, ...]:
     return program + attach
 
 
-def ask_of(command: wire.Command, image: Image | None, ledger: Ledger) -> Ask:
+def ask_of(command: wire.Command, image: Image | None, site: Site) -> Ask:
     """The command as its driver is asked."""
+    device = site.device(command.driver, command.key)
     return Ask(
         key=command.key,
+        backend=device.backend if device else "",
         deployable=command.deployable,
         handle=command.handle,
         uuid=command.uuid,
         consumer=command.consumer,
         layout=dict(command.layout),
-        first=ledger.first(command.driver, command.key) if command.op == "uninstall" else {},
+        first=site.ledger.first(command.driver, command.key) if command.op == "uninstall" else {},
         image=image,
     )
 

@@ -24,7 +24,7 @@ async def verdict(site: Site, images: Images, command: wire.Command, boot: str) 
     if command.op not in ACTS or planner is None:
         return Answer("unknown", unknown)
     look, said = command.driver, []
-    ask = ask_of(command, images.here(command.image) if command.image else None, site.ledger)
+    ask = ask_of(command, images.here(command.image) if command.image else None, site)
     try:
         for act in acts_of(command):
             plan = await planner.plan(act, ask)

@@ -65,9 +65,9 @@ class Reporter:
         self._retry_s = retry_s
         self._pause_s = pause_s
         self._answers: dict[str, DriverReport] = {}
-        # What was settled last for each driver that answered: a driver that fails now keeps what it had.
+        # What was settled last, also before a restart: each driver keeps what it had while it names it, or fails.
         known = journal.report.drivers if journal.report else ()
-        self._good = {driver.driver: driver for driver in known if driver.driver in drivers}
+        self._had = {driver.driver: driver for driver in known if driver.driver in drivers}
         self._wanted = {name: asyncio.Event() for name in drivers}
         self._group: asyncio.TaskGroup | None = None
         self._busy: set[str] = set()
@@ -108,7 +108,7 @@ class Reporter:
 
     def device(self, driver: str, key: str) -> Device | None:
         """What was last known of a device, also from before a restart."""
-        devices = self._good[driver].devices if driver in self._good else ()
+        devices = self._had[driver].devices if driver in self._had else ()
         return next((device for device in devices if device.key == key), None)
 
     def mark(self, driver: str, key: str, reason: str) -> None:
@@ -140,6 +140,7 @@ class Reporter:
 
     async def _serve(self, name: str) -> None:
         pause = self._pause_s
+        again: asyncio.TimerHandle | None = None
         while True:
             await self._wanted[name].wait()
             self._wanted[name].clear()
@@ -153,8 +154,9 @@ class Reporter:
             if not self._busy:
                 self._idle.set()
             failed = bool(report and (report.error or any(backend.error for backend in report.backends)))
-            if failed:
-                asyncio.get_running_loop().call_later(pause, self._wanted[name].set)
+            if again:
+                again.cancel()  # however often it is looked for other reasons, it is asked again once
+            again = asyncio.get_running_loop().call_later(pause, self._wanted[name].set) if failed else None
             pause = min(pause * 2, LONGEST_PAUSE_S) if failed else self._pause_s
 
     async def _answer(self, name: str) -> DriverReport | None:
@@ -166,7 +168,7 @@ class Reporter:
                 self._answers[name] = report
                 return report
         self._answers.pop(name, None)
-        self._good.pop(name, None)
+        self._had.pop(name, None)
         return None
 
     async def _publish(self) -> None:
@@ -188,10 +190,9 @@ class Reporter:
         """
         if self._drivers.keys() - self._answers.keys():
             return True
-        answers = [claims.carried(self._answers[name], self._good.get(name)) for name in self._drivers]
-        settled = tuple(claims.settle(answers, claims.claimed(self._good.values())))
-        self._good |= {report.driver: report for report in settled if not report.error}
-        whole = self._told_too(marked(canonical(claims.without_carried(report)), self.marks) for report in settled)
+        settled = claims.settle([self._answers[name] for name in self._drivers], self._had)
+        self._had = {report.driver: report for report in settled}
+        whole = self._told_too(marked(canonical(report), self.marks) for report in settled)
         drivers = fit(whole, self._max_bytes)
         try:
             changed = self._journal.record(drivers)
@@ -285,7 +286,7 @@ def fit(drivers: tuple[DriverReport, ...], max_bytes: int) -> tuple[DriverReport
 
 
 def _size(drivers: tuple[DriverReport, ...]) -> int:
-    return len(wire.encode(wire.Report(epoch=LARGEST, seq=LARGEST, hash="0" * 40, drivers=drivers)).encode())
+    return len(wire.encode(wire.Report.of(LARGEST, LARGEST, "0" * 40, drivers)).encode())
 
 
 def _too_large(report: DriverReport, whole: int, max_bytes: int, part: int) -> DriverReport:
@@ -294,7 +295,8 @@ def _too_large(report: DriverReport, whole: int, max_bytes: int, part: int) -> D
         devices=(),
         faults=(),
         backends=(),
-        error=f"report too large: {whole} bytes of {max_bytes}; this driver's {len(report.devices)} devices "
+        error=report.error
+        or f"report too large: {whole} bytes of {max_bytes}; this driver's {len(report.devices)} devices "
         f"and {len(report.faults)} faults take {part} and are left out: raise CYBORG_MAX_MESSAGE_BYTES on "
         "the conductor, or have the driver find less",
     )

@@ -18,6 +18,8 @@ from agents import wire
 from drivers.configuration import ConfigurationError, key, load
 from drivers.steps import Act
 
+EVERY = "*"
+"""The table of `CYBORG_DRIVER_SETTINGS` whose `acts` hold for drivers that have no list of their own."""
 _WORD = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 
 
@@ -58,7 +60,8 @@ class AgentSettings:
         "CYBORG_DRIVER_SETTINGS",
         "",
         'A TOML file with one table per driver, such as `[pci_driver]` with its `rules`. `acts = ["attach", …]` in a '
-        "table: nothing else is done to that driver's devices here, whatever `manage.py driver` wants.",
+        "table: nothing else is done to that driver's devices here, whatever `manage.py driver` wants. The table "
+        '`["*"]` has `acts` alone: they hold for every driver without a list of its own, also one installed from afar.',
         "*(absent)*",
     )
     rescan_s: float = key("CYBORG_RESCAN_S", 60.0, "Seconds between two full looks when no uevent asks for one.")
@@ -160,10 +163,11 @@ def driver_tables(settings: AgentSettings) -> dict[str, dict[str, Any]]:
     return stored
 
 
-def allowed_acts(tables: Mapping[str, dict[str, Any]]) -> dict[str, frozenset[str]]:
-    """Driver → the acts that `acts = ["attach", …]` in its table allows on this host; no entry: all of its acts.
+def allowed_acts(tables: dict[str, dict[str, Any]]) -> dict[str, frozenset[str]]:
+    """Driver → the acts that `acts = ["attach", …]` in its table allows on this host; without it EVERY's, else all.
 
-    The key is taken out of the table, which is the driver's own from there on. Raises ConfigurationError.
+    The key is taken out of the table, which is the driver's own from there on; the table EVERY is taken out whole.
+    Raises ConfigurationError.
     """
     allowed = {}
     for name, table in tables.items():
@@ -174,4 +178,7 @@ def allowed_acts(tables: Mapping[str, dict[str, Any]]) -> dict[str, frozenset[st
             known = ", ".join(get_args(Act))
             raise ConfigurationError(f"CYBORG_DRIVER_SETTINGS: acts = {acts!r} of [{name}] is no list of {known}")
         allowed[name] = frozenset(acts)
+    if more := tables.pop(EVERY, {}):
+        text = f'CYBORG_DRIVER_SETTINGS: the table ["*"] has acts alone; {", ".join(more)} belongs to one driver'
+        raise ConfigurationError(text)
     return allowed

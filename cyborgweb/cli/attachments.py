@@ -48,8 +48,8 @@ def attach_instance(
     if wait:
         attachment = _followed(asked, attachment, "attach")
     show_one(attachment, asked.output)
-    if attachment["state"] in ("undoing", "failed"):
-        raise Problem(Exit.REFUSED, attachment["fault"] or "It failed.")
+    if attachment["state"] in ("undoing", *GONE):
+        raise Problem(Exit.REFUSED, attachment["fault"] or f"It is {attachment['state']}.")
 
 
 @verb("detach-instance", "detach-instance 6a0c1d0e-0a53-4a0c-8f0e-1c2d3e4f5a6b --yes")

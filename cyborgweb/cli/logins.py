@@ -10,7 +10,7 @@ import os
 import re
 import warnings
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,17 @@ TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]{1,8192}")
 V2 = re.compile(r"(/accelerator)?(/v2(\.\d+)?)?/*\Z")
 """How the address of the Accelerator API in a catalogue ends; ours is beside it."""
 SERVICE = "accelerator"
+WAYS = ("token", "token_file", "os_cloud")
+"""Fields of Login that say who you are; the first that is said counts."""
 HOW = "CYBORG_URL with CYBORG_TOKEN or CYBORG_TOKEN_FILE, or --os-cloud, or the cloud's OS_… variables"
 
 
 @dataclass
 class Login:
-    """What options and environment said. `timeout` in seconds, for one answer."""
+    """What options and environment said. `timeout` in seconds, for one answer.
+
+    `on_line` are the fields that the command line said, which go before the environment's.
+    """
 
     url: str = ""
     token: str = ""
@@ -37,6 +42,7 @@ class Login:
     cacert: str = ""
     insecure: bool = False
     timeout: float = 30.0
+    on_line: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,8 @@ class Way:
 
 def open_session(login: Login) -> tuple[Any, str]:
     """A session, and the address before `/api`. Raises Problem, or what keystoneauth1 raises while it logs in."""
-    way = _by_token(login) if login.token or login.token_file else _by_cloud(login)
+    chosen = _chosen(login)
+    way = _by_cloud(login) if chosen == "os_cloud" else _by_token(login, chosen)
     if login.cacert or login.insecure:
         way.session.verify = login.cacert or False
         warnings.filterwarnings("ignore", message="Unverified HTTPS request")  # whoever says --insecure knows
@@ -60,6 +67,14 @@ def open_session(login: Login) -> tuple[Any, str]:
     if login.url:
         return way.session, _root(login.url)
     return way.session, V2.sub("", _root(way.endpoint or _catalogued(way)))
+
+
+def _chosen(login: Login) -> str:
+    """Which of WAYS; the cloud where none is said, since its variables may say it."""
+    on_line = [way for way in WAYS if way in login.on_line]
+    if len(on_line) > 1:
+        raise Problem(Exit.USAGE, "Say one of --token, --token-file and --os-cloud, not several.")
+    return next(iter(on_line or [way for way in WAYS if getattr(login, way)]), "os_cloud")
 
 
 def _catalogued(way: Way) -> str:
@@ -74,13 +89,13 @@ def _catalogued(way: Way) -> str:
     raise Problem(Exit.USAGE, f"The cloud's catalogue has no service of type {SERVICE}: say its address in --url.")
 
 
-def _by_token(login: Login) -> Way:
+def _by_token(login: Login, way: str) -> Way:
     from keystoneauth1.session import Session
     from keystoneauth1.token_endpoint import Token
 
     if not login.url:
         raise Problem(Exit.USAGE, "A token needs an address: say it in --url or CYBORG_URL.")
-    token = login.token.strip() or _of_file(login.token_file)
+    token = login.token.strip() if way == "token" else _of_file(login.token_file)
     if not TOKEN.fullmatch(token):
         raise Problem(Exit.USAGE, "This is no token: `manage.py api_token NAME` prints one as its last line.")
     return Way(Session(auth=Token(login.url, token)))

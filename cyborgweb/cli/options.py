@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from cyborgweb.cli.connection import Api
 from cyborgweb.cli.logins import Login
@@ -112,8 +113,12 @@ def _kept(part: str, name: str, read: Callable[[Any], Any] = lambda value: value
     """A callback that remembers what was said."""
 
     def keep(context: click.Context, parameter: click.Parameter, value: Any) -> None:
-        if value:
-            setattr(getattr(context.ensure_object(Asked), part), name, read(value))
+        if not value:
+            return
+        asked = context.ensure_object(Asked)
+        setattr(getattr(asked, part), name, read(value))
+        if part == "login" and context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE:
+            asked.login.on_line.add(name)
 
     return keep
 

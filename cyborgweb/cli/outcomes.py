@@ -34,8 +34,8 @@ def each(targets: Sequence[str], act: Callable[[str], dict[str, Any]]) -> list[d
 
 
 def finish(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], output: Output) -> None:
-    """Show them, and end with their code: that of all, or PARTIAL where they differ."""
-    codes = {row.get("code", Exit.DONE) for row in rows}
+    """Show them, and end with their code: that of all, or PARTIAL where they differ; of no row nothing failed."""
+    codes = {row.get("code", Exit.DONE) for row in rows} or {Exit.DONE}
     named = [column.rpartition("=")[2] for column in columns]
     fields = dict.fromkeys(name for row in ({name: None for name in named}, *rows) for name in row if name != "code")
     show([{name: row.get(name) for name in fields} for row in rows], columns, output)

@@ -31,9 +31,11 @@ SLOW = "it did not answer in its share of the time (CYBORG_DRIVER_DEADLINE_S): i
 class Look(threading.Thread):
     """One backend looking, once: its devices, faults and services, or the error that ended it."""
 
-    def __init__(self, kind: Kind, machine: Machine) -> None:
+    def __init__(self, kind: Kind, machine: Machine, before: Look | None = None) -> None:
         super().__init__(daemon=True)
         self._kind, self._machine = kind, machine
+        self.keys: frozenset[str] = before.keys if before else frozenset()
+        """Of the devices it saw, or of those before while it has seen none."""
         self.findings = Findings()
         self.services: tuple[Service, ...] = ()
         self.error = SLOW
@@ -42,7 +44,8 @@ class Look(threading.Thread):
         """threading: the thread's work."""
         try:
             findings = self._kind.discover(self._machine)
-            devices, faults = within(self._kind, findings.devices)
+            devices, faults = within(self._kind, findings.devices, self.keys)
+            self.keys = frozenset(device.key for device in devices)
             self.services = services_of(self._kind, self._machine, devices)
             self.findings, self.error = Findings(devices, (*findings.faults, *faults)), ""
         except DriverError as error:
@@ -62,8 +65,6 @@ class GenericDriver(Driver):
     def __init__(self) -> None:
         self._looks: dict[str, Look] = {}
         """The last look of each backend: one that has not ended is waited for, not begun again."""
-        self._owners: dict[str, str] = {}
-        """Device key → backend, as last seen."""
 
     def probe(self, machine: Machine, settings: Settings) -> tuple[str, ...]:
         """What each backend lacks here."""
@@ -71,10 +72,13 @@ class GenericDriver(Driver):
         return tuple(f"{name}: {reason}" for name, backend in backends for reason in backend.probe(machine))[:64]
 
     def discover(self, machine: Machine, settings: Settings) -> Findings:
-        """Look with one backend after the other; one that takes too long is left behind. Raises Invalid."""
+        """Look with one backend after the other; one that takes too long is left behind. Raises Invalid.
+
+        A device that several of them see is said of each: the agent knows which had it (`drivers.claims`).
+        """
         backends = words.read(settings)
         end = time.monotonic() + FOR_LOOKS * machine.deadline_s
-        devices: dict[str, Device] = {}
+        devices: list[Device] = []
         faults: list[Fault] = []
         answers: list[Backend] = []
         for place, (name, kind) in enumerate(backends.items()):
@@ -85,18 +89,10 @@ class GenericDriver(Driver):
             if error:
                 continue
             faults += look.findings.faults
-            for device in look.findings.devices:
-                if device.key in devices:
-                    other = devices[device.key].backend
-                    faults.append(
-                        Fault(device.address or device.key, f"backend {name} gets nothing of it: {other} has it")
-                    )
-                else:
-                    devices[device.key] = msgspec.structs.replace(device, backend=name)
+            devices += (msgspec.structs.replace(device, backend=name) for device in look.findings.devices)
         if not backends:
             faults.append(Fault("backends", "none is configured: describe in `backends` what this host is to offer"))
-        self._owners |= {device.key: device.backend for device in devices.values()}
-        return Findings(tuple(devices.values()), at_most(faults), tuple(answers))
+        return Findings(tuple(devices), at_most(faults), tuple(answers))
 
     def health(self, machine: Machine, settings: Settings, ask: Ask) -> Vitals:
         """As its kind reads it."""
@@ -135,18 +131,22 @@ class GenericDriver(Driver):
         return self._backend(machine, settings, ask).plan("reset", machine, ask)
 
     def _backend(self, machine: Machine, settings: Settings, ask: Ask) -> Kind:
-        """The backend that has the device; raises Gone. It is looked for when this process has not seen it yet."""
+        """The backend that has the device, or the first that saw it; raises Gone. It looks if none has seen it yet."""
         backends = words.read(settings)
-        if self._owners.get(ask.key) not in backends:
-            self.discover(machine, settings)
-        if (name := self._owners.get(ask.key, "")) not in backends:
-            raise Gone(f"no backend of generic_driver has {ask.key} (any more)")
-        return backends[name]
+        if ask.backend in backends:
+            return backends[ask.backend]
+        for first in (True, False):
+            for name, kind in backends.items():
+                if name in self._looks and ask.key in self._looks[name].keys:
+                    return kind
+            if first:
+                self.discover(machine, settings)
+        raise Gone(f"no backend of generic_driver has {ask.key} (any more)")
 
     def _look(self, name: str, kind: Kind, machine: Machine, wait_s: float) -> Look:
         look = self._looks.get(name)
         if look is None or not look.is_alive():
-            look = self._looks[name] = Look(kind, machine)
+            look = self._looks[name] = Look(kind, machine, look)
             look.start()
             look.join(max(0.0, wait_s))
         return look
@@ -161,10 +161,13 @@ def services_of(kind: Kind, machine: Machine, devices: tuple[Device, ...]) -> tu
     return tuple(Service(one.name, one.version, "unavailable", reason) for one in services)
 
 
-def within(kind: Kind, devices: tuple[Device, ...]) -> tuple[tuple[Device, ...], tuple[Fault, ...]]:
-    """What the limits leave of the devices and their handles, in the order of addresses; what is over is said."""
+def within(
+    kind: Kind, devices: tuple[Device, ...], known: frozenset[str]
+) -> tuple[tuple[Device, ...], tuple[Fault, ...]]:
+    """What the limits leave of the devices and their handles, those that are `known` first, each in the order of
+    addresses; what is over is said."""
     most_devices, most_handles = kind.limits.max_devices, kind.limits.max_handles
-    ordered = sorted(devices, key=lambda device: (device.address or "", device.key))
+    ordered = sorted(devices, key=lambda device: (device.key not in known, device.address or "", device.key))
     kept = ordered[:most_devices]
     faults = [
         Fault(device.address or device.key, f"left out: limits.max_devices of its backend is {most_devices}")

@@ -7,8 +7,9 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from django.db import connection
 
-from accelerators import commands, conductor, outcomes, rollouts, safety, seen, sweep
+from accelerators import commands, conductor, outcomes, rollouts, safety, seen, sweep, wishes
 from accelerators.caller import Caller
 from accelerators.commands import Answer
 from accelerators.models import Command, Device, DriverWish, Event, Host, HostDriver, Rollout
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.django_db
 OLGA = Caller("olga", "u", frozenset({"admin"}), "p1")
 INSTALL, UPDATE, UNINSTALL = RolloutOp
 DRIVER = "test_driver"
+NOBODY = "00000000-0000-4000-8000-000000000000"
 __all__ = ["fill"]
 
 
@@ -105,9 +107,10 @@ def test_what_is_so_already_is_not_told_again() -> None:
     begin(INSTALL, [host])
     said(Command.objects.get())
     again = begin(INSTALL, [host])
-    assert (again.state, states(again)) == ("done", ["skipped"])
+    assert (again.state, states(again)) == ("done", ["done"])
     assert again.steps.get().text == "test_driver is so already"
     never = begin(UNINSTALL, [host], driver="other_driver")
+    assert states(never) == ["done"]
     assert never.steps.get().text == "other_driver is not installed there"
     assert Command.objects.count() == 1
 
@@ -200,6 +203,40 @@ def test_S1_a_driver_is_left_alone_while_a_witness_cannot_be_asked(monkeypatch: 
     assert refused.value.reason == Reason.AWAY
 
 
+def test_S1_many_devices_are_asked_about_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Device] = []
+    monkeypatch.setitem(safety._witnesses, "nova", lambda device: asked.append(device) or safety.Testimony())
+    (host,) = hosts(1, answer(card(1), card(2)))
+    monkeypatch.setattr(wishes, "PATIENCE_S", -1.0)
+    with pytest.raises(Refused, match="was not found out in time: try again") as refused:
+        begin(UNINSTALL, [host])
+    assert (refused.value.reason, asked) == (Reason.AWAY, [])
+    assert not Rollout.objects.exists()
+
+
+def test_a_device_of_a_driver_that_is_off_stays_busy_with_its_own_command() -> None:
+    (host,) = hosts(1, answer(card(1)))
+    begin(UPDATE, [host], enabled=False)
+    said(Command.objects.get())
+    with conductor.writing():
+        Device.objects.update(busy_with=NOBODY)
+    with pytest.raises(Refused, match=f"is busy .command {NOBODY}.") as refused:
+        begin(UPDATE, [host], enabled=True)
+    assert refused.value.reason == Reason.CONFLICT
+    assert str(Device.objects.get().busy_with) == NOBODY
+
+
+def test_a_command_that_an_older_release_forgot_is_in_nobodys_way() -> None:
+    (host,) = hosts(1, DriverReport(DRIVER, state="absent"))
+    rollout = begin(INSTALL, [host])
+    with conductor.writing(), connection.cursor() as cursor:
+        cursor.execute("DELETE FROM accelerators_command")
+        cursor.execute("SET CONSTRAINTS ALL IMMEDIATE")
+    assert states(work(rollout)) == ["failed"]
+    assert rollout.steps.get().text == "its command is not known any more"
+    assert begin(UPDATE, [host], settings={"a": 1}).state == "running"
+
+
 def test_nothing_is_bound_to_a_device_while_its_driver_is_changed() -> None:
     (host,) = hosts(1, answer(card(1, acts="reset")))
     device = Device.objects.get()
@@ -222,12 +259,18 @@ def test_devices_of_a_driver_that_was_turned_off_are_missing_and_come_back() -> 
     assert (device.state, device.returns_to) == ("missing", "ready")
     assert device.state_reason == "test_driver is disabled on its host"
     assert device.host.why_stale(DRIVER) == ""
-    assert [*sweep._removable(datetime.now(UTC) + timedelta(days=1))] == [device], "and goes some day"
+    assert not sweep._removable(datetime.now(UTC) + timedelta(days=99)), "however long it is off"
     begin(UPDATE, [host], enabled=True)
     command = Command.objects.latest("id")
     said(command, devices=(card(1),))
     device.refresh_from_db()
     assert device.state == "ready"
+    begin(UNINSTALL, [host])
+    said(Command.objects.latest("id"))
+    assert [*sweep._removable(datetime.now(UTC) + timedelta(days=1))] == [device], "for good: it goes some day"
+    with conductor.writing():
+        Host.objects.update(drivers={DRIVER: {"error": ""}})
+    assert sweep._removable(datetime.now(UTC) + timedelta(days=1)), "older agents do not say how a driver stands"
 
 
 def test_what_only_the_hosts_own_file_leaves_out_keeps_its_devices() -> None:
@@ -274,6 +317,10 @@ Bad = tuple[Change, str]
         (Change(INSTALL, "d", settings={"a": float("inf")}), "no such number"),
         (Change(INSTALL, "d", settings={"a": [[[[[[[[[1]]]]]]]]]}), "nested at most 8"),
         (Change(INSTALL, "d", settings={"a": "x" * 65_536}), "at most 65536 bytes"),
+        (Change(INSTALL, "d", settings={"token": "x" * 65_536}), "at most 65536 bytes"),
+        (Change(INSTALL, "d", settings={"a": "\ud800"}), "cannot be stored"),
+        (Change(INSTALL, "d", settings={"a": datetime.now(UTC)}), "JSON has no datetime"),
+        (Change(INSTALL, "d", settings={"a": 1 << 20_000}), "numbers are of 64 bits"),
     ],
 )
 def test_what_makes_no_sense(change: Change, says: str) -> None:

@@ -45,11 +45,11 @@ def agent(gateway: Gateway, house: House) -> WireAgent:
 
 
 class Operator:
-    """With a manager's token."""
+    """With an operator's token."""
 
     def __init__(self) -> None:
         user = User.objects.create_user("rita")
-        self.token = ApiToken.make("rita", user, ["manager", "member", "reader"], "p1")
+        self.token = ApiToken.make("rita", user, ["accelerator_operator", "member", "reader"], "p1")
 
     def call(self, method: str, path: str, **body: Any) -> dict[str, Any]:
         data = json.dumps(body) if body else ""
@@ -59,14 +59,17 @@ class Operator:
 
 
 def report(seq: int, *drivers: DriverReport) -> wire.Report:
-    return wire.Report(1, seq, wire.content_hash(drivers), drivers)
+    return wire.Report.of(1, seq, wire.content_hash(drivers), drivers)
 
 
 def test_a_driver_is_installed_and_nobody_reads_done_beside_old_rows(agent: WireAgent) -> None:
     rita = Operator()
     with agent.speaking((*OPS, "configure")) as socket:
-        ask(socket, report(1, DriverReport("pci_driver", state="absent")))
+        absent = report(1, DriverReport("pci_driver", state="absent"))
+        assert not absent.drivers, "where a conductor from before looks for what is there"
+        ask(socket, absent)
         tasks.merge()
+        assert rita.call("GET", "/api/drivers/")["results"][0]["seen"]["state"] == "absent"
         made = rita.call(
             "POST", "/api/rollouts/", op="install", driver="pci_driver", hosts=["cmp1"], settings={"a": [1]}
         )

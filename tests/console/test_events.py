@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
 
 import pytest
 from django.db import connection
@@ -112,3 +113,17 @@ def test_what_an_event_holds_is_text(operator: Client, events: list[Event]) -> N
         conductor.record("device.changed", Source.API, evil, subject=(None, evil), changes=said, reason=evil)
     shown = operator.get(page(Event.objects.get(reason=evil))).content.decode()
     assert evil not in shown and json.dumps(evil)[1:-1] not in shown
+
+
+@pytest.mark.django_db(transaction=True)
+def test_the_index_of_words_is_built_anew_where_it_was_broken_off() -> None:
+    built = import_module("accelerators.migrations.0013_event_words")
+    whole = "SELECT indisvalid FROM pg_index WHERE indexrelid = 'event_words'::regclass"
+    with connection.schema_editor(atomic=False) as editor, connection.cursor() as cursor:
+        built.drop(None, editor)
+        cursor.execute(built.WORDS)
+        cursor.execute("CREATE INDEX accelerators_event_rest_words ON accelerators_event_rest (id)")
+        built.build(None, editor)
+        built.build(None, editor)
+        cursor.execute(whole)
+        assert cursor.fetchall() == [(True,)]

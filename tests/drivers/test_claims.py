@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from random import Random
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from drivers.claims import carried, claimed, settle, without_carried
+from drivers.claims import settle
 from drivers.inventory import AttachHandle, Backend, Deployable, Device, DriverReport
 from drivers.pci import PciDriver
 
@@ -38,6 +40,10 @@ devices = st.builds(
     st.sampled_from([None, *ADDRESSES]),
     st.lists(deployables, max_size=2),
 )
+
+
+def last(reports: list[DriverReport]) -> dict[str, DriverReport]:
+    return {report.driver: report for report in settle(reports)}
 
 
 @st.composite
@@ -74,10 +80,33 @@ def test_an_address_handed_out_as_a_handle_is_claimed_too() -> None:
 def test_a_failing_driver_keeps_what_it_had() -> None:
     good = DriverReport("nvidia", devices=(card("serial:1", ADDRESSES[0]),))
     other = DriverReport("pci_driver", devices=(card("pci:x", ADDRESSES[0]),))
-    held = claimed(settle([good, other]))
-    _, while_failing = settle([DriverReport("nvidia", error="it hangs"), other], held)
+    held = last([good, other])
+    failing, while_failing = settle([DriverReport("nvidia", error="it hangs"), other], held)
+    assert (failing.error, failing.devices) == ("it hangs", good.devices)
     assert while_failing.devices == ()
     assert while_failing.faults[0].reason == f"{ADDRESSES[0]} already belongs to nvidia"
+
+
+def test_who_had_a_device_and_names_it_still_keeps_it_whatever_the_others_begin_to_name() -> None:
+    pci = DriverReport(PciDriver.name, devices=(card("pci:x", ADDRESSES[0]),))
+    held = last([DriverReport("nvidia"), pci])
+    nvidia = DriverReport("nvidia", devices=(card("serial:1", ADDRESSES[0]),))
+    first, second = settle([nvidia, pci], held)
+    assert (first.devices, second) == ((), pci)
+    assert first.faults[0].reason == f"{ADDRESSES[0]} already belongs to {PciDriver.name}"
+    let_go, _ = settle([nvidia, DriverReport(PciDriver.name)], held)
+    assert let_go == nvidia
+
+
+def test_of_two_backends_the_one_that_had_a_device_keeps_it() -> None:
+    parts = {name: replace(card("pci:x", ADDRESSES[0]), backend=name) for name in "ab"}
+    both = DriverReport("generic", devices=tuple(parts.values()), backends=tuple(Backend(n, "pci") for n in parts))
+    held = last([replace(both, devices=(parts["b"],))])
+    (kept,) = settle([both], held)
+    assert kept.devices == (parts["b"],)
+    assert kept.faults[0].reason == f"{ADDRESSES[0]} already belongs to generic:b"
+    (fresh,) = settle([both])
+    assert fresh.devices == (parts["a"],)
 
 
 def test_one_identity_on_two_cards_makes_both_ambiguous() -> None:
@@ -117,27 +146,32 @@ def test_what_is_settled_stays_settled(reports: list[DriverReport]) -> None:
     assert settle(settled) == settled
 
 
+@given(answers(), st.randoms())
+@settings(deadline=None)
+def test_another_order_of_the_drivers_moves_no_device(reports: list[DriverReport], random: Random) -> None:
+    before = last(reports)
+    for report in settle(random.sample(reports, len(reports)), before):
+        assert report.devices == before[report.driver].devices
+
+
 @given(answers(), st.data())
 @settings(deadline=None)
 def test_a_driver_that_fails_changes_nothing_for_the_others(reports: list[DriverReport], data: st.DataObject) -> None:
-    settled = settle(reports)
+    settled = settle(reports, last(reports))
     broken = data.draw(st.integers(0, len(reports) - 1))
     failing = [*reports[:broken], DriverReport(reports[broken].driver, error="gone"), *reports[broken + 1 :]]
-    again = settle(failing, claimed(settled))
+    again = settle(failing, last(reports))
     assert again[:broken] + again[broken + 1 :] == settled[:broken] + settled[broken + 1 :]
 
 
-def test_a_backend_that_fails_keeps_its_devices_from_others_and_reports_none() -> None:
+def test_a_backend_that_fails_keeps_its_devices_from_others() -> None:
     def said(error: str, *cards: Device) -> DriverReport:
         return DriverReport("generic", devices=cards, backends=(Backend("a", "pci", error=error), Backend("b", "pci")))
 
     mine, others = (replace(card(f"pci:{address}", address), backend="a") for address in ADDRESSES[:2])
-    greedy = replace(mine, backend="b")
-    before = said("", mine)
+    greedy = (replace(mine, backend="b"), replace(others, backend="b"))
     rival = DriverReport(PciDriver.name, devices=(card("pci:x", ADDRESSES[0]),))
-    kept = carried(said("it hung", greedy, replace(others, backend="b")), before)
-    settled, rest = settle([kept, rival])
+    held = last([said("", mine), rival])
+    settled, rest = settle([said("it hung", *greedy), rival], held)
     assert [(device.key, device.backend) for device in settled.devices] == [(mine.key, "a"), (others.key, "b")]
-    assert not rest.devices and "already belongs to generic" in rest.faults[0].reason
-    assert [device.key for device in without_carried(settled).devices] == [others.key]
-    assert carried(said("", mine), before).devices == (mine,) and carried(before, None) == before
+    assert not rest.devices and "already belongs to generic:a" in rest.faults[0].reason

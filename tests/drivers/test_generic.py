@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from drivers.base import Findings
+from drivers.claims import settle
 from drivers.errors import Busy, DriverError, Failed, Gone, Invalid, Unsupported
 from drivers.generic import GenericDriver
 from drivers.generic.driver import Look
 from drivers.generic.kind import Kind
-from drivers.inventory import Device, Service
+from drivers.inventory import Device, DriverReport, Service
 from drivers.machine import Machine
 from drivers.steps import Ask, Image
 from tests.drivers.doing import Doer
@@ -222,6 +223,8 @@ def test_what_is_over_the_limits_is_said(host: ModelMachine) -> None:
         ("0000:11:00.0", "left out"),
         (f"node-1_{DISK}", "1 of its handles are left out"),
     ]
+    host.pci("0000:00:01.0", "0x1b36", "0x0010", "0x010802", group=12)
+    assert only(work).key == key, "what comes later takes no known device's place"
 
 
 @pytest.fixture
@@ -280,8 +283,17 @@ def test_whatever_a_kind_does_is_its_backends_error(host: ModelMachine, fails: C
 
 def test_the_first_backend_that_takes_a_card_has_it(host: ModelMachine) -> None:
     found = look(doer(host, disks=PCI, all=PCI | {"match": [{"class": "0108*"}, {"class": "03*"}]}))
-    assert {device.address: device.backend for device in found.devices} == {DISK: "disks", GPU: "all"}
-    assert [fault.reason for fault in found.faults] == ["backend all gets nothing of it: disks has it"]
+    (settled,) = settle([DriverReport("generic_driver", "", found.devices, found.faults, found.backends)])
+    assert {device.address: device.backend for device in settled.devices} == {DISK: "disks", GPU: "all"}
+    assert [fault.reason for fault in settled.faults] == [f"{DISK} already belongs to generic_driver:disks"]
+
+
+def test_an_act_is_planned_by_the_backend_that_has_the_device(host: ModelMachine) -> None:
+    work = doer(host, few=PCI | {"limits": {"max_handles": 1}}, many=PCI)
+    key = look(work).devices[0].key
+    assert work.plan("partition", Ask(key, layout={"vfs": "3"}, backend="many")).steps
+    with pytest.raises(Invalid, match="at most 1"):
+        work.plan("partition", Ask(key, layout={"vfs": "3"}, backend="few"))
 
 
 def test_a_fresh_process_finds_the_backend_of_a_device(host: ModelMachine) -> None:

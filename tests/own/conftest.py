@@ -33,6 +33,7 @@ Fill = Callable[..., list[Host]]
 ROLES = {
     "admin": ["admin", "manager", "member", "reader"],
     "manager": ["manager", "member", "reader"],
+    "operator": ["accelerator_operator", "member", "reader"],
     "member": ["member", "reader"],
     "reader": ["reader"],
     "nobody": [],

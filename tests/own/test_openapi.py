@@ -50,3 +50,13 @@ def test_what_is_answered_has_the_fields_it_says(ask: Ask, fill: Fill) -> None:
             fields = document["components"]["schemas"][element["$ref"].rpartition("/")[2]]["properties"]
             rows = json.loads(ask(address).content)["results"]
             assert [list(row) for row in rows[:1]] == [list(fields)]
+
+
+def test_how_units_are_chosen_is_said_as_it_is_checked() -> None:
+    document = openapi.document()
+    schemas = document["components"]["schemas"]
+    assert schemas["MoreRequest"]["properties"]["targets"]["minItems"] == 1
+    assert [way["required"] for way in schemas["TargetRequest"]["oneOf"]] == [["device"], ["host", "backend"]]
+    assert schemas["RolloutWithStepsRequest"]["properties"]["settings"]["type"] == ["object", "null"]
+    for address in ("/api/accelerators/", "/api/accelerators/delete/", "/api/rollouts/"):
+        assert "404" in document["paths"][address]["post"]["responses"]

@@ -23,11 +23,11 @@ def body(response: HttpResponse, status: int = 200) -> dict[str, Any]:
     return json.loads(response.content)
 
 
-def post(ask: Ask, by: str = "manager", **values: Any) -> HttpResponse:
+def post(ask: Ask, by: str = "operator", **values: Any) -> HttpResponse:
     return ask("/api/rollouts/", by, method="POST", data={"driver": "pci_driver"} | values)
 
 
-def test_a_manager_installs_a_driver_follows_it_and_sees_it_run(ask: Ask) -> None:
+def test_an_operator_installs_a_driver_follows_it_and_sees_it_run(ask: Ask) -> None:
     host = a_host()
     apply(host, OFF, answer(card(1)))
     absent, running = results(ask("/api/drivers/"))
@@ -47,13 +47,13 @@ def test_a_manager_installs_a_driver_follows_it_and_sees_it_run(ask: Ask) -> Non
     assert (running["driver"], running["seen"]["state"], running["devices"]) == ("test_driver", "ok", 1)
     settings = {"rules": [{"vendor": "10de"}]}
     made = body(post(ask, op="install", hosts=["cmp1"], settings=settings, reason="the new GPUs"), 202)
-    assert (made["state"], made["total"], made["by"], made["counts"]["ordered"]) == ("running", 1, "manager-p1", 1)
+    assert (made["state"], made["total"], made["by"], made["counts"]["ordered"]) == ("running", 1, "operator-p1", 1)
     (step,) = made["steps"]
     assert (step["host"], step["state"]) == ("cmp1", "ordered")
     assert step["command"].endswith(f"/api/commands/{Command.objects.get().uuid}/")
     (row,) = results(ask("/api/drivers/?drifts=true"))
     assert row["wanted"]["settings"] == settings
-    assert (row["wanted"]["by"], row["wanted"]["generation"], row["seen"]["generation"]) == ("manager-p1", 1, 0)
+    assert (row["wanted"]["by"], row["wanted"]["generation"], row["seen"]["generation"]) == ("operator-p1", 1, 0)
     said(Command.objects.get())
     work(Rollout.objects.get())
     shown = body(ask(made["url"]))
@@ -63,7 +63,7 @@ def test_a_manager_installs_a_driver_follows_it_and_sees_it_run(ask: Ask) -> Non
     assert results(ask("/api/rollouts/?driver=pci_driver&op=install&state=done"))[0]["uuid"] == made["uuid"]
     wanted = Event.objects.get(action="driver.wanted")
     assert (wanted.actor, wanted.host, wanted.reason, wanted.subject_name) == (
-        "manager-p1",
+        "operator-p1",
         "cmp1",
         "the new GPUs",
         "pci_driver on cmp1",
@@ -77,7 +77,7 @@ def test_many_hosts_by_a_selector_a_few_at_a_time_and_cancelled(ask: Ask) -> Non
     made = body(post(ask, op="install", selector={"name": "cmp[0-2]"}, max_parallel=2, stop_on_failure=False), 202)
     assert (made["total"], made["max_parallel"], made["stop_on_failure"]) == (3, 2, False)
     work(Rollout.objects.get())
-    cancelled = body(ask(f"{made['url']}cancel/", "manager", method="POST", data={}), 202)
+    cancelled = body(ask(f"{made['url']}cancel/", "operator", method="POST", data={}), 202)
     assert cancelled["state"] == "cancelled"
     assert cancelled["counts"] == {"waiting": 0, "ordered": 2, "done": 0, "failed": 0, "skipped": 1}
 

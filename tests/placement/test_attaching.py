@@ -321,6 +321,7 @@ def test_shelved_by_nova_it_is_detached_and_the_claim_given_back_if_it_is_there(
     binding.delete_of_instance(VM, Caller("nova", "u", frozenset({"service", "admin"}), "p1", service=True))
     work()
     assert (state(row), cloud.has()) == ("detached", {})
+    assert "taken away" in row.fault, "its guest may run on with the device"
 
 
 def test_a_resize_that_drops_the_claim_is_found(cloud: Cloud) -> None:

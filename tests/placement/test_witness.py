@@ -26,6 +26,7 @@ from tests.support.reports import a_host, answer, apply, card
 pytestmark = pytest.mark.django_db
 ADMIN = Caller("ops", "u", frozenset({"admin"}), "p", service=True)
 there = Session()
+THEN = "2026-01-01T00:00:00Z"
 
 
 def cloud() -> Session:
@@ -124,18 +125,26 @@ def test_an_instance_that_lives_on_with_the_device_holds_it(device: Device, nova
     assert f"instance {instance} (ACTIVE on cmp1), which still has it, by Nova" in refused.text
 
 
-@pytest.mark.parametrize("ended_at", [None, "2026-01-01T00:00:00Z"])
+@pytest.mark.parametrize(
+    ("columns", "free"),
+    [
+        ({"attached_at": THEN}, False),
+        ({"attached_at": THEN, "ended_at": THEN}, True),
+        ({"ended_at": THEN, "fault": "none was free"}, True),
+        ({"attached_at": THEN, "ended_at": THEN, "fault": "its requests were taken away"}, False),
+    ],
+)
 def test_what_was_attached_while_it_ran_is_free_when_it_is_detached(
-    device: Device, nova: Nova, ended_at: str | None
+    device: Device, nova: Nova, columns: dict[str, str], free: bool
 ) -> None:
-    """Nova did not plug it; who detaches it has taken it out of the guest."""
+    """Nova did not plug it; who detaches it has taken it out of the guest, but not who takes its requests away."""
     instance = had(device)
     nova.shown[instance] = ("ACTIVE", "cmp1")
     request = Event.objects.get(action="request.deleted").subject
     said = {"instance": instance, "project_id": "p1", "host": "cmp1", "actor": "olga"}
     with conductor.writing():
-        Attachment.objects.create(**said, requests=[request], ended_at=ended_at)
-    assert (retire(device) is None) == bool(ended_at)
+        Attachment.objects.create(**said, **columns, requests=[request])
+    assert (retire(device) is None) == free
 
 
 @pytest.mark.parametrize("shown", [("SHELVED_OFFLOADED", ""), ("DELETED", "cmp1"), ("ACTIVE", "cmp2"), None])

@@ -136,6 +136,11 @@ def test_refusals_have_their_codes_and_say_what_to_do(cyborg: Cyborg, url: str, 
 
 
 @stored
+def test_where_there_is_nothing_nothing_failed(cyborg: Cyborg) -> None:
+    assert cyborg("discover-services", "--all-hosts").exit_code == 0
+
+
+@stored
 def test_of_several_some_may_be_refused(cyborg: Cyborg) -> None:
     a_heard_host("cmp1", 2)
     done = cyborg("device-maintain", "cmp1/0000:00:00.0", "cmp1/0000:09:00.0", "-f", "json")
@@ -154,7 +159,7 @@ def test_a_token_file_may_be_what_manage_py_printed(cyborg: Cyborg, url: str, tm
     token = ApiToken.make("me", Person.objects.get(), ["admin"], "p1")
     file.write_text(f"Token 'me' with the role admin:\n{token}\n")
     assert run("device-list", CYBORG_URL=f"{url}/api/", CYBORG_TOKEN_FILE=str(file)).exit_code == 0
-    assert run("device-list", "--url", url, "--token-file", str(file)).stderr == "No devices.\n"
+    assert run("device-list", "--url", url, "--token-file", str(file), CYBORG_TOKEN="x").stderr == "No devices.\n"
 
 
 CLOUDS = """
@@ -197,6 +202,11 @@ def test_a_cloud_of_clouds_yaml_or_of_the_environment(url: str, tmp_path: Path) 
         where = {"OS_CLIENT_CONFIG_FILE": str(clouds)}
         assert run("--os-cloud", "ours", "device-list", **where).stderr == "No devices.\n"
         refused(run("device-list", OS_CLOUD="theirs", **where), 2, "The cloud 'theirs' cannot be used")
+        stale = where | {"CYBORG_URL": url, "CYBORG_TOKEN": "stale"}
+        refused(run("device-list", OS_CLOUD="ours", **stale), 4, "token is not known")
+        assert run("device-list", "--os-cloud", "ours", **stale).stderr == "No devices.\n", "what is typed goes first"
+        assert run("--os-cloud", "ours", "device-list", **stale).stderr == "No devices.\n"
+        refused(run("--os-cloud", "ours", "device-list", "--token", "abc", **where), 2, "Say one of --token")
         assert isinstance(keystone, Keystone) and "secret" not in run("device-list", OS_CLOUD="theirs", **where).output
 
 

@@ -235,7 +235,7 @@ def test_an_instance_is_given_accelerators_and_they_are_taken_back(
     cyborg: Cyborg, host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known = attachments.Instance(INSTANCE, "p1", "ACTIVE", frozenset({"cmp1"}))
-    monkeypatch.setattr(attachments, "_looks", [lambda instance: known])
+    monkeypatch.setattr(attachments, "_looks", [lambda instance, project: known])
     with conductor.writing():
         Device.objects.update(state="ready")
         Deployable.objects.filter(device__address="0000:02:00.0").update(rp_uuid=INSTANCE)
@@ -246,6 +246,8 @@ def test_an_instance_is_given_accelerators_and_they_are_taken_back(
     assert "state" in done.stdout and "attached" in done.stdout and "attach: " in done.stderr
     with attaching(asked="attaching", attaching="undoing", undoing="failed"):
         refused(cyborg(*attach), 1, "Placement has no room")
+    with attaching(asked="detached"):
+        refused(cyborg(*attach), 1, "It is detached.")
     refused(cyborg("detach-instance", INSTANCE), 2, "say --yes")
     with attaching(detaching="detached"):
         back = cyborg("detach-instance", INSTANCE, "--yes", "-f", "csv", "-c", "outcome,state")

@@ -48,8 +48,9 @@ OURS = [
     (["accelerator:get_all", "event:get_one"], "+++++++", "+++++--"),
     (["accelerator:update"], "++++---", "++++---"),
     (["device:update", "device_profile:update"], "++-----", "++-----"),
-    (["backend:get", "service:get", "service:discover", "driver:get", "driver:rollout"], "+++----", "+++----"),
-    (["attachment:get", "attachment:create", "attachment:delete"], "+++----", "+++----"),
+    (["backend:get", "service:get", "driver:get"], "+++----", "+++----"),
+    (["service:discover", "driver:rollout"], "++-----", "++-----"),
+    ([f"attachment:{verb}" for verb in ("get", "create", "delete", "elevated")], "++-----", "++-----"),
     (["accelerator:create", "accelerator:delete"], "++-----", "++-----"),
 ]
 ROWS = [

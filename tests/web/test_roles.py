@@ -1,4 +1,4 @@
-"""Three kinds of callers at the routes with which accelerators are run: administrators, the elevated, members."""
+"""Callers at the routes with which accelerators are run: administrators, the elevated, managers, members."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from accelerators.caller import Caller
 from accelerators.models import AcceleratorRequest, AttachHandle, Command, DeviceProfile, Event
 from cyborgweb.models import ApiToken
 from cyborgweb.policy import ROLES, Policy
-from cyborgweb.rules import ELEVATED, OWN
+from cyborgweb.rules import ELEVATED, OPERATOR, OWN
 from tests.support.reports import a_heard_host
 
 pytestmark = pytest.mark.django_db
 Ask = Callable[..., HttpResponse]
-WHO = ("admin", "manager", "member")
+WHO = ("admin", OPERATOR, "manager", "member")
 NOBODY = "00000000-0000-4000-8000-000000000000"
 TARGETS = {"targets": [{"device": NOBODY}], "count": 1}
 
@@ -41,27 +41,28 @@ def ask(client: Client) -> Ask:
     return call
 
 
-READS = ["backends", "services", "drivers", "rollouts", "attachments", "devices", "commands", "attach_handles"]
+READS = ["backends", "services", "drivers", "rollouts", "devices", "commands", "attach_handles"]
 ROUTES = [
-    *[("GET", f"/api/{name}/", None, (200, 200, 403)) for name in READS],
-    ("GET", f"/api/backends/{NOBODY}:pci_driver:a/", None, (404, 404, 403)),
-    ("GET", f"/api/rollouts/{NOBODY}/", None, (404, 404, 403)),
-    ("GET", f"/api/attachments/{NOBODY}/", None, (404, 404, 403)),
-    ("POST", "/api/commands/", {"op": "rescan", "host": NOBODY}, (400, 400, 403)),
-    ("POST", "/api/rollouts/", {}, (400, 400, 403)),
-    ("POST", f"/api/rollouts/{NOBODY}/cancel/", {}, (404, 404, 403)),
-    ("POST", "/api/attachments/", {}, (400, 400, 403)),
-    ("POST", f"/api/attachments/{NOBODY}/detach/", {}, (404, 404, 403)),
-    ("POST", "/api/commands/", {"op": "logs", "host": NOBODY}, (400, 403, 403)),
-    ("POST", "/api/commands/", {"op": "reset", "device": NOBODY}, (400, 403, 403)),
-    ("POST", f"/api/devices/{NOBODY}/enable/", {}, (404, 403, 403)),
-    ("PATCH", f"/api/devices/{NOBODY}/", {"layout": {"vfs": "4"}}, (404, 403, 403)),
-    ("POST", "/api/accelerators/", TARGETS, (202, 403, 403)),
-    ("POST", "/api/accelerators/delete/", TARGETS, (202, 403, 403)),
-    ("GET", "/api/accelerators/", None, (200, 200, 200)),
-    ("GET", "/api/accelerators/?attached=false", None, (200, 200, 200)),
-    ("GET", f"/api/accelerators/{NOBODY}/", None, (404, 404, 404)),
-    ("PATCH", f"/api/accelerators/{NOBODY}/", {"label": "x"}, (404, 404, 404)),
+    *[("GET", f"/api/{name}/", None, (200, 200, 200, 403)) for name in READS],
+    ("GET", f"/api/backends/{NOBODY}:pci_driver:a/", None, (404, 404, 404, 403)),
+    ("GET", f"/api/rollouts/{NOBODY}/", None, (404, 404, 404, 403)),
+    ("GET", f"/api/attachments/{NOBODY}/", None, (404, 404, 403, 403)),
+    ("POST", "/api/commands/", {"op": "rescan", "host": NOBODY}, (400, 400, 403, 403)),
+    ("POST", "/api/rollouts/", {}, (400, 400, 403, 403)),
+    ("POST", f"/api/rollouts/{NOBODY}/cancel/", {}, (404, 404, 403, 403)),
+    ("POST", "/api/attachments/", {}, (400, 400, 403, 403)),
+    ("POST", f"/api/attachments/{NOBODY}/detach/", {}, (404, 404, 403, 403)),
+    ("POST", "/api/commands/", {"op": "logs", "host": NOBODY}, (400, 403, 403, 403)),
+    ("POST", "/api/commands/", {"op": "reset", "device": NOBODY}, (400, 403, 403, 403)),
+    ("POST", f"/api/devices/{NOBODY}/enable/", {}, (404, 403, 403, 403)),
+    ("PATCH", f"/api/devices/{NOBODY}/", {"layout": {"vfs": "4"}}, (404, 403, 403, 403)),
+    ("POST", "/api/accelerators/", TARGETS, (202, 403, 403, 403)),
+    ("POST", "/api/accelerators/delete/", TARGETS, (202, 403, 403, 403)),
+    ("GET", "/api/accelerators/", None, (200, 200, 200, 200)),
+    ("GET", "/api/accelerators/?attached=false", None, (200, 200, 200, 200)),
+    ("GET", f"/api/accelerators/{NOBODY}/", None, (404, 404, 404, 404)),
+    ("PATCH", f"/api/accelerators/{NOBODY}/", {"label": "x"}, (404, 404, 404, 404)),
+    ("GET", "/api/attachments/", None, (200, 200, 403, 403)),
 ]
 
 
@@ -69,7 +70,7 @@ def test_who_may_do_what_and_a_refusal_says_who_may(ask: Ask) -> None:
     for method, path, body, answers in ROUTES:
         said = [ask(by, method, path, body) for by in WHO]
         assert tuple(response.status_code for response in said) == answers, (method, path, body)
-        would_do = "admin" if answers[1] == 403 else "manager"
+        would_do = "admin" if answers[1] == 403 else OPERATOR if answers[2] == 403 else "manager"
         for response in said:
             if response.status_code == 403:
                 text = json.loads(response.content)["error"]["message"]
@@ -81,8 +82,8 @@ def test_who_may_do_what_and_a_refusal_says_who_may(ask: Ask) -> None:
 def test_the_elevated_have_a_host_looked_at_again(ask: Ask) -> None:
     host = a_heard_host("cmp1", 1)
     said = {"op": "rescan", "host": str(host.uuid), "driver": "pci_driver"}
-    assert [ask(by, "POST", "/api/commands/", said).status_code for by in ("member", "manager")] == [403, 201]
-    assert Command.objects.get().actor == "manager"
+    assert [ask(by, "POST", "/api/commands/", said).status_code for by in ("manager", OPERATOR)] == [403, 201]
+    assert Command.objects.get().actor == OPERATOR
 
 
 def test_a_member_lists_and_labels_what_its_project_has_attached_and_nothing_else(ask: Ask) -> None:
@@ -116,9 +117,9 @@ def test_a_member_lists_and_labels_what_its_project_has_attached_and_nothing_els
 
 def test_who_is_elevated_is_one_line_of_the_policy_file(tmp_path: Path) -> None:
     written = tmp_path / "policy.yaml"
-    written.write_text('"elevated": "role:accelerator_operator"\n')
+    written.write_text('"elevated": "role:cards"\n')
     policy = Policy(written, False)
-    operator = Caller("olga", "u1", frozenset({"accelerator_operator"}), "p1")
+    operator = Caller("olga", "u1", frozenset({"cards"}), "p1")
     manager = Caller("max", "u2", ROLES["manager"], "p1")
     rules = [rule.name for rule in OWN if rule.check == ELEVATED]
     assert "cyborg:attachment:create" in rules and "cyborg:driver:rollout" in rules

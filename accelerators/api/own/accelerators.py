@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import django_filters as filters
+from django.core.validators import MinLengthValidator
 from django.db.models import Q, QuerySet
 from rest_framework import serializers
 from rest_framework.request import Request
@@ -162,7 +163,10 @@ class LayoutSerializer(Closed):
     """How a device is to be divided."""
 
     layout = serializers.DictField(
-        child=Text(max_length=255), allow_empty=False, help_text='Words its driver takes, for example {"vfs": "4"}.'
+        child=Text(max_length=255),
+        allow_empty=False,
+        validators=[MinLengthValidator(1)],  # the document says it so
+        help_text='Words its driver takes, for example {"vfs": "4"}.',
     )
     generation = Number(
         min_value=0,
@@ -178,7 +182,9 @@ class LayoutSerializer(Closed):
 class MoreSerializer(LayoutSerializer):
     """More units of each of these devices."""
 
-    targets = TargetSerializer(many=True, allow_empty=False, max_length=units.MOST)
+    targets = serializers.ListField(
+        child=TargetSerializer(), allow_empty=False, min_length=1, max_length=units.MOST, help_text="At least one."
+    )
     count = Number(min_value=1, max_value=units.MOST_UNITS, help_text="So many of each device.")
     layout = serializers.DictField(
         child=Text(max_length=255), required=False, help_text="Other words its driver takes, beside the number."

@@ -121,7 +121,7 @@ class AttachmentView(Owned):
 
     def sees_all(self) -> bool:
         """Admins, and whom the policy elevates; else a project sees its own."""
-        return self.caller.is_admin or self.allowed("cyborg:accelerator:elevated")
+        return self.caller.is_admin or self.allowed("cyborg:attachment:elevated")
 
     def prepare(self, rows: list[Attachment]) -> list[Attachment]:
         """What all of a page hold, in one statement."""

@@ -9,8 +9,14 @@ from django.contrib.auth import get_user_model
 from django.core.management.base import BaseCommand, CommandError
 
 from cyborgweb.models import ApiToken
+from cyborgweb.rules import OPERATOR
 
-IMPLIED = {"admin": ["admin", "manager", "member", "reader"], "manager": ["manager", "member", "reader"]}
+IMPLIED = {
+    "admin": ["admin", "manager", "member", "reader"],
+    "manager": ["manager", "member", "reader"],
+    OPERATOR: [OPERATOR, "member", "reader"],
+    "member": ["member", "reader"],
+}
 
 
 class Command(BaseCommand):
@@ -18,7 +24,7 @@ class Command(BaseCommand):
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("name", help="what it is for, shown in the console")
-        parser.add_argument("--role", default="admin", choices=["admin", "manager", "member", "reader", "service"])
+        parser.add_argument("--role", default="admin", choices=[*IMPLIED, "reader", "service"])
         parser.add_argument("--project", default="local", help="project id it is scoped to (default: local)")
 
     def handle(self, *args: Any, **options: Any) -> None:
@@ -30,7 +36,7 @@ class Command(BaseCommand):
         if made:
             user.set_unusable_password()
             user.save()
-        roles = IMPLIED.get(role, ["member", "reader"] if role == "member" else [role])
+        roles = IMPLIED.get(role, [role])
         secret = ApiToken.make(name, user, roles, options["project"])
         self.stdout.write(f"Token {name!r} with the roles {', '.join(roles)} in project {options['project']!r}:")
         self.stdout.write(secret)

@@ -155,7 +155,7 @@ class StandIn:
     async def _take(self, socket: ServerConnection, data: str | bytes) -> None:
         message = wire.decode_from_agent(data)
         if isinstance(message, wire.Report):
-            assert message.hash == wire.content_hash(message.drivers)
+            assert message.hash == wire.content_hash(message.told)
             assert len(data) <= self.max_bytes
             self.reports.append(message)
             if self.acknowledge:

@@ -173,6 +173,21 @@ def test_what_is_not_for_this_host_is_refused_in_a_sentence(
             assert words in result.text
             assert driver.asked == []
 
+
+@pytest.mark.parametrize("rules", [{"*": {"detach"}}, {"*": {"detach"}, "other": {"install"}}])
+def test_a_driver_without_a_list_of_its_own_may_do_what_every_driver_may(
+    tmp_path: Path, rules: dict[str, frozenset[str]]
+) -> None:
+    async def story() -> None:
+        driver = Scripted()
+        async with workshop(tmp_path, driver, rules=rules) as host:
+            result = await host.do(command(1, "install"))
+            assert "do not allow to install its devices" in result.text and driver.asked == []
+        async with workshop(tmp_path, driver, rules=rules | {"drv": frozenset({"install"})}) as host:
+            assert (await host.do(command(2, "install"))).outcome == "succeeded"
+
+    asyncio.run(story())
+
     asyncio.run(story())
 
 

@@ -142,3 +142,11 @@ def test_the_operator_says_what_may_be_done_here() -> None:
     for wrong in ("attach", ["dance"], [1]):
         with pytest.raises(ConfigurationError, match="is no list of install, uninstall"):
             allowed_acts({"a": {"acts": wrong}})
+
+
+def test_what_the_operator_says_for_every_other_driver_is_no_drivers_table() -> None:
+    tables: dict[str, dict[str, Any]] = {"*": {"acts": ["attach"]}, "a": {"rules": []}}
+    assert allowed_acts(tables) == {"*": frozenset({"attach"})}
+    assert tables == {"a": {"rules": []}}
+    with pytest.raises(ConfigurationError, match="has acts alone; rules belongs to one driver"):
+        allowed_acts({"*": {"acts": [], "rules": []}})

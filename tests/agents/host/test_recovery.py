@@ -12,9 +12,12 @@ from typing import Any
 import pytest
 
 from agents import wire
+from agents.host.journal import Journal
 from agents.host.ledger import Ledger
+from agents.host.roster import Roster
 from drivers.errors import Busy
 from drivers.hand import Hand
+from drivers.inventory import DriverReport
 from drivers.steps import Ask, Check, Plan, Step, Write
 from tests.agents.host.standin import StandIn, until
 from tests.agents.host.workshop import HANDLE, HOME, Scripted, command, errors, once, status, step, workshop
@@ -176,6 +179,7 @@ def test_after_a_reboot_what_was_made_is_there_again_before_the_first_report(tmp
         async with workshop(tmp_path, driver, boot="boot2") as host:
             assert (host.file("numvfs"), host.file("/state/u1")) == ("4", "vm1")
             assert [act for act, _ in driver.asked] == ["install", "install", "attach"]
+            assert {ask.backend for _, ask in driver.asked} == {"cards"}
             assert driver.looks == await_looks + 1
             assert {one.boot for one in host.journal.ledger.applied()} == {"boot2"}
             assert status(host) == ("ok", "")
@@ -200,6 +204,49 @@ def test_what_cannot_be_put_back_makes_its_device_failed_until_it_can(tmp_path: 
             assert (await host.do(command(3, "install"))).outcome == "succeeded"
             assert host.file("/state/u1") == "vm1"
             assert status(host) == ("ok", "")
+
+    asyncio.run(story())
+
+
+def changeable(driver: Scripted) -> Callable[[Journal], Roster]:
+    return lambda journal: Roster(["drv"], {}, journal.wishes, lambda *_: driver, lambda: ("drv",))  # type: ignore[arg-type,return-value]
+
+
+def test_what_a_driver_had_made_that_was_off_at_a_reboot_is_there_again_when_it_is_on(tmp_path: Path) -> None:
+    async def story() -> None:
+        driver = real(tmp_path)
+        off, on = (command(n, "configure", key="", wish=wire.Wish(n, enabled=n == 3)) for n in (2, 3))
+        async with workshop(tmp_path, driver, roster=changeable(driver)) as host:
+            assert (await host.do(command(1, "install"))).outcome == "succeeded"
+            assert (await host.do(off)).text == "drv is disabled"
+        (tmp_path / HOME.lstrip("/") / "numvfs").write_text("0")
+        async with workshop(tmp_path, driver, boot="boot2", roster=changeable(driver)) as host:
+            assert host.file("numvfs") == "0"
+            assert (await host.do(on)).outcome == "succeeded"
+            assert (host.file("numvfs"), status(host)) == ("4", ("ok", ""))
+            assert {one.boot for one in host.journal.ledger.applied()} == {"boot2"}
+
+    asyncio.run(story())
+
+
+def test_a_driver_that_is_taken_away_while_it_looks_is_no_fault_of_the_agent(tmp_path: Path) -> None:
+    async def story() -> None:
+        driver = real(tmp_path)
+        async with workshop(tmp_path, driver, roster=changeable(driver)) as host:
+            free, discover = asyncio.Event(), driver.discover
+
+            async def slow() -> DriverReport:
+                await free.wait()
+                return await discover()
+
+            driver.discover = slow  # type: ignore[method-assign]
+            looks = driver.looks
+            host.executor.take(command(1, "rescan", key=""))
+            await until(lambda: driver.released)
+            host.executor.take(command(2, "configure", key="", wish=wire.Wish(1, enabled=False)))
+            await until(lambda: host.journal.wishes.get("drv"))
+            free.set()
+            assert ((await host.result(1)).outcome, driver.looks > looks) == ("succeeded", True)
 
     asyncio.run(story())
 

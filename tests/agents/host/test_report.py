@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -111,14 +112,19 @@ def test_a_backend_that_fails_costs_only_its_own_devices_and_nobody_gets_them(
             many.answer = said("it hung", other)
             rival.answer = DriverReport("rival", devices=(Device("x", "GPU", "v", "m"),))
             reporter.look(["many", "rival"])
-            await until(lambda: len(known(journal)["many"].devices) == 1 and known(journal)["rival"].faults)
-            assert known(journal)["many"].devices == (other,) and not known(journal)["rival"].devices
-            assert reporter.device("many", "x") == mine, "as it was last known"
+            await until(lambda: known(journal)["many"].backends[0].error and known(journal)["rival"].faults)
+            assert known(journal)["many"].devices == (mine, other), "as it was last known"
+            assert not known(journal)["rival"].devices
+        journal = open_journal(tmp_path, "h")
+        async with reporting(journal, {"rival": rival, "many": many}) as (reporter, offers):
+            assert reporter.device("many", "x") == mine, "also after a restart"
+            await until(lambda: offers)
+            assert known(journal)["many"].devices == (mine, other) and not known(journal)["rival"].devices
             many.answer = said("", mine, other)
-            await until(lambda: len(known(journal)["many"].devices) == 2)  # asked again without a reason
+            await until(lambda: not known(journal)["many"].backends[0].error)  # asked again without a reason
 
     asyncio.run(story())
-    assert caplog.text.count("driver many, backend a: it hung") == 1
+    assert caplog.text.count("driver many, backend a: it hung") == 2, "once each time it runs"
 
 
 def test_a_driver_that_hangs_does_not_hold_the_others_up(tmp_path: Path) -> None:
@@ -185,6 +191,42 @@ def test_what_a_failing_driver_held_stays_its_own_also_after_a_restart(tmp_path:
             reporter.look(["greedy"])
             await until(lambda: len(offers) > 1)
             assert journal.seq == offers[0]
+        journal = open_journal(tmp_path, "h")
+        async with reporting(journal, drivers) as (reporter, offers):
+            assert reporter.device("failing", "a"), "and after one more"
+            await until(lambda: offers)
+            assert [device.key for device in known(journal)["greedy"].devices] == ["b"]
+
+    asyncio.run(story())
+
+
+def test_a_driver_that_fails_is_asked_again_once_however_often_it_was_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def story() -> None:
+        timers: list[asyncio.TimerHandle] = []
+        loop = asyncio.get_running_loop()
+        call_later = loop.call_later
+
+        def noted(delay: float, *rest: Any) -> asyncio.TimerHandle:
+            timer = call_later(delay, *rest)
+            if delay > 50:
+                timers.append(timer)
+            return timer
+
+        monkeypatch.setattr(loop, "call_later", noted)
+        bad = Scripted(DriverReport("bad", error="it broke"))
+        journal = open_journal(tmp_path, "h")
+        reporter = Reporter({"bad": bad}, journal, together_s=0.2, pause_s=60)
+        task = asyncio.ensure_future(reporter.run(lambda: None))
+        for _ in range(4):
+            await reporter.looked("bad")
+        assert len(timers) > 1
+        assert [timer.cancelled() for timer in timers] == [True] * (len(timers) - 1) + [False]
+        timers[-1].cancel()
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        journal.close()
 
     asyncio.run(story())
 
@@ -240,7 +282,9 @@ def test_what_is_cut_to_size_fits_and_keeps_what_it_can(sizes: list[int], limit:
 
 
 names = st.text("abc", min_size=1, max_size=3)
-handles = st.builds(AttachHandle, attach_type=st.sampled_from(["PCI", "DEV"]), info=names.map(lambda n: f'{{"{n}"}}'))
+handles = st.builds(
+    AttachHandle, attach_type=st.sampled_from(["PCI", "DEV"]), info=names.map(lambda n: f'{{"n": "{n}"}}')
+)
 parts = st.builds(
     Deployable, name=names, num_accelerators=st.integers(0, 9), handles=st.lists(handles, max_size=4).map(tuple)
 )

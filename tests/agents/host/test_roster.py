@@ -38,7 +38,7 @@ class Told:
         return await self.order("configure", driver=driver, wish=wire.Wish(generation, **more))  # type: ignore[arg-type]
 
     def driver(self, name: str = "fake_driver") -> DriverReport:
-        return next(one for one in self.server.reports[-1].drivers if one.driver == name)
+        return next(one for one in self.server.reports[-1].told if one.driver == name)
 
 
 async def turned_off(told: Told) -> None:
@@ -67,6 +67,8 @@ def test_a_driver_is_tried_changed_turned_off_and_stays_so(tmp_path: Path) -> No
     async def changed(told: Told) -> None:
         assert (told.driver().version, told.driver().state, told.driver().generation) == ("1", "", 0)
         assert told.driver("pci_driver").state == "absent", "what could be run is told as well"
+        asked = [one.driver for one in told.server.reports[-1].drivers]
+        assert asked == ["fake_driver"], "but not where an older conductor finds those that answered"
         said = await told.wish(1, settings={"control_file": str(broken)})
         assert said.outcome == "refused"
         assert "with these settings it does not work, so nothing was changed" in said.text

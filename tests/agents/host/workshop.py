@@ -25,6 +25,7 @@ from agents.host.link import Link
 from agents.host.orders import OPS
 from agents.host.perform import Site, Writer
 from agents.host.report import Reporter
+from agents.host.roster import Roster
 from drivers.child import Ready
 from drivers.errors import DriverError
 from drivers.hand import Hand
@@ -72,7 +73,8 @@ class Scripted:
         return DriverReport(
             "drv",
             devices=tuple(
-                Device(key, "GPU", "v", f"look {self.looks}", address=address) for key, address in self.devices.items()
+                Device(key, "GPU", "v", f"look {self.looks}", address, backend="cards")
+                for key, address in self.devices.items()
             ),
         )
 
@@ -173,14 +175,17 @@ async def workshop(
     rules: dict[str, frozenset[str]] | None = None,
     prepare_s: float = 5.0,
     direct: Direct | None = None,
+    roster: Callable[[Journal], Roster] | None = None,
 ) -> AsyncIterator[Workshop]:
     """Everything but a connection, running; the same root is the same host."""
     tree(root)
     journal = open_journal(root, HOST)
     roots = {"/sys": str(root / "sys"), "/state": str(root / "state")}
-    reporter = Reporter({"drv": driver}, journal, together_s=0.2, retry_s=0.02, pause_s=0.05)
+    hired = roster(journal) if roster else None
+    drivers = hired.running if hired else {"drv": driver}
+    reporter = Reporter(drivers, journal, together_s=0.2, retry_s=0.02, pause_s=0.05)
     site = Site(
-        drivers={"drv": driver},
+        drivers=drivers,
         machine=lambda _: machine or Machine("cmp1", sys_root=roots["/sys"], state_root=roots["/state"]),
         hand=hand or (lambda _: Hand(roots)),
         device=reporter.device,
@@ -190,7 +195,7 @@ async def workshop(
     gateway = gateway or Gateway("http://127.0.0.1:1", "")
     keys = load_or_make(root, HOST, "cmp1")
     images = Images(root / "images", gateway, keys, lambda: journal.epoch)
-    executor = Executor(site, reporter, images, direct, rules=rules, logs=lambda: "line 1\nline 2", retry_s=0.02)
+    executor = Executor(site, reporter, images, direct, hired, rules=rules, logs=lambda: "line 1\nline 2", retry_s=0.02)
     hello = wire.Hello("1", boot, ("drv",), OPS, direct.lacks() if direct else None)
     authority = direct.authority if direct else Authority()
     link = Link(journal, keys, gateway, hello, reporter.limit, QUICK, executor, authority)

@@ -27,7 +27,7 @@ from tests.system.keystone import running
 pytestmark = pytest.mark.system
 PHASES = {"admin": ("coverage,fuzzing", 2), "member": ("fuzzing", 3)}
 """What is run as whom, and with how many examples per operation; every corner of a document once is enough."""
-RUN_S = 150.0
+RUN_S = 400.0
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,26 @@ API = (
     ),
     Exempt("positive_data_acceptance", "POST /api/commands/", "takes none.", "the same of what an op takes"),
     Exempt("positive_data_acceptance", "POST /api/commands/", "not found with uuid", "nor which devices there are"),
+    Exempt("not_a_server_error", "POST /api/attachments/", "cannot be asked for now", "503 while Nova cannot be asked"),
+    Exempt("positive_data_acceptance", "POST /api/attachments/", "what is to be attached", "one of two fields, again"),
+    Exempt("positive_data_acceptance", "POST /api/rollouts/", "Say on which hosts", "one of two fields, again"),
+    Exempt("positive_data_acceptance", "POST /api/rollouts/", "There is no host", "nor which hosts there are"),
+    Exempt("positive_data_acceptance", "POST /api/rollouts/", "No host is chosen", "the same of a selector"),
+    Exempt("positive_data_acceptance", "POST /api/rollouts/", "A selector is", "one way of three to select"),
+    Exempt("positive_data_acceptance", "POST /api/rollouts/", "looks like a secret", "nor what settings may say"),
+    Exempt(
+        "positive_data_acceptance",
+        "POST /api/accelerators/",
+        "A generation is one device's",
+        "what belongs to one target alone",
+    ),
+    Exempt("positive_data_acceptance", "PATCH /api/devices/", "no word for device", "each driver has words of its own"),
+    Exempt(
+        "positive_data_acceptance",
+        "PATCH /api/devices/",
+        "layout: This field is required",
+        "the generated document requires nothing of a PATCH",
+    ),
 )
 
 
@@ -130,7 +150,7 @@ def run(cloud: Cloud, place: Path, user: str, location: str) -> list[Failure]:
     phases, examples = PHASES[user]
     command = [str(Path(sys.executable).with_name("schemathesis")), "run", location, "--url", cloud.url]
     command += ["--header", f"X-Auth-Token: {cloud.token(user)}", "--checks", "all", "--phases", phases]
-    command += ["--max-examples", str(examples), "--seed", "1", "--generation-deterministic", "--workers", "2"]
+    command += ["--max-examples", str(examples), "--seed", "1", "--generation-deterministic"]
     command += ["--continue-on-failure", "--warnings", "off", "--report-ndjson-path", str(report)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=RUN_S, cwd=place)
     assert done.returncode in (0, 1) and report.exists(), (done.stdout + done.stderr)[-3000:]

@@ -1,0 +1,22 @@
+"""What drivers say is checked where it is made, whoever makes it."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from drivers.inventory import AttachHandle
+
+
+@pytest.mark.parametrize("info", ["[]", "null", "no JSON", '{"bus": 3}', '{"bus": {}}', "\ud800{}"])
+def test_what_a_handle_says_is_an_object_of_strings(info: str) -> None:
+    with pytest.raises(ValueError, match="a JSON object of strings"):
+        AttachHandle("PCI", info)
+
+
+def test_a_handle_that_comes_over_the_wire_is_checked_too() -> None:
+    handle = AttachHandle("PCI", '{"bus": "3b"}')
+    sent = msgspec.json.encode(handle)
+    assert msgspec.json.decode(sent, type=AttachHandle) == handle
+    with pytest.raises(msgspec.ValidationError, match="a JSON object of strings"):
+        msgspec.json.decode(sent.replace(rb"{\"bus\": \"3b\"}", b"[]"), type=AttachHandle)
