@@ -44,6 +44,7 @@ def rows(lab: Lab, *, full: bool, progress: Callable[[str], None]) -> list[Row]:
         lab.stop_database()
         cloud = identity.environment("service") | {"CYBORG_NOVA_ENDPOINT": nova.url, "CYBORG_HOST_NAME": HOST}
         cloud |= {"CYBORG_HOST_NODE": HOST, "CYBORG_ENABLED_DRIVERS": "fake_driver"}
+        cloud |= {"CYBORG_AGENT_STATE_DIR": str(lab.home / "agent-in-a-cloud")}  # an agent's key is one host's
         with running(lab, **cloud) as whole:
             samples = 300 if full else 40
             progress(f"a device leaves and enters offer, {samples} times; then as many requests are bound")
