@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import getpass
 import json
 import sys
 from collections.abc import Sequence
 from typing import Any
-from uuid import UUID
 
-from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.core.management.base import CommandError
 from django.db.models import Q
 
 from accelerators import acts, units
-from accelerators.caller import Caller
-from accelerators.management import following
+from accelerators.management import following, shell
 from accelerators.models import AttachHandle
 from accelerators.models import Command as Row
 from accelerators.refusals import Refused
@@ -36,15 +33,12 @@ for all devices of that backend of which the number can be chosen (`manage.py de
 
 Exit status: 0 everything was ordered, with --wait everything succeeded; 1 something was refused, or failed.
 """
+_uuid = shell.uuid(", and no HOST/BACKEND either")
 
 
-class Command(BaseCommand):
+class Command(shell.Taught):
+    teaching = TEACHING
     help = "List accelerators, make more of them or fewer: list, create, delete, update."
-
-    def create_parser(self, prog_name: str, subcommand: str, **kwargs: Any) -> CommandParser:
-        """With the teaching below the options, its lines kept."""
-        kwargs |= {"formatter_class": argparse.RawDescriptionHelpFormatter, "epilog": TEACHING}
-        return super().create_parser(prog_name, subcommand, **kwargs)
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=argparse.ArgumentParser)
@@ -103,9 +97,8 @@ class Command(BaseCommand):
             self.stdout.write(json.dumps(rows, default=str))
             return
         lines = [tuple(UNIT), *(tuple(str(value or "–") for value in row.values()) for row in rows)]
-        widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
-        for line in lines:
-            self.stdout.write("  ".join(map(str.ljust, line, widths)).rstrip())
+        for line in shell.table(lines):
+            self.stdout.write(line)
 
 
 UNIT = ("state", "host", "driver", "backend", "device", "handle", "instance", "project", "label")
@@ -120,7 +113,7 @@ def _unit(handle: AttachHandle) -> dict[str, Any]:
 
 def _ordered(options: dict[str, Any]) -> list[Result]:
     """What was asked for. Raises Refused."""
-    who, reason = Caller(getpass.getuser(), "", frozenset(), ""), options["reason"]
+    who, reason = shell.person(), options["reason"]
     layout = acts.layout(options["layout"]) if options["layout"] else {}
     if options["verb"] == "update":
         one = options["target"]
@@ -159,10 +152,3 @@ def _target(text: str) -> Target:
     if slash and host and backend:
         return Target(host=host, backend=backend)
     return Target(_uuid(text))
-
-
-def _uuid(text: str) -> UUID:
-    try:
-        return UUID(text.strip())
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no uuid, and no HOST/BACKEND either") from None

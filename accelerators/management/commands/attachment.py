@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import getpass
 import json
 import sys
 import time
@@ -11,10 +10,10 @@ from collections.abc import Iterator
 from typing import Any
 from uuid import UUID
 
-from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.core.management.base import CommandError
 
 from accelerators import attachments, hotplug
-from accelerators.caller import Caller
+from accelerators.management import shell
 from accelerators.models import Attachment
 from accelerators.models.attachments import ENDED, AttachmentState
 from accelerators.refusals import Refused
@@ -34,17 +33,14 @@ wants. Detach gives it all back; take it out of the guest before. What fails is 
 
 Exit status: 0 asked for, with --wait attached or detached; 1 refused or failed; the last line says why.
 """
+_uuid = shell.uuid()
 
 
-class Command(BaseCommand):
+class Command(shell.Taught):
+    teaching = TEACHING
     help = (
         "Attach accelerators to instances that run, detach them, and see what became of it: attach, detach, list, show."
     )
-
-    def create_parser(self, prog_name: str, subcommand: str, **kwargs: Any) -> CommandParser:
-        """With the teaching below the options, its lines kept."""
-        kwargs |= {"formatter_class": argparse.RawDescriptionHelpFormatter, "epilog": TEACHING}
-        return super().create_parser(prog_name, subcommand, **kwargs)
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=argparse.ArgumentParser)
@@ -80,7 +76,7 @@ class Command(BaseCommand):
             sys.exit(1)
 
     def _ask(self, options: dict[str, Any]) -> Attachment:
-        who, uuid, reason = Caller(getpass.getuser(), "", frozenset(), ""), options["uuid"], options["reason"]
+        who, uuid, reason = shell.person(), options["uuid"], options["reason"]
         try:
             if options["verb"] == "detach":
                 return attachments.detach(uuid, who, reason, Source.PERSON)
@@ -116,9 +112,8 @@ class Command(BaseCommand):
             )
             for row in rows
         ]
-        widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
-        for line in lines:
-            self.stdout.write("  ".join(map(str.ljust, line, widths)).rstrip())
+        for line in shell.table(lines):
+            self.stdout.write(line)
 
 
 def _until_ended(row: Attachment) -> Attachment:
@@ -154,10 +149,3 @@ def _one(uuid: UUID) -> Attachment:
     if row is None:
         raise CommandError(f"there is no attachment {uuid}; `manage.py attachment list` shows the newest")
     return row
-
-
-def _uuid(text: str) -> UUID:
-    try:
-        return UUID(text.strip())
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no uuid") from None

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import getpass
 import json
 import sys
 from typing import Any
 from uuid import UUID
 
-from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.core.management.base import CommandError
 from django.db.models import Q, QuerySet
 
 from accelerators import acts, commands
 from accelerators.acts import ACTS, Act
-from accelerators.caller import Caller
-from accelerators.management import following
+from accelerators.management import following, shell
 from accelerators.models import Command as Row
 from accelerators.models import Host
 from accelerators.models.commands import OPEN
@@ -38,18 +36,15 @@ device. Devices are installed by `manage.py device enable`, attached and detache
 
 Exit status: 0 ordered, with --wait succeeded; 1 refused, failed, expired or unknown; the last line says why.
 """
+_uuid = shell.uuid()
 
 
-class Command(BaseCommand):
+class Command(shell.Taught):
+    teaching = TEACHING
     help = (
         "Ask a host's agent to do something, and follow it: health, reset, partition, program, uninstall, rescan, "
         "logs, report."
     )
-
-    def create_parser(self, prog_name: str, subcommand: str, **kwargs: Any) -> CommandParser:
-        """With the teaching below the options, its lines kept."""
-        kwargs |= {"formatter_class": argparse.RawDescriptionHelpFormatter, "epilog": TEACHING}
-        return super().create_parser(prog_name, subcommand, **kwargs)
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         verbs = parser.add_subparsers(dest="verb", required=True, metavar="OP", parser_class=argparse.ArgumentParser)
@@ -82,7 +77,7 @@ class Command(BaseCommand):
         self._tell(self._order(ACTS[options["verb"]], options), options)
 
     def _order(self, act: Act, options: dict[str, Any]) -> Row:
-        who, reason = Caller(getpass.getuser(), "", frozenset(), ""), options["reason"]
+        who, reason = shell.person(), options["reason"]
         try:
             if act.of == "host":
                 host, driver = _host(options["target"]), options.get("driver", "")
@@ -130,9 +125,8 @@ class Command(BaseCommand):
             )
             for row in rows
         ]
-        widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
-        for line in lines:
-            self.stdout.write("  ".join(map(str.ljust, line, widths)).rstrip())
+        for line in shell.table(lines):
+            self.stdout.write(line)
 
 
 def _takes(verb: argparse.ArgumentParser, act: Act) -> None:
@@ -161,10 +155,3 @@ def _host(named: str) -> UUID:
         return UUID(named)
     except ValueError:
         raise CommandError(f"there is no host {named[:255]!r}") from None
-
-
-def _uuid(text: str) -> UUID:
-    try:
-        return UUID(text.strip())
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no uuid") from None

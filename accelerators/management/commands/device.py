@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import getpass
 import json
 import sys
 from collections import Counter
@@ -12,14 +11,13 @@ from dataclasses import asdict, replace
 from typing import Any
 from uuid import UUID
 
-from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.core.management.base import CommandError
 from django.db.models import QuerySet
 from django.forms.models import model_to_dict
 
 from accelerators import actions, lifecycle, rules
 from accelerators.actions import Action
-from accelerators.caller import Caller
-from accelerators.management import following
+from accelerators.management import following, shell
 from accelerators.models import AcceleratorRequest, Device, Event
 from accelerators.models import Command as Row
 from accelerators.models.commands import OPEN
@@ -44,17 +42,14 @@ inactive. Admit applies the admission rules to devices that are inactive now.
 Exit status 1: something was refused, or (--wait) could not be installed; the table says what, and why. What else its
 agent can be asked: `manage.py command --help`.
 """
+_uuid = shell.uuid("; `manage.py device list` shows them")
 
 
-class Command(BaseCommand):
+class Command(shell.Taught):
+    teaching = TEACHING
     help = (
         "List devices, show one, and decide about them: enable, drain, disable, quarantine, release, retire, reinstate."
     )
-
-    def create_parser(self, prog_name: str, subcommand: str, **kwargs: Any) -> CommandParser:
-        """With the teaching below the options, its lines kept."""
-        kwargs |= {"formatter_class": argparse.RawDescriptionHelpFormatter, "epilog": TEACHING}
-        return super().create_parser(prog_name, subcommand, **kwargs)
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=argparse.ArgumentParser)
@@ -130,7 +125,7 @@ class Command(BaseCommand):
         action, then = Action(options["verb"]), Drain(options.get("then", Drain.MAINTENANCE))
         results: list[lifecycle.Result] = []
         try:
-            for part in lifecycle.many(action, uuids, _caller(), options["reason"], then):
+            for part in lifecycle.many(action, uuids, shell.person(), options["reason"], then):
                 results += part
                 if len(uuids) > LOTS:
                     self.stderr.write(f"{len(results)} of {len(uuids)}")
@@ -160,7 +155,7 @@ class Command(BaseCommand):
         counts = rules.preview()
         if not options["dry_run"]:
             moved = 0
-            for number in rules.apply(_caller()):
+            for number in rules.apply(shell.person()):
                 moved += number
                 if counts.total() > LOTS:
                     self.stderr.write(f"{moved} of {counts.total()}")
@@ -173,9 +168,8 @@ class Command(BaseCommand):
             self.stdout.write(json.dumps(list(rows), default=str))
             return
         lines = [columns, *([str(row[name] if row[name] is not None else "") for name in columns] for row in rows)]
-        widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
-        for line in lines:
-            self.stdout.write("  ".join(map(str.ljust, line, widths)).rstrip())
+        for line in shell.table(lines):
+            self.stdout.write(line)
 
 
 def _rows(devices: QuerySet[Device]) -> Iterator[dict[str, Any]]:
@@ -183,18 +177,6 @@ def _rows(devices: QuerySet[Device]) -> Iterator[dict[str, Any]]:
         row = {name: getattr(device, name) for name in COLUMNS}
         drain = f" (drains to {device.drain_to})" if device.drain_to else ""
         yield row | {"uuid": str(device.uuid), "host": device.host.name, "state": device.state + drain}
-
-
-def _caller() -> Caller:
-    """The person at the shell."""
-    return Caller(getpass.getuser(), "", frozenset(), "")
-
-
-def _uuid(text: str) -> UUID:
-    try:
-        return UUID(text.strip())
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no uuid; `manage.py device list` shows them") from None
 
 
 def _uuid_or_dash(text: str) -> UUID | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import getpass
 import json
 import sys
 import time
@@ -12,11 +11,11 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
-from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.core.management.base import CommandError
 from django.db.models import QuerySet
 
 from accelerators import rollouts
-from accelerators.caller import Caller
+from accelerators.management import shell
 from accelerators.models import HostDriver, Rollout, RolloutStep
 from accelerators.refusals import Refused
 from accelerators.states import RolloutOp, Source, StepState
@@ -46,15 +45,12 @@ holds one of its devices; those of a driver that is turned off are missing until
 
 Exit status: 0 begun, with --wait no host failed; 1 refused, or a host failed or was not begun; the last line says why.
 """
+_uuid = shell.uuid()
 
 
-class Command(BaseCommand):
+class Command(shell.Taught):
+    teaching = TEACHING
     help = "Show which drivers run on which hosts; install, update and uninstall them, a few hosts at a time."
-
-    def create_parser(self, prog_name: str, subcommand: str, **kwargs: Any) -> CommandParser:
-        """With the teaching below the options, its lines kept."""
-        kwargs |= {"formatter_class": argparse.RawDescriptionHelpFormatter, "epilog": TEACHING}
-        return super().create_parser(prog_name, subcommand, **kwargs)
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=argparse.ArgumentParser)
@@ -81,7 +77,7 @@ class Command(BaseCommand):
         if verb in ("rollout", "cancel"):
             rollout = _one(options["uuid"])
             if verb == "cancel":
-                rollouts.cancel(rollout, _who())
+                rollouts.cancel(rollout, shell.person())
             return self._tell(rollout, options)
         self._tell(self._begin(RolloutOp(verb), options), options)
 
@@ -93,7 +89,7 @@ class Command(BaseCommand):
             return rollouts.start(
                 Change(op, options["driver"], options.get("enabled"), settings),
                 rollouts.choose(options["host"] or (), selector or None),
-                _who(),
+                shell.person(),
                 pace=rollouts.Pace(options["max_parallel"], not options["go_on"]),
                 reason=options["reason"],
                 source=Source.PERSON,
@@ -177,10 +173,8 @@ class Command(BaseCommand):
         self._table(("uuid", "state", "what", "by", "why"), lines)
 
     def _table(self, head: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
-        lines = [head, *rows]
-        widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
-        for line in lines:
-            self.stdout.write("  ".join(map(str.ljust, line, widths)).rstrip())
+        for line in shell.table([head, *rows]):
+            self.stdout.write(line)
 
 
 def _asks(verb: argparse.ArgumentParser, op: RolloutOp) -> None:
@@ -239,14 +233,3 @@ def _one(uuid: UUID) -> Rollout:
     if found is None:
         raise CommandError(f"there is no rollout {uuid}; `manage.py driver rollout` shows the newest")
     return found
-
-
-def _who() -> Caller:
-    return Caller(getpass.getuser(), "", frozenset(), "")
-
-
-def _uuid(text: str) -> UUID:
-    try:
-        return UUID(text.strip())
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no uuid") from None

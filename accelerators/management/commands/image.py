@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import getpass
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
-from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.core.management.base import CommandError, CommandParser
 
 from accelerators import images
-from accelerators.caller import Caller
+from accelerators.management import shell
 from accelerators.models import Image
 from accelerators.refusals import Refused
 from accelerators.states import Source
 
-EPILOG = """examples:
+TEACHING = """examples:
   manage.py image upload shell.bin --property accel:function_id=AFU-1
   manage.py image list --json
   manage.py image remove 6ed7c4e6-3f3a-4f0b-9d6b-1f0a3ab3e1a5
@@ -29,13 +28,13 @@ Devices are programmed with these, and with images of Glance by their ids, which
 BAR = 30
 
 
-class Command(BaseCommand):
+class Command(shell.Taught):
     """Upload, list and remove images."""
 
+    teaching = TEACHING
     help = "The images that devices are programmed with."
 
     def add_arguments(self, parser: CommandParser) -> None:
-        parser.epilog, parser.formatter_class = EPILOG, argparse.RawDescriptionHelpFormatter
         verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=argparse.ArgumentParser)
         upload = verbs.add_parser("upload", help="keep a file as an image; prints its uuid")
         upload.add_argument("file", metavar="FILE", type=Path)
@@ -65,7 +64,7 @@ class Command(BaseCommand):
             size = path.stat().st_size
             with path.open("rb") as file:
                 pieces = self._shown(iter(lambda: file.read(images.CHUNK), b""), size)
-                image = images.upload(pieces, size, name, properties, _caller(), Source.PERSON)
+                image = images.upload(pieces, size, name, properties, shell.person(), Source.PERSON)
         except OSError as error:
             raise CommandError(f"{path} cannot be read: {error.strerror}") from None
         self.stdout.write(json.dumps(_row(image)) if options["json"] else str(image.uuid))
@@ -92,7 +91,7 @@ class Command(BaseCommand):
             self.stdout.write(f"{row['uuid']}  {row['source']:6}  {row['size']:>12}  {row['name']}  {words}".rstrip())
 
     def _remove(self, options: dict[str, Any]) -> None:
-        images.remove(options["uuid"], _caller(), Source.PERSON)
+        images.remove(options["uuid"], shell.person(), Source.PERSON)
         self.stdout.write(json.dumps({"removed": str(options["uuid"])}) if options["json"] else "removed")
 
 
@@ -106,8 +105,3 @@ def _uuid(text: str) -> UUID:
         return UUID(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no uuid; `manage.py image list` shows them") from None
-
-
-def _caller() -> Caller:
-    """The person at the shell."""
-    return Caller(getpass.getuser(), "", frozenset(), "")

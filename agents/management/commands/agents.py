@@ -10,6 +10,7 @@ from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
 
+from accelerators.management import shell
 from accelerators.refusals import Refused
 from agents import trust
 from agents.models import Agent
@@ -56,10 +57,8 @@ class Command(BaseCommand):
             self.stdout.write("No agents. `manage.py join_token HOST` prints what makes one.")
         else:
             rows = [COLUMNS, *(_row(agent) for agent in agents)]
-            widths = [max(len(row[n]) for row in rows) for n in range(len(COLUMNS))]
-            for row in rows:
-                cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-                self.stdout.write("  ".join(cells).rstrip())
+            for line in shell.table(rows):
+                self.stdout.write(line)
 
 
 def _row(agent: Agent) -> tuple[str, ...]:

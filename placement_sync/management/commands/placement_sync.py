@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from typing import Any
 
 from django.conf import settings
-from django.core.management.base import BaseCommand, CommandError, CommandParser
+from django.core.management.base import CommandError, CommandParser
 
+from accelerators.management import shell
 from accelerators.models import Host
 from placement_sync import faults, said, store, tasks
 from placement_sync.cloud import session
@@ -26,13 +26,9 @@ This command does the same now, for one host or for all, and shows what was diff
 """
 
 
-class Command(BaseCommand):
+class Command(shell.Taught):
+    teaching = TEACHING
     help = "Make Placement show what the hosts have, and say what was different."
-
-    def create_parser(self, prog_name: str, subcommand: str, **kwargs: Any) -> CommandParser:
-        """With the teaching below the options, its lines kept."""
-        kwargs |= {"formatter_class": argparse.RawDescriptionHelpFormatter, "epilog": TEACHING}
-        return super().create_parser(prog_name, subcommand, **kwargs)
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("--host", action="append", default=[], help="only this one; may be repeated")
