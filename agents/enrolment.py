@@ -18,7 +18,7 @@ from django.db import connection, transaction
 
 from accelerators import conductor
 from accelerators.states import Source
-from agents import trust, wire
+from agents import credentials, trust, wire
 from agents.models import Agent, JoinToken
 
 CHALLENGE_S = 30.0
@@ -43,11 +43,11 @@ class Refused(Exception):
         self.status, self.code, self.reason = status, code, reason
 
 
-def credential_of(scope: Any) -> wire.Credential:
+def credential_of(scope: Any) -> credentials.Credential:
     """Who says to ask, by the ASGI request's Authorization; raises Refused."""
     value = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
     try:
-        return wire.parse_authorization(value.decode("latin-1"))
+        return credentials.parse_authorization(value.decode("latin-1"))
     except wire.Malformed as error:
         raise Refused(401, "credential", str(error)) from None
 
@@ -57,7 +57,7 @@ def denial(refused: Refused) -> tuple[list[tuple[bytes, bytes]], bytes]:
     body = msgspec.json.encode({"error": refused.reason, "code": refused.code})
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if refused.status == 401:
-        headers.append((b"www-authenticate", wire.SCHEME.encode()))
+        headers.append((b"www-authenticate", credentials.SCHEME.encode()))
     if refused.status == 503:
         headers.append((b"retry-after", b"5"))
     return headers, body
@@ -88,7 +88,7 @@ class Challenges:
     def __init__(self) -> None:
         self._open: dict[str, float] = {}
 
-    def make(self) -> wire.Challenge:
+    def make(self) -> credentials.Challenge:
         """A fresh one."""
         now = time.monotonic()
         while self._open:
@@ -98,14 +98,14 @@ class Challenges:
             del self._open[oldest]
         nonce = secrets.token_urlsafe(18)
         self._open[nonce] = now + CHALLENGE_S
-        return wire.Challenge(nonce, CHALLENGE_S, wire.VERSIONS)
+        return credentials.Challenge(nonce, CHALLENGE_S, wire.VERSIONS)
 
     def take(self, nonce: str) -> bool:
         """Use it up; False when it was never made, is used or too old."""
         return self._open.pop(nonce, 0.0) > time.monotonic()
 
 
-def verify(credential: wire.Credential, challenges: Challenges, fingerprints: Iterable[str]) -> str:
+def verify(credential: credentials.Credential, challenges: Challenges, fingerprints: Iterable[str]) -> str:
     """Raise Refused unless the credential answers one of our challenges with its own key.
 
     What is signed names the certificate that the agent pins ('' for none): returned; one of `fingerprints`, or it meant
@@ -115,7 +115,9 @@ def verify(credential: wire.Credential, challenges: Challenges, fingerprints: It
         raise Refused(401, "challenge", "the challenge is unknown, used or expired: ask for a new one")
     about = credential.host, credential.node, credential.epoch, credential.nonce
     for fingerprint in fingerprints:
-        if wire.is_signed(credential.public_key, credential.signature, wire.signed_bytes(*about, fingerprint)):
+        if credentials.is_signed(
+            credential.public_key, credential.signature, credentials.signed_bytes(*about, fingerprint)
+        ):
             return fingerprint
     raise Refused(401, "signature", "the signature is not this key's over our challenge and our certificate")
 
@@ -129,7 +131,7 @@ def make_token(host: str, *, address: str, hours: int, created_by: str, fingerpr
         created_by=created_by,
         expires_at=datetime.now(UTC) + timedelta(hours=hours),
     )
-    return wire.join_string(address, fingerprint, host, secret)
+    return credentials.join_string(address, fingerprint, host, secret)
 
 
 def _digest(secret: str) -> str:
@@ -143,7 +145,7 @@ def known(public_keys: Iterable[str]) -> dict[str, Identity]:
         return {row[0]: Identity(*row) for row in cursor.fetchall()}
 
 
-def admit(credential: wire.Credential, identity: Identity | None) -> Identity:
+def admit(credential: credentials.Credential, identity: Identity | None) -> Identity:
     """The identity under which a verified credential connects, enrolling it by its token where needed; else Refused.
 
     A used token ends the older ones of its host: a replaced key cannot come back with the token it once had.
@@ -160,7 +162,7 @@ def admit(credential: wire.Credential, identity: Identity | None) -> Identity:
     return _enrol(credential)
 
 
-def _enrol(credential: wire.Credential) -> Identity:
+def _enrol(credential: credentials.Credential) -> Identity:
     with transaction.atomic():
         token = JoinToken.objects.select_for_update().filter(secret_hash=_digest(credential.token)).first()
         _check(token, credential)
@@ -182,7 +184,7 @@ def _enrol(credential: wire.Credential) -> Identity:
     return known([credential.public_key])[credential.public_key]
 
 
-def _lift(agent: Agent | None, token: JoinToken, credential: wire.Credential) -> None:
+def _lift(agent: Agent | None, token: JoinToken, credential: credentials.Credential) -> None:
     """A barred host comes back with a person's new token, and never with a key that was barred."""
     if agent is not None and agent.barred and token.created_by == MACHINE:
         raise Refused(403, agent.barred, trust.why(agent.barred, agent.barred_reason, credential.host))
@@ -191,7 +193,7 @@ def _lift(agent: Agent | None, token: JoinToken, credential: wire.Credential) ->
         raise Refused(403, wire.KEY_BARRED, sentence)
 
 
-def _check(token: JoinToken | None, credential: wire.Credential) -> None:
+def _check(token: JoinToken | None, credential: credentials.Credential) -> None:
     again = f"make a new one with `manage.py join_token {credential.host}`"
     if token is None:
         raise Refused(403, "token-unknown", f"the join token is not known here: {again}")

@@ -15,7 +15,7 @@ import msgspec
 
 from accelerators import refusals
 from accelerators.commands import Answer, Progress
-from agents import enrolment, trust, wire
+from agents import credentials, enrolment, trust, wire
 from agents.courier import Courier, Said
 from agents.enrolment import Identity, Refused
 from agents.holders import Expelled, Holders, Session
@@ -122,7 +122,7 @@ class Gateway:
         if session.expelled:
             await self._refuse(session, session.expelled)
 
-    async def _admit(self, credential: wire.Credential) -> Identity:
+    async def _admit(self, credential: credentials.Credential) -> Identity:
         future: asyncio.Future[Identity] = asyncio.get_running_loop().create_future()
         self._writer.put(AdmitJob(future, credential))
         try:
@@ -226,10 +226,10 @@ class Gateway:
     async def _rotate(self, session: Session, told: wire.NewKey) -> None:
         """The agent's next key, from the commit on; the Ack comes after it."""
         old, new, host = session.key, told.public_key, session.identity
-        data = wire.rotation_bytes(host.host, old, new, session.fingerprint)
+        data = credentials.rotation_bytes(host.host, old, new, session.fingerprint)
         if not session.rotating:
             raise Expelled("rotation", "no new key was asked for")
-        if not (wire.is_signed(old, told.signature, data) and wire.is_signed(new, told.proof, data)):
+        if not (credentials.is_signed(old, told.signature, data) and credentials.is_signed(new, told.proof, data)):
             raise Expelled("rotation", "the new key is not signed by the present one and by itself")
         session.next_key = new
         try:

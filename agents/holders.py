@@ -17,7 +17,7 @@ import secrets
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from agents import trust, wire
+from agents import credentials, trust, wire
 from agents.enrolment import Identity
 from agents.trust import Connection, News
 
@@ -64,7 +64,13 @@ class Session:
     )
 
     def __init__(
-        self, identity: Identity, credential: wire.Credential, fingerprint: str, version: str, scope: Any, send: Any
+        self,
+        identity: Identity,
+        credential: credentials.Credential,
+        fingerprint: str,
+        version: str,
+        scope: Any,
+        send: Any,
     ) -> None:
         self.identity, self.key = identity, identity.public_key
         self.epoch, self.fingerprint = credential.epoch, fingerprint

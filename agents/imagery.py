@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, TypeVar
 from django.db import InterfaceError, OperationalError, connection
 
 from accelerators import images
-from agents import enrolment, trust, wire
+from agents import credentials, enrolment, trust, wire
 from agents.enrolment import Challenges, Refused
 from agents.refusals import Refusals
 
@@ -72,7 +72,7 @@ class Imagery:
             await send({"type": "http.response.start", "status": refused.status, "headers": headers})
             await send({"type": "http.response.body", "body": body})
 
-    async def _find(self, credential: wire.Credential, image: str) -> tuple[BinaryIO, int]:
+    async def _find(self, credential: credentials.Credential, image: str) -> tuple[BinaryIO, int]:
         try:
             async with asyncio.timeout(ANSWER_S):
                 return await self._on_thread(lambda: _opened(credential, image))
@@ -110,7 +110,7 @@ async def _until_gone(receive: Any) -> None:
         pass
 
 
-def _opened(credential: wire.Credential, image: str) -> tuple[BinaryIO, int]:
+def _opened(credential: credentials.Credential, image: str) -> tuple[BinaryIO, int]:
     """The image's file and size, or Refused. On a thread; its database connection is closed again."""
     try:
         identity = enrolment.known([credential.public_key]).get(credential.public_key)

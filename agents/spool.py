@@ -22,7 +22,7 @@ import psycopg
 from django.db import DatabaseError, InterfaceError, OperationalError, close_old_connections, connection
 
 from accelerators import hub, refusals, ticks
-from agents import courier, enrolment, trust, wire
+from agents import courier, credentials, enrolment, trust
 from agents.enrolment import Refused
 from agents.leases import Leases
 from agents.refusals import Refusals
@@ -59,7 +59,7 @@ class AdmitJob:
     """A verified credential to be looked up or enrolled. The future gives an Identity or raises Refused."""
 
     future: asyncio.Future[Any]
-    credential: wire.Credential
+    credential: credentials.Credential
 
 
 @dataclass(slots=True)

@@ -3,20 +3,15 @@
 JSON text frames over a WebSocket at `/ws/agent`. The wire version is the WebSocket subprotocol. Unknown fields are
 ignored, unknown message types are dropped and counted: an agent one version older or newer works (promise C2).
 
-How a connection begins: the agent GETs `/ws/agent/challenge` (`Challenge`), signs `signed_bytes(...)` with its Ed25519
-key and sends the upgrade request with `Authorization: Cyborg-Agent <base64url of Credential>`. A refusal is an HTTP
-401 or 403 with `{"error": sentence}` and no socket. After the upgrade the gateway speaks first (`Welcome`).
+How a connection begins: `agents.credentials`. After the upgrade the gateway speaks first (`Welcome`).
 """
 
 from __future__ import annotations
 
-import base64
 import hashlib
 from typing import Annotated, Any, Literal, get_args
 
 import msgspec
-from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from msgspec import Meta, Struct
 
 from drivers.inventory import AttachHandle, DriverReport, Name, Text, Word
@@ -30,7 +25,6 @@ MAX_PAYLOAD = 512 * 1024
 PATH = "/ws/agent"
 CHALLENGE_PATH = "/ws/agent/challenge"
 IMAGE_PATH = "/ws/agent/image/"
-SCHEME = "Cyborg-Agent"
 
 KEY_BARRED = "key-barred"
 """Code of the one 403 that a new key answers: the token is good, and this key is never to come back."""
@@ -41,26 +35,6 @@ OFF = ("disabled", "absent")
 """The states of a driver that does not run."""
 Outcome = Literal["succeeded", "failed", "refused", "unknown"]
 """`failed`: it was tried, and undone as far as that goes. `refused`: nothing was touched. `unknown`: interrupted."""
-
-
-class Challenge(Struct, frozen=True):
-    """Answer of GET /ws/agent/challenge. Valid for `seconds`; one connection of one host may use it."""
-
-    nonce: str
-    seconds: float
-    versions: tuple[str, ...]
-
-
-class Credential(Struct, frozen=True):
-    """Who connects: `public_key` and `signature` are base64url. `token` is sent until the key is bound to the host."""
-
-    host: Name
-    node: Name
-    epoch: Number
-    nonce: Annotated[str, Meta(max_length=256)]
-    public_key: Annotated[str, Meta(max_length=64)]
-    signature: Annotated[str, Meta(max_length=128)]
-    token: Annotated[str, Meta(max_length=128)] = ""
 
 
 class Message(Struct, frozen=True, tag_field="type", tag=True):
@@ -158,6 +132,22 @@ class Result(Message, frozen=True, omit_defaults=True):
     hash: Annotated[str, Meta(max_length=64)] = ""
 
 
+class DeviceLoad(Struct, frozen=True, gc=False):
+    """What one device has to do at this moment. Names and units of the values: `drivers.inventory.Sample`."""
+
+    key: Name
+    values: Annotated[dict[Word, float], Meta(max_length=64)]
+
+
+class Samples(Message, frozen=True):
+    """Load of the devices of this host, all that could be read. Never stored, never acknowledged, the first to be shed.
+
+    Sent once a minute, and as `Watch` says.
+    """
+
+    loads: Annotated[tuple[DeviceLoad, ...], Meta(max_length=4096)]
+
+
 class ImageRef(Struct, frozen=True, omit_defaults=True):
     """An image that the gateway hands out at `IMAGE_PATH` + its `id`, to the host whose command names it."""
 
@@ -222,6 +212,16 @@ class Writer(Message, frozen=True):
     epoch: Number
 
 
+class Watch(Message, frozen=True):
+    """Somebody looks at this host: send Samples at once, then every `every_s` seconds, until `for_s` have passed.
+
+    The next one takes its place; `for_s` 0 asks for one look. Agents that are older than samples drop it.
+    """
+
+    every_s: float
+    for_s: float
+
+
 class Welcome(Message, frozen=True):
     """First message of a gateway. `applied_hash` is the content last applied for this host ('' when none).
 
@@ -259,8 +259,8 @@ class Rotate(Message, frozen=True):
     """An operator wants this agent to have a new key: make one, store it, tell it with NewKey."""
 
 
-FromAgent = Hello | Report | Beat | Alive | NewKey | Taken | Progress | Result
-FromGateway = Welcome | Ack | Refuse | Probe | Rotate | Command | Writer
+FromAgent = Hello | Report | Beat | Alive | NewKey | Taken | Progress | Result | Samples
+FromGateway = Welcome | Ack | Refuse | Probe | Rotate | Command | Writer | Watch
 
 _encode = msgspec.json.Encoder().encode
 _from_agent = msgspec.json.Decoder(FromAgent)
@@ -327,72 +327,3 @@ def content_hash(drivers: tuple[DriverReport, ...]) -> str:
     """Names the content of a report: equal content, equal hash, whatever the order drivers answered in."""
     ordered = sorted(drivers, key=lambda d: d.driver)
     return hashlib.blake2b(_encode(ordered), digest_size=20).hexdigest()
-
-
-def signed_bytes(host: str, node: str, epoch: int, nonce: str, fingerprint: str) -> bytes:
-    """What an agent signs to connect: bound to the host, its epoch, the server's nonce and the pinned server."""
-    return _encode(["cyborg-agent-connect-1", host, node, epoch, nonce, fingerprint])
-
-
-def rotation_bytes(host: str, old: str, new: str, fingerprint: str) -> bytes:
-    """What both keys sign when one follows the other: bound to the host, both keys and the pinned server."""
-    return _encode(["cyborg-agent-rotate-1", host, old, new, fingerprint])
-
-
-def public_text(key: Ed25519PublicKey) -> str:
-    """A public key as it stands in messages: its 32 raw bytes in base64url, with padding."""
-    return base64.urlsafe_b64encode(key.public_bytes_raw()).decode()
-
-
-def sign(key: Ed25519PrivateKey, data: bytes) -> str:
-    """A signature as it stands in messages."""
-    return base64.urlsafe_b64encode(key.sign(data)).decode()
-
-
-def is_signed(public_key: str, signature: str, data: bytes) -> bool:
-    """Whether `signature` is this key's over `data`; False also for what is no key or no signature."""
-    try:
-        key = Ed25519PublicKey.from_public_bytes(base64.urlsafe_b64decode(public_key))
-        key.verify(base64.urlsafe_b64decode(signature), data)
-    except (ValueError, InvalidSignature):
-        return False
-    return public_text(key) == public_key  # one key, one name: a bar is known by it
-
-
-def authorization(credential: Credential) -> str:
-    """The value of the upgrade request's Authorization header."""
-    return f"{SCHEME} {base64.urlsafe_b64encode(_encode(credential)).decode()}"
-
-
-def parse_authorization(value: str) -> Credential:
-    """The reverse; raises Malformed."""
-    scheme, _, encoded = value.partition(" ")
-    if scheme.lower() != SCHEME.lower() or len(encoded) > 8192:
-        raise Malformed(f"the Authorization header is not '{SCHEME} …'")
-    try:
-        return msgspec.json.decode(base64.urlsafe_b64decode(encoded.strip()), type=Credential)
-    except (ValueError, msgspec.DecodeError):
-        raise Malformed("the credential is not readable") from None
-
-
-def join_string(address: str, fingerprint: str, host: str, secret: str) -> str:
-    """The one pasteable string of `manage.py join_token`: where, whom to trust, for which host, the secret."""
-    return base64.urlsafe_b64encode(_encode([1, address, fingerprint, host, secret])).decode().rstrip("=")
-
-
-class Join(Struct, frozen=True, array_like=True):
-    """What a join string holds. `address` is `http://host:port` or `https://…`; `fingerprint` '' without TLS."""
-
-    version: int
-    address: str
-    fingerprint: str
-    host: str
-    secret: str
-
-
-def parse_join_string(text: str) -> Join:
-    """Raises Malformed with a sentence for the person who pasted it."""
-    try:
-        return msgspec.json.decode(base64.urlsafe_b64decode(text.strip() + "=" * (-len(text.strip()) % 4)), type=Join)
-    except (ValueError, msgspec.DecodeError):
-        raise Malformed("the join token is not readable: paste the whole line that `join_token` printed") from None

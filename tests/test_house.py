@@ -52,7 +52,7 @@ def test_start_up_does_not_import_what_it_does_not_need() -> None:
 
 
 def test_the_agent_and_the_drivers_never_see_django() -> None:
-    modules = "agents.host.main, agents.wire, drivers.runner, drivers.catalogue, drivers.pci, drivers.fake"
+    modules = "agents.host.main, agents.credentials, drivers.runner, drivers.catalogue, drivers.pci, drivers.fake"
     assert python(f"import {modules}, sys; print('django' in sys.modules)") == "False"
 
 

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from agents import wire
+from agents import credentials, wire
 
 ANSWER_LIMIT = 64 * 1024
 """Bytes of an HTTP answer that are read; a challenge has some 200."""
@@ -84,14 +84,14 @@ def tls(gateway: Gateway) -> ssl.SSLContext | None:
     return context
 
 
-async def challenge(gateway: Gateway, context: ssl.SSLContext | None, timeout: float) -> wire.Challenge:
+async def challenge(gateway: Gateway, context: ssl.SSLContext | None, timeout: float) -> credentials.Challenge:
     """Ask for a nonce. Raises Refused, OSError (unreachable, TLS, time-out) or wire.Malformed."""
     async with asyncio.timeout(timeout):
         status, headers, body = await _get(gateway.address, wire.CHALLENGE_PATH, context)
     if status != 200:
         raise refusal(status, headers, body)
     try:
-        found = msgspec.json.decode(body, type=wire.Challenge)
+        found = msgspec.json.decode(body, type=credentials.Challenge)
     except msgspec.DecodeError as error:
         raise wire.Malformed(f"{gateway.address} answers, but not as a gateway does: {error}") from None
     if not set(found.versions) & set(wire.VERSIONS):

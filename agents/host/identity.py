@@ -15,7 +15,7 @@ from pathlib import Path
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from agents import wire
+from agents import credentials, wire
 from drivers.configuration import ConfigurationError
 
 log = logging.getLogger("cyborg.identity")
@@ -36,25 +36,29 @@ class Identity:
     @property
     def public_key(self) -> str:
         """The public key, as messages name it."""
-        return wire.public_text(self.key.public_key())
+        return credentials.public_text(self.key.public_key())
 
-    def credential(self, challenge: wire.Challenge, epoch: int, fingerprint: str, token: str) -> wire.Credential:
+    def credential(
+        self, challenge: credentials.Challenge, epoch: int, fingerprint: str, token: str
+    ) -> credentials.Credential:
         """Proof for one connection: the server's nonce, signed with host, epoch and pinned server."""
-        signed = wire.signed_bytes(self.host, self.node, epoch, challenge.nonce, fingerprint)
-        return wire.Credential(
+        signed = credentials.signed_bytes(self.host, self.node, epoch, challenge.nonce, fingerprint)
+        return credentials.Credential(
             host=self.host,
             node=self.node,
             epoch=epoch,
             nonce=challenge.nonce,
             public_key=self.public_key,
-            signature=wire.sign(self.key, signed),
+            signature=credentials.sign(self.key, signed),
             token=token,
         )
 
     def successor(self, following: Identity, fingerprint: str) -> wire.NewKey:
         """The message that names the next key, signed by both."""
-        data = wire.rotation_bytes(self.host, self.public_key, following.public_key, fingerprint)
-        return wire.NewKey(following.public_key, wire.sign(self.key, data), wire.sign(following.key, data))
+        data = credentials.rotation_bytes(self.host, self.public_key, following.public_key, fingerprint)
+        return wire.NewKey(
+            following.public_key, credentials.sign(self.key, data), credentials.sign(following.key, data)
+        )
 
 
 class Keyring:

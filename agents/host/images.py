@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
-from agents import wire
+from agents import credentials, wire
 from agents.host import door
 from agents.host.identity import Keyring
 from drivers.errors import DriverError, Failed, Invalid
@@ -97,7 +97,7 @@ class Images:
                     progress(size * 100 // max(ref.size, 1))
 
                 address = wire.IMAGE_PATH + ref.id
-                await door.download(self._gateway, context, address, wire.authorization(credential), take)
+                await door.download(self._gateway, context, address, credentials.authorization(credential), take)
             _check(ref, size, digest.hexdigest())
             unfinished.rename(path)
         finally:

@@ -13,7 +13,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import InvalidStatus, WebSocketException
 from websockets.typing import Subprotocol
 
-from agents import wire
+from agents import credentials, wire
 from agents.host import door
 from agents.host.direct import Authority
 from agents.host.identity import Keyring
@@ -137,7 +137,7 @@ class Link:
             async with connect(
                 self.gateway.socket_address,
                 subprotocols=[Subprotocol(version) for version in wire.VERSIONS],
-                additional_headers={"Authorization": wire.authorization(credential)},
+                additional_headers={"Authorization": credentials.authorization(credential)},
                 compression=None,
                 proxy=None,
                 ssl=self._tls,

@@ -22,7 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from agents import wire
+from agents import credentials, wire
 from agents.host import listing
 from agents.host.direct import Authority, Direct
 from agents.host.door import Gateway
@@ -314,7 +314,7 @@ async def _journal(directory: Path, host: str, stop: asyncio.Event) -> Journal |
     return None
 
 
-def _gateway(join: wire.Join | None, journal: Journal) -> Gateway:
+def _gateway(join: credentials.Join | None, journal: Journal) -> Gateway:
     if join is not None:
         return Gateway(join.address, join.fingerprint, join.secret)
     if not journal.address:

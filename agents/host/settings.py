@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, get_args
 from urllib.parse import urlsplit
 
-from agents import wire
+from agents import credentials, wire
 from drivers.configuration import ConfigurationError, key, load
 from drivers.steps import Act
 
@@ -92,7 +92,7 @@ def read_settings(environ: Mapping[str, str]) -> AgentSettings:
     return settings
 
 
-def read_join(settings: AgentSettings) -> wire.Join | None:
+def read_join(settings: AgentSettings) -> credentials.Join | None:
     """The join token, from the variable or the file; None when neither is given.
 
     Raises ConfigurationError.
@@ -109,7 +109,7 @@ def read_join(settings: AgentSettings) -> wire.Join | None:
     if not text.strip():
         return None
     try:
-        join = wire.parse_join_string(text)
+        join = credentials.parse_join_string(text)
     except wire.Malformed as error:
         raise ConfigurationError(f"{source}: {error}") from None
     check_address(join.address, join.fingerprint, source)
@@ -132,7 +132,7 @@ def check_address(address: str, fingerprint: str, source: str) -> None:
         raise ConfigurationError(f"{source}: it pins a certificate, but its address {address} is not https")
 
 
-def host_of(settings: AgentSettings, join: wire.Join | None, known: str = "") -> tuple[str, str]:
+def host_of(settings: AgentSettings, join: credentials.Join | None, known: str = "") -> tuple[str, str]:
     """(name, node) of this host: what is configured, else the token's, else `known` (journal), else asked.
 
     Raises ConfigurationError when the configured name is not the token's: such an agent would only be

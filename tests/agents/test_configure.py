@@ -16,7 +16,7 @@ from accelerators.caller import Caller
 from accelerators.models import Command, Device, HostDriver, Rollout
 from accelerators.states import RolloutOp, Source
 from accelerators.wishes import Change
-from agents import courier, enrolment, tasks, wire
+from agents import courier, credentials, enrolment, tasks, wire
 from agents.gateway import Gateway
 from cyborgweb.models import ApiToken
 from cyborgweb.settings.keys import Keys
@@ -40,7 +40,7 @@ def gateway(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gateway]:
 @pytest.fixture
 def agent(gateway: Gateway, house: House) -> WireAgent:
     house.gateway = gateway
-    join = wire.parse_join_string(enrolment.make_token("cmp1", address="http://x", hours=1, created_by="t"))
+    join = credentials.parse_join_string(enrolment.make_token("cmp1", address="http://x", hours=1, created_by="t"))
     return WireAgent(house.port, token=join.secret)
 
 

@@ -11,7 +11,7 @@ from accelerators import commands, conductor, hub, outcomes
 from accelerators.caller import Caller
 from accelerators.models import Command, Device, Event, Host
 from accelerators.refusals import Refused
-from agents import courier, enrolment, tasks, wire
+from agents import courier, credentials, enrolment, tasks, wire
 from agents.gateway import Gateway
 from agents.models import Agent
 from cyborgweb.settings.keys import Keys
@@ -40,7 +40,7 @@ def gateway() -> Iterator[Gateway]:
 @pytest.fixture
 def agent(gateway: Gateway, house: House) -> WireAgent:
     house.gateway = gateway
-    join = wire.parse_join_string(enrolment.make_token("cmp1", address="http://x", hours=1, created_by="t"))
+    join = credentials.parse_join_string(enrolment.make_token("cmp1", address="http://x", hours=1, created_by="t"))
     return WireAgent(house.port, token=join.secret)
 
 
@@ -174,7 +174,7 @@ def test_none_is_lost_when_rings_are(agent: WireAgent, monkeypatch: pytest.Monke
 
 
 def test_X1_a_host_hears_and_says_nothing_of_anothers_commands(agent: WireAgent, house: House) -> None:
-    join = wire.parse_join_string(enrolment.make_token("cmp2", address="http://x", hours=1, created_by="t"))
+    join = credentials.parse_join_string(enrolment.make_token("cmp2", address="http://x", hours=1, created_by="t"))
     other = WireAgent(house.port, host="cmp2", node="cmp2", token=join.secret)
     with agent.speaking(OPS) as socket, other.speaking(OPS) as stranger:
         command = commands.ask_host("logs", Host.objects.get(name="cmp1").uuid, OLGA)

@@ -15,7 +15,7 @@ from django.test import Client
 from django.urls import reverse
 
 from accelerators.models import Event
-from agents import wire
+from agents import credentials
 from agents.models import Agent, JoinToken, Lease
 from cyborgweb import tls
 from cyborgweb.models import ApiToken
@@ -129,7 +129,7 @@ def test_a_join_token_pins_the_listeners_certificate(tmp_path: Path, monkeypatch
     monkeypatch.setattr(tls, "keys", lambda: keys)
     assert settings.AGENTS_DOOR == "cyborgweb.tls.door"
     joins = [
-        wire.parse_join_string(said("join_token", "cmp1", *more).splitlines()[-1])
+        credentials.parse_join_string(said("join_token", "cmp1", *more).splitlines()[-1])
         for more in (
             (),
             ("--address", "https://acc:1"),

@@ -10,7 +10,7 @@ from django.db.models import F, Value
 from django.db.models.functions import Replace
 
 from accelerators.models import Device, Event, Host
-from agents import enrolment, tasks, wire
+from agents import credentials, enrolment, tasks, wire
 from agents.gateway import Gateway
 from agents.leases import watch
 from agents.models import Agent, JoinToken, Lease, Spooled
@@ -37,7 +37,7 @@ def port(gateway: Gateway, house: House) -> int:
 
 
 def token(host: str = "cmp1") -> str:
-    return wire.parse_join_string(enrolment.make_token(host, address="http://x", hours=1, created_by="t")).secret
+    return credentials.parse_join_string(enrolment.make_token(host, address="http://x", hours=1, created_by="t")).secret
 
 
 @pytest.fixture

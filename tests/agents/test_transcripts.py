@@ -23,7 +23,7 @@ from websockets.sync.client import ClientConnection, connect
 from accelerators import commands, conductor, outcomes
 from accelerators.commands import Order
 from accelerators.models import Command, Device
-from agents import tasks, trust, wire
+from agents import credentials, tasks, trust, wire
 from agents.gateway import Gateway
 from agents.models import Agent
 from cyborgweb.settings.keys import Keys
@@ -68,7 +68,7 @@ def dial(head: dict[str, Any], gateway: Gateway, port: int) -> ClientConnection:
         header = caller.credential(caller.challenge())
     else:
         header = head["authorization"]
-        credential = wire.parse_authorization(header)
+        credential = credentials.parse_authorization(header)
         gateway.challenges._open[credential.nonce] = time.monotonic() + 60  # the challenge that it answered then
         Agent.objects.create(host=a_host(), public_key=credential.public_key)
     where = f"ws://127.0.0.1:{port}{wire.PATH}"
@@ -209,9 +209,9 @@ def test_what_that_release_signed_is_what_we_verify() -> None:
     for path in TRANSCRIPTS:
         head, lines = read(path)
         if head["authorization"]:
-            one = wire.parse_authorization(head["authorization"])
-            signed = wire.signed_bytes(one.host, one.node, one.epoch, one.nonce, "")
-            assert wire.is_signed(one.public_key, one.signature, signed)
+            one = credentials.parse_authorization(head["authorization"])
+            signed = credentials.signed_bytes(one.host, one.node, one.epoch, one.nonce, "")
+            assert credentials.is_signed(one.public_key, one.signature, signed)
             told = next(line["message"] for line in lines if line["message"]["type"] == "NewKey")
-            data = wire.rotation_bytes(one.host, one.public_key, told["public_key"], "")
-            assert wire.is_signed(one.public_key, told["signature"], data)
+            data = credentials.rotation_bytes(one.host, one.public_key, told["public_key"], "")
+            assert credentials.is_signed(one.public_key, told["signature"], data)

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from websockets.sync.client import ClientConnection
 
 from accelerators.models import Device, Event
-from agents import enrolment, tasks, trust, wire
+from agents import credentials, enrolment, tasks, trust, wire
 from agents.gateway import Gateway
 from agents.host.door import Gateway as Door
 from agents.host.identity import load_or_make
@@ -84,9 +84,9 @@ def answer_probe(socket: ClientConnection) -> None:
 
 
 def successor(agent: WireAgent, key: Ed25519PrivateKey) -> wire.NewKey:
-    new = wire.public_text(key.public_key())
-    data = wire.rotation_bytes(agent.host, agent.public_key, new, agent.fingerprint)
-    return wire.NewKey(new, wire.sign(agent.key, data), wire.sign(key, data))
+    new = credentials.public_text(key.public_key())
+    data = credentials.rotation_bytes(agent.host, agent.public_key, new, agent.fingerprint)
+    return wire.NewKey(new, credentials.sign(agent.key, data), credentials.sign(key, data))
 
 
 def test_X1_revoking_closes_the_socket_and_the_door(agent: WireAgent, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +119,7 @@ def test_a_revoked_host_comes_back_with_a_new_token_and_a_new_key_only(agent: Wi
     trust.revoke(trust.find("cmp1"), "t", "")
     made_by_a_start = enrolment.make_token("cmp1", address="http://x", hours=1, created_by=enrolment.MACHINE)
     fresh = replace(agent, key=Ed25519PrivateKey.generate())
-    fresh.token = wire.parse_join_string(made_by_a_start).secret
+    fresh.token = credentials.parse_join_string(made_by_a_start).secret
     assert fresh.refused() == (403, "revoked"), "no person has decided this"
     agent.token = fresh.token = token()
     assert agent.refused() == (403, wire.KEY_BARRED)

@@ -10,7 +10,7 @@ from websockets.sync.client import ClientConnection
 from accelerators import commands, conductor, delegation
 from accelerators.commands import Order
 from accelerators.models import Command, Host
-from agents import courier, enrolment, wire
+from agents import courier, credentials, enrolment, wire
 from agents.gateway import Gateway
 from agents.models import Agent
 from cyborgweb.settings.keys import Keys
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.django_db(transaction=True)
 @pytest.fixture
 def agent(house: House) -> Iterator[WireAgent]:
     house.gateway = Gateway(Keys(lease_flush_s=0.05))
-    join = wire.parse_join_string(enrolment.make_token("cmp1", address="http://x", hours=1, created_by="t"))
+    join = credentials.parse_join_string(enrolment.make_token("cmp1", address="http://x", hours=1, created_by="t"))
     yield WireAgent(house.port, token=join.secret)
     house.gateway.stop()
 

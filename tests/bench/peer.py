@@ -15,7 +15,7 @@ from typing import cast
 import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from agents import wire
+from agents import credentials, wire
 from agents.host import door
 from tests.bench import messages
 
@@ -76,7 +76,7 @@ class _Question(asyncio.Protocol):
             return
         status, _, body = self._unread.partition(b"\r\n\r\n")
         if b" 200 " in status[:16] and body:
-            self._answered.set_result(msgspec.json.decode(body, type=wire.Challenge).nonce)
+            self._answered.set_result(msgspec.json.decode(body, type=credentials.Challenge).nonce)
         else:
             self._answered.set_exception(Refused(f"challenge: {self._unread[:200]!r} {exc}"))
 
@@ -103,9 +103,9 @@ class Peer(asyncio.Protocol):
     def prepare(self, nonce: str, fingerprint: str) -> None:
         """Sign the challenge."""
         host = messages.host_name(self.number)
-        signature = self._key.private.sign(wire.signed_bytes(host, host, 1, nonce, fingerprint))
+        signature = self._key.private.sign(credentials.signed_bytes(host, host, 1, nonce, fingerprint))
         sealed = base64.urlsafe_b64encode(signature).decode()
-        header = wire.authorization(wire.Credential(host, host, 1, nonce, self._key.public, sealed))
+        header = credentials.authorization(credentials.Credential(host, host, 1, nonce, self._key.public, sealed))
         self._request = UPGRADE.format(path=wire.PATH, version=wire.VERSIONS[0], authorization=header).encode()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

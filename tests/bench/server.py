@@ -14,11 +14,11 @@ from typing import Any
 
 import msgspec
 
-from agents import wire
+from agents import credentials, wire
 from cyborgweb.settings.keys import keys
 from drivers.process import die_with_parent
 
-CHALLENGE = msgspec.json.encode(wire.Challenge("n" * 24, 30.0, wire.VERSIONS))
+CHALLENGE = msgspec.json.encode(credentials.Challenge("n" * 24, 30.0, wire.VERSIONS))
 WELCOME = wire.encode(wire.Welcome(8.0, 1, "0" * 40, wire.MAX_MESSAGE))
 ACK = '{"type":"Ack","seq":100000,"of":"Report"}'
 

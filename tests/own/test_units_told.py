@@ -9,7 +9,7 @@ import pytest
 
 from accelerators import outcomes
 from accelerators.models import Command
-from agents import courier, enrolment, tasks, wire
+from agents import courier, credentials, enrolment, tasks, wire
 from agents.gateway import Gateway
 from cyborgweb.settings.keys import Keys
 from drivers.inventory import Device as Card
@@ -30,7 +30,7 @@ def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[WireAgent]:
     monkeypatch.setattr(courier, "POLL_S", 0.1)
     house = House()
     house.gateway = Gateway(Keys(lease_flush_s=0.05))
-    join = wire.parse_join_string(enrolment.make_token("cmp1", address="http://x", hours=1, created_by="t"))
+    join = credentials.parse_join_string(enrolment.make_token("cmp1", address="http://x", hours=1, created_by="t"))
     with serving(house) as port:
         yield WireAgent(port, token=join.secret)
         house.gateway.stop()

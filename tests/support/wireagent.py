@@ -12,7 +12,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
-from agents import wire
+from agents import credentials, wire
 
 
 @dataclass
@@ -34,7 +34,7 @@ class WireAgent:
     @property
     def public_key(self) -> str:
         """base64url."""
-        return wire.public_text(self.key.public_key())
+        return credentials.public_text(self.key.public_key())
 
     def challenge(self) -> str:
         """A nonce of the gateway."""
@@ -48,11 +48,11 @@ class WireAgent:
 
     def credential(self, nonce: str, **changes: object) -> str:
         """The Authorization header; `changes` forge single fields after signing."""
-        signed = wire.signed_bytes(self.host, self.node, self.epoch, nonce, self.fingerprint)
-        signature = wire.sign(self.key, signed)
+        signed = credentials.signed_bytes(self.host, self.node, self.epoch, nonce, self.fingerprint)
+        signature = credentials.sign(self.key, signed)
         fields = {"host": self.host, "node": self.node, "epoch": self.epoch, "nonce": nonce, "token": self.token}
         values = fields | {"public_key": self.public_key, "signature": signature} | changes
-        return wire.authorization(wire.Credential(**values))  # type: ignore[arg-type]
+        return credentials.authorization(credentials.Credential(**values))  # type: ignore[arg-type]
 
     def connect(self, authorization: str | None = None) -> ClientConnection:
         """Connected and welcomed."""

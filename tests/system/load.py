@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketException
 
-from agents import wire
+from agents import credentials, wire
 from drivers.inventory import Device, DriverReport
 from tests.support.reports import card
 from tests.support.wireagent import WireAgent, ask
@@ -102,7 +102,7 @@ class Load:
         self.hosts = [ReportingHost(product, name, self._secret(name)) for name in names]
 
     def _secret(self, name: str) -> str:
-        return wire.parse_join_string(self.product.manage("join_token", name)[-1]).secret
+        return credentials.parse_join_string(self.product.manage("join_token", name)[-1]).secret
 
     @contextmanager
     def reporting(self) -> Iterator[None]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from agents import wire
+from agents import credentials, wire
 from tests.support.wireagent import WireAgent, ask, is_closed
 from tests.system.product import Product, running
 from tests.system.test_refusals import refusal
@@ -34,7 +34,7 @@ def test_agents_have_a_listener_of_their_own_and_lose_it_when_revoked(folder: Pa
     with running(product):
         port = int(product.until_said(r"agents: https://127\.0\.0\.1:(\d+) \(certificate sha256:[0-9a-f]{64}\)")[1])
         assert stat.S_IMODE((product.state / "agent-tls.pem").stat().st_mode) == 0o600
-        join = wire.parse_join_string(
+        join = credentials.parse_join_string(
             product.manage("join_token", "cmp7", "--address", f"https://127.0.0.1:{port}")[-1]
         )
         assert join.fingerprint in product.log()
@@ -59,7 +59,9 @@ def test_agents_have_a_listener_of_their_own_and_lose_it_when_revoked(folder: Pa
             port,
             "cmp7",
             key=Ed25519PrivateKey.generate(),
-            token=wire.parse_join_string(product.manage("join_token", "cmp7", "--address", "https://x")[-1]).secret,
+            token=credentials.parse_join_string(
+                product.manage("join_token", "cmp7", "--address", "https://x")[-1]
+            ).secret,
             tls=seeing_anything(),
             fingerprint=join.fingerprint,
         )

@@ -14,7 +14,7 @@ from django.test import override_settings
 from accelerators import rules
 from accelerators.caller import Caller
 from accelerators.models import AdmissionRule
-from agents import wire
+from agents import credentials
 from agents.models import JoinToken
 from cyborgweb.management.commands import prepare
 from cyborgweb.models import ApiToken, digest
@@ -43,7 +43,9 @@ def test_a_service_token_has_the_role_service_alone() -> None:
 
 
 def test_join_token_is_one_pasteable_line() -> None:
-    join = wire.parse_join_string(said("join_token", "cmp1.example", "--address", "https://acc.example:8443")[-1])
+    join = credentials.parse_join_string(
+        said("join_token", "cmp1.example", "--address", "https://acc.example:8443")[-1]
+    )
     assert (join.host, join.address) == ("cmp1.example", "https://acc.example:8443")
     assert join.secret not in JoinToken.objects.get().secret_hash
 

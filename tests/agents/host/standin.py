@@ -17,7 +17,7 @@ from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
-from agents import wire
+from agents import credentials, wire
 from agents.host.door import Gateway
 from agents.host.pace import Pace
 from drivers.inventory import Device, DriverReport, Fault
@@ -57,7 +57,7 @@ class StandIn:
     fingerprint: str = ""
     refuse: list[tuple[int, str, Mapping[str, str]]] = field(default_factory=list)
     after_welcome: list[str] = field(default_factory=list)
-    credentials: list[wire.Credential] = field(default_factory=list)
+    credentials: list[credentials.Credential] = field(default_factory=list)
     hellos: list[wire.Hello] = field(default_factory=list)
     alive: list[wire.Alive] = field(default_factory=list)
     new_keys: list[wire.NewKey] = field(default_factory=list)
@@ -101,7 +101,7 @@ class StandIn:
         if request.path == wire.CHALLENGE_PATH:
             nonce = secrets.token_urlsafe(18)
             self._nonces.add(nonce)
-            body = msgspec.json.encode(wire.Challenge(nonce=nonce, seconds=30, versions=wire.VERSIONS))
+            body = msgspec.json.encode(credentials.Challenge(nonce=nonce, seconds=30, versions=wire.VERSIONS))
             return connection.respond(http.HTTPStatus.OK, body.decode())
         if request.path.startswith(wire.IMAGE_PATH):
             self._note(request)
@@ -120,9 +120,9 @@ class StandIn:
         return None
 
     def _note(self, request: Request) -> None:
-        one = wire.parse_authorization(request.headers["Authorization"])
+        one = credentials.parse_authorization(request.headers["Authorization"])
         self._nonces.remove(one.nonce)
-        signed = wire.signed_bytes(one.host, one.node, one.epoch, one.nonce, self.fingerprint)
+        signed = credentials.signed_bytes(one.host, one.node, one.epoch, one.nonce, self.fingerprint)
         key = Ed25519PublicKey.from_public_bytes(base64.urlsafe_b64decode(one.public_key))
         key.verify(base64.urlsafe_b64decode(one.signature), signed)
         self.credentials.append(one)
@@ -134,9 +134,9 @@ class StandIn:
 
     def _check(self, told: wire.NewKey) -> None:
         by = self.credentials[-1]
-        data = wire.rotation_bytes(by.host, by.public_key, told.public_key, self.fingerprint)
-        assert wire.is_signed(by.public_key, told.signature, data)
-        assert wire.is_signed(told.public_key, told.proof, data)
+        data = credentials.rotation_bytes(by.host, by.public_key, told.public_key, self.fingerprint)
+        assert credentials.is_signed(by.public_key, told.signature, data)
+        assert credentials.is_signed(told.public_key, told.proof, data)
 
     async def _session(self, socket: ServerConnection) -> None:
         self.sockets.append(socket)

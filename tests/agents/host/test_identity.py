@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-from agents import wire
+from agents import credentials, wire
 from agents.host.identity import FILE, NEXT, load_or_make
 from drivers.configuration import ConfigurationError
 
@@ -44,9 +44,11 @@ def test_what_is_not_a_key_is_said_so(tmp_path: Path, content: bytes) -> None:
 
 def test_the_credential_proves_the_key_for_this_host_epoch_nonce_and_server(tmp_path: Path) -> None:
     identity = load_or_make(tmp_path, "cmp1.example", "cmp1").current
-    challenge = wire.Challenge(nonce="n" * 24, seconds=30, versions=wire.VERSIONS)
-    credential = wire.parse_authorization(wire.authorization(identity.credential(challenge, 7, "ab12", "secret")))
-    signed = wire.signed_bytes("cmp1.example", "cmp1", 7, challenge.nonce, "ab12")
+    challenge = credentials.Challenge(nonce="n" * 24, seconds=30, versions=wire.VERSIONS)
+    credential = credentials.parse_authorization(
+        credentials.authorization(identity.credential(challenge, 7, "ab12", "secret"))
+    )
+    signed = credentials.signed_bytes("cmp1.example", "cmp1", 7, challenge.nonce, "ab12")
     key = Ed25519PublicKey.from_public_bytes(base64.urlsafe_b64decode(credential.public_key))
     key.verify(base64.urlsafe_b64decode(credential.signature), signed)
     assert (credential.token, credential.epoch) == ("secret", 7)

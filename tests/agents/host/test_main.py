@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from agents import wire
+from agents import credentials
 from agents.host.identity import FILE as KEY
 from agents.host.main import claim
 from drivers.configuration import ConfigurationError
@@ -48,7 +48,7 @@ def run(directory: Path, *arguments: str, **more: str) -> subprocess.CompletedPr
 
 
 def token(server: StandIn) -> str:
-    return wire.join_string(server.address, server.fingerprint, "cmp1.example", "s3cret")
+    return credentials.join_string(server.address, server.fingerprint, "cmp1.example", "s3cret")
 
 
 def lines_of(process: asyncio.subprocess.Process) -> list[str]:
@@ -138,7 +138,7 @@ def test_once_as_json_is_what_would_be_sent(tmp_path: Path) -> None:
 )
 def test_unusable_configuration_is_one_sentence(tmp_path: Path, keys: dict[str, str], sentence: str) -> None:
     if "CYBORG_ENABLED_DRIVERS" in keys:
-        keys = keys | {"CYBORG_JOIN_TOKEN": wire.join_string("http://127.0.0.1:1", "", "h", "s")}
+        keys = keys | {"CYBORG_JOIN_TOKEN": credentials.join_string("http://127.0.0.1:1", "", "h", "s")}
     done = run(tmp_path, **keys)
     assert done.returncode == 2
     assert done.stderr.startswith("cyborg-agent: ")
@@ -150,7 +150,7 @@ def test_two_agents_cannot_share_a_state_directory(tmp_path: Path) -> None:
     handle = claim(tmp_path / "state")
     with pytest.raises(ConfigurationError, match="another agent runs in"):
         claim(tmp_path / "state")
-    done = run(tmp_path, CYBORG_JOIN_TOKEN=wire.join_string("http://127.0.0.1:1", "", "h", "s"))
+    done = run(tmp_path, CYBORG_JOIN_TOKEN=credentials.join_string("http://127.0.0.1:1", "", "h", "s"))
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "stop it, or give this one its own CYBORG_AGENT_STATE_DIR" in done.stderr
     os.close(handle)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from agents import wire
+from agents import credentials
 from agents.host.settings import AgentSettings, driver_tables, host_of, read_join, read_settings
 from drivers.configuration import ConfigurationError, keys_of
 
-TOKEN = wire.join_string("http://127.0.0.1:8000", "", "cmp1.example", "s3cret")
+TOKEN = credentials.join_string("http://127.0.0.1:8000", "", "cmp1.example", "s3cret")
 
 
 def test_the_defaults_need_nothing() -> None:
@@ -62,9 +62,9 @@ def test_the_join_token_comes_from_the_variable_or_the_file(tmp_path: Path) -> N
     ("token", "sentence"),
     [
         ("rubbish", "the join token is not readable"),
-        (wire.join_string("ftp://x", "", "h", "s"), "is not http://HOST:PORT"),
-        (wire.join_string("http://x:99999", "", "h", "s"), "is not http://HOST:PORT"),
-        (wire.join_string("http://x:1", "ab", "h", "s"), "pins a certificate, but its address"),
+        (credentials.join_string("ftp://x", "", "h", "s"), "is not http://HOST:PORT"),
+        (credentials.join_string("http://x:99999", "", "h", "s"), "is not http://HOST:PORT"),
+        (credentials.join_string("http://x:1", "ab", "h", "s"), "pins a certificate, but its address"),
     ],
 )
 def test_an_unusable_token_is_explained(token: str, sentence: str) -> None:
@@ -73,7 +73,7 @@ def test_an_unusable_token_is_explained(token: str, sentence: str) -> None:
 
 
 def test_the_host_is_configured_else_the_tokens_else_known_else_asked() -> None:
-    join = wire.parse_join_string(TOKEN)
+    join = credentials.parse_join_string(TOKEN)
     assert host_of(read_settings({}), join, "old")[0] == "cmp1.example"
     assert host_of(read_settings({}), None, "old")[0] == "old"
     assert host_of(read_settings({"CYBORG_HOST_NAME": "n", "CYBORG_HOST_NODE": "m"}), None) == ("n", "m")
