@@ -23,7 +23,7 @@ from django.db import IntegrityError, OperationalError
 from psycopg.errors import DeadlockDetected
 
 from accelerators import binding_sql as sql
-from accelerators import commands, conductor, groups, notices, profiles, safety, ticks
+from accelerators import commands, conductor, groups, meters, notices, profiles, safety, ticks
 from accelerators.caller import Caller, request_id
 from accelerators.commands import ON_HOST, Order
 from accelerators.refusals import Reason, Refused
@@ -94,6 +94,7 @@ class Waiting:
     handle: int
     attach_type: str
     device: int
+    waited: float
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,7 @@ def create(profile_name: str, caller: Caller) -> list[str]:
     raise Refused(Reason.UNKNOWN, f"Device Profile not found with name={profile_name}")
 
 
+@meters.answering()
 def bind(wanted: Sequence[Bind], caller: Caller, beside: bool = False) -> None:
     """Reserve a handle for every one of `wanted`, or for none; those that need nothing on their host are Bound.
 
@@ -197,8 +199,7 @@ def resolve(ends: Sequence[End], source: Source, actor: str) -> None:
     moves = [_resolved(end) for end in ends]
     _move(moves, source, actor)
     notices.raised(moves)
-    failed = [end.request for end in ends if end.fault]
-    commands.cancel([request.uuid for request in failed])
+    commands.cancel([end.request.uuid for end in ends if end.fault])
     made = [end.request for end in ends if end.fault and end.made and end.request.attach_type in ON_HOST]
     commands.place([commands.detach(one.handle, one.instance, one.uuid, "its bind failed", actor) for one in made])
 
@@ -218,6 +219,7 @@ def _resolved(end: End) -> dict[str, Any]:
         "fault": end.fault,
         "had_instance": request.instance,
         "had_handle": request.handle,
+        "waited": request.waited,
     }
 
 
@@ -356,6 +358,7 @@ def _move(moves: Sequence[Mapping[str, Any]], source: Source, actor: str) -> Non
         write = conductor.cursor()
         write.execute(sql.MOVE, values | {"actor": actor, "request_id": request_id.get()})
         assert write.rowcount == len(moves), "a request moved although it was locked"
+        meters.moved(moves)
 
 
 def _delete(found: Sequence[_Request], caller: Caller) -> None:

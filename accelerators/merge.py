@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
 
-from accelerators import admission, commands, conductor, ticks
+from accelerators import admission, commands, conductor, meters, ticks
 from accelerators import inventory_sql as sql
 from accelerators.diff import Changes, HostReport, StoredHost, admit, compare, fold
 from accelerators.states import Source
@@ -24,6 +25,7 @@ def apply(reports: Mapping[int, Iterable[HostReport]]) -> int:
     batch's size.
     Reports not newer than the last applied are dropped.
     """
+    began = time.monotonic()
     with conductor.writing():
         write = conductor.cursor()
         changes, now = Changes(), datetime.now(UTC).isoformat(timespec="seconds")
@@ -38,6 +40,7 @@ def apply(reports: Mapping[int, Iterable[HostReport]]) -> int:
             _install(changes)
         if changes.providers:
             ticks.wake_for("provider")
+        meters.merged(time.monotonic() - began, len(changes.hosts), len(changes.devices))
         return len(changes.hosts)
 
 

@@ -16,7 +16,7 @@ from django.db import transaction
 from django.db.models import F, Max, Q, QuerySet
 from django.db.models.functions import Now
 
-from accelerators import binding, commands, conductor, delegation, intents, ticks, wishes
+from accelerators import binding, commands, conductor, delegation, intents, meters, ticks, wishes
 from accelerators import commands_sql as sql
 from accelerators.binding import End, Waiting
 from accelerators.lifecycle import Step, standing, store
@@ -129,6 +129,7 @@ def _settle(found: Sequence[Ended]) -> None:
     _write(into)
     rows = [{"id": one.command.id, "was": one.command.state, "state": one.state, "text": one.text} for one in found]
     conductor.cursor().execute(sql.END, {"rows": _json.encode(rows).decode()})
+    meters.ended((one.command.op, one.state) for one in found)
     if told := {str(one.command.host.uuid) for one in found if one.command.op == delegation.OP}:
         intents.again("provider", told)
     if any(one.command.op == wishes.OP for one in found):

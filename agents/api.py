@@ -1,20 +1,28 @@
-"""Agents in our own API: who was heard, when, and in which version. `cyborgweb.api` mounts it beside the others."""
+"""Agents in our own API: who was heard, when, and in which version; and what their devices have to do.
+
+`cyborgweb.api` mounts it beside the others.
+"""
 
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import django_filters as filters
 from django.db.models import QuerySet
 from rest_framework import serializers
+from rest_framework.renderers import BaseRenderer
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from accelerators.api.own.representation import Chosen, HostReference, Url, Why
+from accelerators.api.browsable import Browsable
+from accelerators.api.json import Json
+from accelerators.api.own import errors
+from accelerators.api.own.representation import Chosen, DeviceReference, HostReference, Url, Why
 from accelerators.api.own.views import Collection
+from accelerators.models import Device
 from accelerators.states import Source
-from agents import trust
+from agents import load, trust
 from agents.models import Agent
 from agents.standing import WORDS, seen_at, standing, word_of
 
@@ -88,3 +96,64 @@ class AgentView(Collection):
         reason = self.said(request).get("reason", "")
         trust.revoke(self.get_object(), self.caller.name, reason, Source.API)
         return Response(self.get_serializer(self.get_object()).data)
+
+
+ELSEWHERE = "The stream is served where agents connect, by the one-command web; here ask for application/json."
+
+
+class Events(BaseRenderer):
+    """A stream: never written here, but by `cyborgweb.live.usage` before a request comes to a view."""
+
+    media_type, format, charset = "text/event-stream", "events", None
+
+
+class DeviceUsageSerializer(Chosen):
+    """What a device has to do, as its host's agent said last: once a minute, every second while somebody listens."""
+
+    device = DeviceReference(read_only=True)
+    at = serializers.DateTimeField(
+        read_only=True, allow_null=True, help_text="When it was said; null: nothing is known."
+    )
+    age_s = serializers.FloatField(read_only=True, allow_null=True, help_text="Seconds since then.")
+    values = serializers.DictField(
+        child=serializers.FloatField(), read_only=True, help_text="By names that end in their units."
+    )
+    silent = serializers.ListField(
+        child=serializers.CharField(), read_only=True, help_text="Gateways that did not answer: it may be known there."
+    )
+
+    class Meta:
+        model = Device
+        fields = ("device", "at", "age_s", "values", "silent")
+
+
+class DeviceUsageView(Collection):
+    """What a device has to do at this moment; nothing of it is stored. As `text/event-stream`: the same every second,
+    one `data` line each, from the process to which agents connect, until the token or the session ends."""
+
+    policy = "device"
+    http_method_names = ["get", "head"]
+    renderer_classes = [Json, Browsable, Events]
+    serializer_class = DeviceUsageSerializer
+    queryset = Device.objects.all()
+
+    @property
+    def policy_rules(self) -> dict[str, str]:
+        """One rule."""
+        return dict.fromkeys(("GET", "HEAD"), "cyborg:device:get_usage")
+
+    def perform_content_negotiation(self, request: Request, force: bool = False) -> tuple[BaseRenderer, str]:
+        """406 for who wants a stream of a process that has none."""
+        renderer, media = super().perform_content_negotiation(request, force)
+        if renderer.format != Events.format:
+            return renderer, media
+        if not force:
+            raise errors.Refused(406, ELSEWHERE)
+        return Json(), Json.media_type
+
+    def retrieve(self, request: Request, **kwargs: str) -> Response:
+        """What is known now."""
+        device = self.get_object()
+        loads = load.last({device.host_id})
+        told: dict[str, Any] = {"device": device} | load.of_device(loads, device.host_id, device.key)
+        return self._tagged(request, lambda: self.get_serializer(told).data)

@@ -36,11 +36,15 @@ WHERE a.public_key = ANY(%s)
 
 
 class Refused(Exception):
-    """Why a connection is not let in: an HTTP status, a word for programs, a sentence for people."""
+    """Why a connection is not let in: an HTTP status, a word for programs, a sentence for people.
 
-    def __init__(self, status: int, code: str, reason: str) -> None:
+    `retry_after`: with a 503, when to come back, in seconds.
+    """
+
+    def __init__(self, status: int, code: str, reason: str, retry_after: int = 5) -> None:
         super().__init__(reason)
         self.status, self.code, self.reason = status, code, reason
+        self.retry_after = retry_after
 
 
 def credential_of(scope: Any) -> credentials.Credential:
@@ -59,7 +63,7 @@ def denial(refused: Refused) -> tuple[list[tuple[bytes, bytes]], bytes]:
     if refused.status == 401:
         headers.append((b"www-authenticate", credentials.SCHEME.encode()))
     if refused.status == 503:
-        headers.append((b"retry-after", b"5"))
+        headers.append((b"retry-after", str(refused.retry_after).encode()))
     return headers, body
 
 

@@ -15,12 +15,14 @@ import msgspec
 
 from accelerators import refusals
 from accelerators.commands import Answer, Progress
-from agents import credentials, enrolment, trust, wire
+from agents import credentials, enrolment, meters, trust, wire
+from agents.admission import Admission, Spread
 from agents.courier import Courier, Said
 from agents.enrolment import Identity, Refused
 from agents.holders import Expelled, Holders, Session
 from agents.leases import Leases
 from agents.refusals import Refusals
+from agents.samples import BEGINNING, Board
 from agents.spool import AdmitJob, CommandJob, SpoolJob, TrustJob, Writer
 
 log = logging.getLogger(__name__)
@@ -31,10 +33,10 @@ FAREWELL_S = 1.0
 """How long a peer may take to take in why it is sent away."""
 PROGRESS_S = 0.2
 """What one agent says of progress is written so often at most; the last word always is."""
+MANY = "(many)"
+"""Whose refusals are counted together: of an outage or a storm there is one event a minute, not one a host."""
 MAX_PROGRESS = 256
 """Commands of one agent that get on at the same time; of more nothing is shown."""
-MAX_PENDING_BYTES = 256 * 1024 * 1024
-"""Reports in memory that wait for their commit; beyond it agents are told to come back."""
 
 
 class Limits(Protocol):
@@ -44,6 +46,12 @@ class Limits(Protocol):
     def beat_s(self) -> float: ...
     @property
     def max_message_bytes(self) -> int: ...
+    @property
+    def handshakes(self) -> int: ...
+    @property
+    def agent_connections(self) -> int: ...
+    @property
+    def pending_report_bytes(self) -> int: ...
     @property
     def flush_interval_ms(self) -> float: ...
     @property
@@ -61,29 +69,59 @@ class Gateway:
         self.leases = Leases(limits.lease_flush_s)
         self.refusals = Refusals()
         self.challenges = enrolment.Challenges()
+        self.admission = Admission(limits.handshakes, limits.agent_connections)
+        self.spread = Spread()
+        self.connected = 0
         self._pending_bytes = 0
         self.holders = Holders(self._bar)
+        self.board = Board(self.refusals, self._pressed)
         self._courier = Courier()
         self._writer = Writer(
             interval_s=limits.flush_interval_ms / 1000,
             max_rows=limits.flush_max_rows,
             leases=self.leases,
             refusals=self.refusals,
+            spread=self.spread,
             hear=self.holders.hear,
         )
 
     def stop(self) -> None:
         """End the threads (tests; a real process just ends)."""
+        self.board.stop()
         self._courier.stop()
         self._writer.stop()
 
+    def reached_at(self, url: str) -> None:
+        """Where other processes ask for samples, from the next renewal of leases on."""
+        self.leases.gateway = self.board.name, url
+
+    def _pressed(self) -> bool:
+        """Whether samples are to be shed: reports wait for their commit, or agents to be let in."""
+        waiting = self._pending_bytes > self.limits.pending_report_bytes // 8
+        return waiting or self.admission.inside > self.admission.limit // 2
+
     async def challenge(self, scope: Any, receive: Any, send: Any) -> None:
-        """GET /ws/agent/challenge: a nonce, before anything is known of who asks."""
-        get = scope["method"] == "GET"
-        body = msgspec.json.encode(self.challenges.make()) if get else b'{"error": "GET only"}'
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        await send({"type": "http.response.start", "status": 200 if get else 405, "headers": headers})
+        """GET /ws/agent/challenge: a nonce, before anything is known of who asks; here a storm is sent away first."""
+        try:
+            if scope["method"] != "GET":
+                raise Refused(405, "method", "GET only")
+            self._let_in(self.admission.ask)
+        except Refused as refused:
+            status, (headers, body) = refused.status, enrolment.denial(refused)
+        else:
+            status, body = 200, msgspec.json.encode(self.challenges.make())
+            headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
+
+    def _let_in(self, asked: Callable[[int], int]) -> None:
+        """Raise Refused, with the time to come back, when too many are at the door."""
+        if wait := asked(self.connected):
+            full = self.connected >= self.limits.agent_connections
+            reason = "no more agents than CYBORG_AGENT_CONNECTIONS are taken" if full else "many agents connect at once"
+            refused = Refused(503, "busy", f"{reason}: come back when Retry-After says", wait)
+            self.refusals.add(MANY, refused.code, "too many agents at once: each is told when to come back")
+            raise refused
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """A connection without TLS of ours: what the agent signs names no certificate."""
@@ -94,16 +132,21 @@ class Gateway:
         await receive()  # websocket.connect
         host = ""
         try:
+            self._let_in(self.admission.come)
             version = _version(scope)
             credential = enrolment.credential_of(scope)
             host = credential.host
             fingerprint = enrolment.verify(credential, self.challenges, fingerprints)
-            identity = await self._admit(credential)
+            with self.admission.handshake():
+                identity = await self._admit(credential)
         except Refused as refused:
-            self.refusals.add(host, refused.code, refused.reason)
+            if refused.code != "busy":
+                self.refusals.add(MANY if refused.status == 503 else host, refused.code, refused.reason)
             await _deny(scope, send, refused)
             return
         session = Session(identity, credential, fingerprint, version, scope, send)
+        self.connected += 1
+        meters.tally["opened"] += 1
         try:
             await send({"type": "websocket.accept", "subprotocol": version})
             self.holders.enter(session)
@@ -116,7 +159,10 @@ class Gateway:
                 raise
             session.task.uncancel()
         finally:
+            self.connected -= 1
+            meters.tally["closed"] += 1
             self.holders.leave(session)
+            self.board.leave(session)
             if session.greeted:
                 self._courier.gone(session)
         if session.expelled:
@@ -129,12 +175,14 @@ class Gateway:
             async with asyncio.timeout(ADMIT_S):
                 return await future
         except TimeoutError:
-            raise Refused(503, "database", "the database does not answer: come back later") from None
+            reason = "the database does not answer: come back later"
+            raise Refused(503, "database", reason, self.admission.place()) from None
 
     async def _welcome(self, session: Session) -> None:
         identity = session.identity
         self.leases.seen(identity.host_id, session.epoch)
-        welcome = wire.Welcome(self.limits.beat_s, identity.epoch, identity.applied_hash, self.limits.max_message_bytes)
+        known = identity.epoch, identity.applied_hash, self.limits.max_message_bytes
+        welcome = wire.Welcome(self.limits.beat_s, *known, round(self.spread.welcome(), 1))
         await session.send({"type": "websocket.send", "text": wire.encode(welcome)})
         if identity.rotate:
             self.holders.ask_rotation(session)
@@ -146,6 +194,9 @@ class Gateway:
             try:
                 if len(data) > self.limits.max_message_bytes:
                     raise wire.Malformed(f"{len(data)} bytes; at most {self.limits.max_message_bytes} are taken")
+                if isinstance(data, str) and data.startswith(BEGINNING) and not self.board.takes(session, len(data)):
+                    del event, data
+                    continue
                 message = wire.decode_from_agent(data)
                 if newer:
                     self.counters["unknown_fields"] += wire.unknown_fields(data, message)
@@ -156,14 +207,15 @@ class Gateway:
                 await self.holders.settle(session)
                 settled = True
             if type(message) is wire.Beat:
+                meters.tally["beats"] += 1
                 self.leases.seen(session.identity.host_id, session.epoch)
                 await session.send(
                     {"type": "websocket.send", "text": f'{{"type":"Ack","seq":{message.seq},"of":"Beat"}}'}
                 )
             elif type(message) is wire.Report:
-                order, content = (message.epoch, message.seq), message.hash
+                order, content, urgent = (message.epoch, message.seq), message.hash, message.urgent
                 del message  # decoded it is five times its text: nobody holds that while the commit is awaited
-                await self._report(session, order, content, data)
+                await self._report(session, order, content, data, urgent=urgent)
             else:
                 await self._rarely(session, message)
             del event, data  # an idle connection holds no report
@@ -176,6 +228,7 @@ class Gateway:
             if not session.greeted:
                 session.greeted = True
                 self._courier.hello(session, message)
+                self.board.enter(session)
         elif type(message) is wire.Alive:
             self.holders.alive(session, message.nonce)
         elif type(message) is wire.NewKey:
@@ -187,6 +240,8 @@ class Gateway:
             self._progress(session, message)
         elif type(message) is wire.Result:
             await self._result(session, message)
+        elif type(message) is wire.Samples:
+            self.board.keep(session, message)
         elif type(message) is wire.Unknown:
             self.counters["unknown_types"] += 1
 
@@ -248,28 +303,34 @@ class Gateway:
         self._writer.put(TrustJob(future, work))
         return future
 
-    async def _report(self, session: Session, order: tuple[int, int], content: str, data: str | bytes) -> None:
-        """Acknowledge it when it is durable, applied already, or old."""
+    async def _report(
+        self, session: Session, order: tuple[int, int], content: str, data: str | bytes, *, urgent: bool
+    ) -> None:
+        """Acknowledge it when it is durable, applied already, or old. One at a time: the socket is not read meanwhile,
+        so that a host has no more than one message in memory."""
+        self.spread.reported()
         host_id = session.identity.host_id
+        meters.tally["reports"] += 1
         self.leases.seen(host_id, order[0])
         if order > session.last and session.applied != content:
             payload = data if isinstance(data, str) else data.decode()
             if "\\u0000" in payload:
                 raise Expelled("malformed", "a text with a NUL character cannot be stored")
-            if self._pending_bytes > MAX_PENDING_BYTES:
+            if self._pending_bytes > self.limits.pending_report_bytes:
                 raise Expelled("busy", "too many reports wait to be stored: come back")
-            session.applied = "" if await self._durable(host_id, order, content, payload) else content
+            job = SpoolJob(asyncio.get_running_loop().create_future(), host_id, order, content, payload, urgent)
+            session.applied = "" if await self._durable(job) else content
         session.last = max(session.last, order)
         await session.send({"type": "websocket.send", "text": f'{{"type":"Ack","seq":{order[1]},"of":"Report"}}'})
 
-    async def _durable(self, host_id: int, order: tuple[int, int], content: str, payload: str) -> bool:
-        future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._pending_bytes += len(payload)
+    async def _durable(self, job: SpoolJob) -> bool:
+        """Whether it was stored: it was not when it is applied already."""
+        self._pending_bytes += len(job.payload)
         try:
-            self._writer.put(SpoolJob(future, host_id, order, content, payload))
-            return await future
+            self._writer.put(job)
+            return bool(await job.future)
         finally:
-            self._pending_bytes -= len(payload)
+            self._pending_bytes -= len(job.payload)
 
     async def _refuse(self, session: Session, expelled: Expelled) -> None:
         """Say why, then close. A peer that is gone already, or takes nothing any more, is not waited for."""

@@ -15,8 +15,14 @@ from agents import wire
 from agents.holders import Session
 
 FLUSH = """
+WITH here AS (
+  INSERT INTO agents_gateway AS g (name, url, seen_at) SELECT %(name)s, %(url)s, now() WHERE %(url)s::text <> ''
+  ON CONFLICT (url) DO UPDATE SET name = excluded.name, seen_at = excluded.seen_at
+), gone AS (
+  DELETE FROM agents_gateway WHERE seen_at < now() - interval '1 hour' AND url <> %(url)s
+)
 INSERT INTO agents_lease AS l (host_id, seen_at, epoch)
-SELECT * FROM unnest(%s::bigint[], %s::timestamptz[], %s::bigint[])
+SELECT * FROM unnest(%(hosts)s::bigint[], %(times)s::timestamptz[], %(epochs)s::bigint[])
 ON CONFLICT (host_id) DO UPDATE SET seen_at = greatest(l.seen_at, excluded.seen_at),
   epoch = greatest(l.epoch, excluded.epoch)
 """
@@ -35,6 +41,8 @@ class Leases:
 
     def __init__(self, flush_s: float) -> None:
         self.flush_s = flush_s
+        self.gateway = ("", "")
+        """Name and address of who renews them; without an address nobody else asks it."""
         self._next = 0.0
         self._seen: dict[int, tuple[float, int]] = {}
         self._facts: dict[int, dict[str, object]] = {}
@@ -77,7 +85,9 @@ class Leases:
         with connection.cursor() as cursor:
             if seen:
                 times = [datetime.fromtimestamp(at, UTC) for at, _ in seen.values()]
-                cursor.execute(FLUSH, [list(seen), times, [epoch for _, epoch in seen.values()]])
+                name, url = self.gateway
+                renewed = {"hosts": list(seen), "times": times, "epochs": [epoch for _, epoch in seen.values()]}
+                cursor.execute(FLUSH, {"name": name, "url": url} | renewed)
             if facts:
                 cursor.execute(FACTS, [msgspec.json.encode(list(facts.values())).decode()])
 

@@ -76,6 +76,17 @@ class Lease(models.Model):
         return f"lease of host {self.host_id}"
 
 
+class Gateway(models.Model):
+    """A process that holds agents' connections, and where others reach it. Written with the leases it renews."""
+
+    url = models.CharField(max_length=255, primary_key=True, db_collation="C")
+    name = models.CharField(max_length=100, db_collation="C", help_text="Another one after every start.")
+    seen_at = models.DateTimeField(db_default=Now())
+
+    def __str__(self) -> str:
+        return f"gateway {self.name} at {self.url}"
+
+
 class JoinToken(models.Model):
     """Permission to bind one key to one host. Stored as a hash; the same key may use it again until it expires."""
 
@@ -104,9 +115,11 @@ class Spooled(models.Model):
     seq = models.BigIntegerField()
     received_at = models.DateTimeField(db_default=Now())
     payload = models.TextField(help_text="The Report message as it came.")
+    urgent = models.BooleanField(db_default=False, default=False, help_text="It shows a fault: merged before others.")
 
     class Meta:
         db_table = "spool"
+        indexes = [models.Index(fields=["host"], condition=Q(urgent=True), name="spool_urgent")]
 
     def __str__(self) -> str:
         return f"report {self.epoch}.{self.seq} of host {self.host_id}"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from accelerators import conductor
 from accelerators.states import Source
+from agents import meters
 
 WINDOW_S = 60.0
 MAX_KEYS = 10_000
@@ -27,6 +28,7 @@ class Refusals:
 
     def add(self, host: str, code: str, reason: str) -> None:
         """One refusal of whoever says to be `host`."""
+        meters.refused[code] += 1
         key = (host[:255] or "(unknown)", code)
         if key not in self._tallies and len(self._tallies) >= MAX_KEYS:
             key = ("(many)", code)

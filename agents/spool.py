@@ -2,7 +2,8 @@
 
 What the event loop needs of the database goes through here: reports (COPY into the spool, acknowledged after the
 commit), what agents say of commands, the identity of who connects, leases, refusals. It collects for a few
-milliseconds, then one commit serves all.
+milliseconds, then one commit serves all. Lanes say what goes first: reports that show a fault, then who connects and
+what is said of commands, then the other reports.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import logging
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,7 +24,8 @@ import psycopg
 from django.db import DatabaseError, InterfaceError, OperationalError, close_old_connections, connection
 
 from accelerators import hub, refusals, ticks
-from agents import courier, credentials, enrolment, trust
+from agents import courier, credentials, enrolment, meters, trust
+from agents.admission import Spread
 from agents.enrolment import Refused
 from agents.leases import Leases
 from agents.refusals import Refusals
@@ -33,10 +36,17 @@ APPLIED = """
 SELECT h.id, h.applied_hash FROM accelerators_host h
 WHERE h.id = ANY(%s) AND NOT EXISTS (SELECT 1 FROM spool s WHERE s.host_id = h.id)
 """
-COPY = "COPY spool (host_id, epoch, seq, received_at, payload) FROM STDIN (FORMAT BINARY)"
-COPY_TYPES = ("int8", "int8", "int8", "timestamptz", "text")
+COPY = "COPY spool (host_id, epoch, seq, received_at, payload, urgent) FROM STDIN (FORMAT BINARY)"
+COPY_TYPES = ("int8", "int8", "int8", "timestamptz", "text", "bool")
 """Binary costs a third of text on our side (measured): nothing has to be escaped."""
+DEPTH = """
+SELECT (SELECT id FROM spool ORDER BY id LIMIT 1), (SELECT id FROM spool ORDER BY id DESC LIMIT 1)
+"""
 FORGOTTEN_S = 10.0
+DEPTH_S = 1.0
+"""How often the spool's depth is looked at while it fills."""
+PLAIN_SHARE = 4
+"""Of the places in a batch of reports every so many-th is kept for those without a fault."""
 LOOK_S = 2.5
 """A decision whose ring was lost is seen so soon."""
 OVERLAP_S = 15.0
@@ -52,6 +62,7 @@ class SpoolJob:
     order: tuple[int, int]
     hash: str
     payload: str
+    urgent: bool = False
 
 
 @dataclass(slots=True)
@@ -91,15 +102,20 @@ class Writer(threading.Thread):
         max_rows: int,
         leases: Leases,
         refusals: Refusals,
+        spread: Spread,
         hear: Callable[[list[trust.News]], None],
     ) -> None:
         super().__init__(daemon=True, name="spool-writer")
         self._interval_s, self._max_rows = interval_s, max_rows
-        self._leases, self._refusals = leases, refusals
+        self._leases, self._refusals, self._spread = leases, refusals, spread
         self._hear = hear
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._others: deque[Job] = deque()
+        self._urgent: deque[SpoolJob] = deque()
+        self._reports: deque[SpoolJob] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._looked = self._heard = time.monotonic()
+        self._looked = self._heard = self._measured = time.monotonic()
+        self._filled = False
         self._rung = False
         self._stopping = False
 
@@ -126,27 +142,37 @@ class Writer(threading.Thread):
 
     def run(self) -> None:
         while not self._stopping:
-            if batch := [job for job in self._collect() if job is not None]:
+            if batch := self._collect():
                 self._until_done(lambda jobs=batch: self._serve(jobs))  # type: ignore[misc]
             self._until_done(self._housekeeping)
         connection.close()
 
-    def _collect(self) -> list[Job | None]:
-        """The first job, and what has arrived when the interval after it is over.
+    def _collect(self) -> list[Job]:
+        """The first job, and what has arrived when the interval after it is over: the most urgent, and no more reports
+        than go into one commit.
 
         It sleeps the interval out: to be woken by every job costs more than to serve it (measured).
         """
+        waiting = bool(self._others or self._urgent or self._reports)
         try:
-            batch = [self._jobs.get(timeout=min(1.0, self._leases.flush_s))]
+            self._sort(self._jobs.get(timeout=0 if waiting else min(1.0, self._leases.flush_s)))
         except queue.Empty:
-            return []
+            if not waiting:
+                return []
         time.sleep(self._interval_s)
-        while len(batch) < self._max_rows:
-            try:
-                batch.append(self._jobs.get_nowait())
-            except queue.Empty:
-                break
-        return batch
+        with suppress(queue.Empty):
+            while True:
+                self._sort(self._jobs.get_nowait())
+        plain = max(self._max_rows - len(self._urgent), self._max_rows // PLAIN_SHARE)
+        plain = min(plain, len(self._reports))
+        urgent = _first(self._urgent, max(1, self._max_rows - plain))
+        return [*_first(self._others, self._max_rows), *urgent, *_first(self._reports, plain)]
+
+    def _sort(self, job: Job | None) -> None:
+        if isinstance(job, SpoolJob):
+            (self._urgent if job.urgent else self._reports).append(job)
+        elif job is not None:
+            self._others.append(job)
 
     def _until_done(self, work: Callable[[], None]) -> None:
         """The database may be away for long: nothing is acknowledged meanwhile, and nothing is lost."""
@@ -161,8 +187,11 @@ class Writer(threading.Thread):
                 pause = min(pause * 2, 2.0)
 
     def _serve(self, batch: list[Job]) -> None:
-        """Who connects is answered first: it need not wait for the others' reports to reach the disk."""
+        """Faults first, in a commit of their own; who connects need not wait for the others' reports either."""
         assert self._loop
+        reports = [job for job in batch if isinstance(job, SpoolJob) and _unanswered(job.future)]
+        if urgent := [job for job in reports if job.urgent]:
+            self._loop.call_soon_threadsafe(_resolve, self._spool(urgent))
         if admits := [job for job in batch if isinstance(job, AdmitJob) and not job.future.done()]:
             self._loop.call_soon_threadsafe(_resolve, self._admit(admits))
         for decision in batch:
@@ -170,8 +199,8 @@ class Writer(threading.Thread):
                 self._loop.call_soon_threadsafe(_resolve, [(decision.future, _outcome(decision))])
         if told := [job for job in batch if isinstance(job, CommandJob)]:
             self._loop.call_soon_threadsafe(_resolve, _told(told))
-        if reports := [job for job in batch if isinstance(job, SpoolJob)]:
-            self._loop.call_soon_threadsafe(_resolve, self._spool(reports))
+        if plain := [job for job in reports if not job.urgent]:
+            self._loop.call_soon_threadsafe(_resolve, self._spool(plain))
 
     def _admit(self, jobs: list[AdmitJob]) -> list[tuple[asyncio.Future[Any], Any]]:
         known = enrolment.known({job.credential.public_key for job in jobs})
@@ -191,7 +220,7 @@ class Writer(threading.Thread):
 
     def _spool(self, jobs: list[SpoolJob]) -> list[tuple[asyncio.Future[Any], Any]]:
         """One COPY is one commit: no transaction around it, every round trip here is taken from the event loop."""
-        now = datetime.now(UTC)
+        now, began = datetime.now(UTC), time.monotonic()
         with connection.cursor() as cursor:
             cursor.execute(APPLIED, [[job.host_id for job in jobs]])
             applied = dict(cursor.fetchall())
@@ -200,8 +229,10 @@ class Writer(threading.Thread):
                 with cursor.copy(COPY) as copy:
                     copy.set_types(COPY_TYPES)
                     for job in fresh:
-                        copy.write_row((job.host_id, *job.order, now, job.payload))
+                        copy.write_row((job.host_id, *job.order, now, job.payload, job.urgent))
         if fresh:
+            self._filled = True
+            self._spread.stored(len(fresh), time.monotonic() - began)
             ticks.kick("merge")
         spooled = {id(job) for job in fresh}
         return [(job.future, id(job) in spooled) for job in jobs]
@@ -209,10 +240,13 @@ class Writer(threading.Thread):
     def _housekeeping(self) -> None:
         """Leases and refusals when they are due; every 10 s a look whether the spool was forgotten."""
         if self._leases.flush():
+            meters.push()
             ticks.kick_timely()
         self._refusals.flush()
         if self._rung or time.monotonic() - self._heard >= LOOK_S:
             self._look()
+        if self._filled and time.monotonic() - self._measured >= DEPTH_S:
+            self._measure()
         if time.monotonic() - self._looked < FORGOTTEN_S:
             return
         self._looked = time.monotonic()
@@ -223,6 +257,15 @@ class Writer(threading.Thread):
         if waiting:
             ticks.kick("merge")
 
+    def _measure(self) -> None:
+        """How much waits to be merged; asked until nothing does."""
+        self._measured = time.monotonic()
+        with connection.cursor() as cursor:
+            cursor.execute(DEPTH)
+            first, last = cursor.fetchone()
+        self._filled = first is not None
+        self._spread.looked(first, last)
+
     def _look(self) -> None:
         """Who may not go on, who is to have a new key. Looks further back than the last time: a commit takes time."""
         began, self._rung = time.monotonic(), False
@@ -231,6 +274,16 @@ class Writer(threading.Thread):
         if news and self._loop:
             with suppress(RuntimeError):  # the loop has ended, and every connection with it
                 self._loop.call_soon_threadsafe(self._hear, news)
+
+
+def _unanswered(future: asyncio.Future[Any]) -> bool:
+    """Nobody has told it yet; a report is kept also where its connection has ended meanwhile."""
+    return future.cancelled() or not future.done()
+
+
+def _first(lane: deque[Any], count: int) -> list[Any]:
+    """Take up to `count` out of it."""
+    return [lane.popleft() for _ in range(min(count, len(lane)))]
 
 
 def _outcome(decision: TrustJob) -> Exception | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 
 import msgspec
@@ -18,13 +19,20 @@ log = logging.getLogger(__name__)
 
 BATCH_BYTES = 8 * 1024 * 1024
 BATCH_ROWS = 500
+BY_AGE = 4
+"""Of the batches every so many-th goes by age alone, so that hosts with faults hold up nobody for ever."""
 TAKE = """
-WITH oldest AS (SELECT id, octet_length(payload) AS size FROM spool ORDER BY id LIMIT %s FOR UPDATE SKIP LOCKED),
+WITH oldest AS (
+       SELECT id, octet_length(payload) AS size FROM spool {which} ORDER BY id LIMIT %s FOR UPDATE SKIP LOCKED),
      batch AS (SELECT id, sum(size) OVER (ORDER BY id) - size AS before FROM oldest)
 DELETE FROM spool s USING batch b WHERE s.id = b.id AND b.before < %s
 RETURNING s.host_id, s.epoch, s.seq, s.payload
 """
+OLDEST = TAKE.format(which="")
+URGENT = TAKE.format(which="WHERE host_id IN (SELECT host_id FROM spool WHERE urgent)")
+"""Of a host with a fault everything that waits: an answer from before must not be lost to the error after it."""
 
+_batches = itertools.count(1)
 _decode = msgspec.json.Decoder(wire.Report).decode
 Batch = dict[int, list[HostReport]]
 
@@ -40,14 +48,12 @@ def watch_leases() -> None:
 
 
 def merge_batch() -> bool:
-    """Merge one batch inside the caller's transaction; True when there may be more.
+    """Merge one batch inside the caller's transaction; True when there may be more. Hosts with faults first.
 
     A batch that the database refuses is applied host by host, so that one hostile report never costs another's.
     """
-    with connection.cursor() as cursor:
-        cursor.execute(TAKE, [BATCH_ROWS, BATCH_BYTES])
-        rows = cursor.fetchall()
-    if not rows:
+    rows = [] if next(_batches) % BY_AGE == 0 else _taken(URGENT)
+    if not (rows := rows or _taken(OLDEST)):
         return False
     batch: Batch = {}
     for host_id, epoch, seq, payload in rows:
@@ -65,6 +71,12 @@ def merge_batch() -> bool:
         _one_by_one(batch)
     transaction.on_commit(commands.wake, robust=True)
     return True
+
+
+def _taken(statement: str) -> list[tuple[int, int, int, str]]:
+    with connection.cursor() as cursor:
+        cursor.execute(statement, [BATCH_ROWS, BATCH_BYTES])
+        return cursor.fetchall()
 
 
 def _one_by_one(batch: Batch) -> None:

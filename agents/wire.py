@@ -20,6 +20,8 @@ VERSIONS = ("cyborg.agent.1",)
 """Subprotocols this release speaks, best first."""
 MAX_MESSAGE = 1024 * 1024
 """Bytes of one message, the default of `CYBORG_MAX_MESSAGE_BYTES`."""
+MAX_SAMPLES = 128 * 1024
+"""Bytes of one Samples: a thousand devices."""
 MAX_PAYLOAD = 512 * 1024
 """Characters of a command's payload."""
 PATH = "/ws/agent"
@@ -57,7 +59,8 @@ class Report(Message, frozen=True, omit_defaults=True):
     """The complete inventory as this host sees it. (`epoch`, `seq`) orders reports; `hash` names the content.
 
     `drivers` were asked; one with an `error` has the devices it had before, as has a backend. `others` do not run: a
-    conductor from before they were told would take them for drivers that answered and saw nothing.
+    conductor from before they were told would take them for drivers that answered and saw nothing. `urgent`: it shows a
+    fault, and goes before the reports of others.
     """
 
     epoch: Number
@@ -65,17 +68,29 @@ class Report(Message, frozen=True, omit_defaults=True):
     hash: Annotated[str, Meta(min_length=32, max_length=64)]
     drivers: Annotated[tuple[DriverReport, ...], Meta(max_length=64)]
     others: Annotated[tuple[DriverReport, ...], Meta(max_length=64)] = ()
+    urgent: bool = False
 
     @classmethod
     def of(cls, epoch: int, seq: int, digest: str, told: tuple[DriverReport, ...]) -> Report:
         """With everything that is told, in its place."""
         drivers = tuple(one for one in told if one.state not in OFF)
-        return cls(epoch, seq, digest, drivers, tuple(one for one in told if one.state in OFF))
+        others = tuple(one for one in told if one.state in OFF)
+        return cls(epoch, seq, digest, drivers, others, shows_fault(drivers))
 
     @property
     def told(self) -> tuple[DriverReport, ...]:
         """Of all drivers."""
         return (*self.drivers, *self.others)
+
+
+def shows_fault(drivers: tuple[DriverReport, ...]) -> bool:
+    """Whether a driver or a part of it does not answer, or a device is not well."""
+    return any(
+        one.error
+        or any(part.error for part in one.backends)
+        or any(device.status in ("failed", "degraded") for device in one.devices)
+        for one in drivers
+    )
 
 
 class Beat(Message, frozen=True):

@@ -19,12 +19,18 @@ from accelerators.api.json import Json
 from accelerators.api.own import errors
 from accelerators.api.own.routes import RESOURCES
 from accelerators.api.own.views import Collection
-from agents.api import AgentView
+from agents.api import AgentView, DeviceUsageView
+from cyborgweb.usage.api import CensusView, UsageView
 from placement_sync.api import DiscrepancyView
 
 COLLECTIONS: Mapping[str, type[Collection]] = (
     {"hosts": RESOURCES["hosts"], "agents": AgentView} | RESOURCES | {"discrepancies": DiscrepancyView}
 )
+ASKED: Mapping[str, tuple[type[Collection], dict[str, str], str]] = {
+    "usage": (UsageView, {"get": "list"}, "usage"),
+    "census": (CensusView, {"post": "create"}, "censuses"),
+}
+"""What is no collection of rows: its view, what can be asked of it, and its name in the document."""
 ON_LIST = {"get": "list", "post": "create"}
 ON_MEMBER = {"get": "retrieve", "patch": "partial_update", "delete": "destroy"}
 
@@ -49,7 +55,7 @@ class Root(Open):
     def get(self, request: Request) -> Response:
         """Every collection's address."""
         base = request.build_absolute_uri("/api/")
-        return Response({name: f"{base}{name}/" for name in (*COLLECTIONS, "schema", "docs")})
+        return Response({name: f"{base}{name}/" for name in (*COLLECTIONS, *ASKED, "schema", "docs")})
 
 
 class Nowhere(Open):
@@ -102,6 +108,11 @@ urlpatterns = [
     path("", Root.as_view()),
     re_path(r"\Aschema/?\Z", schema),
     re_path(r"\Adocs/?\Z", docs),
+    *(re_path(rf"\A{name}/?\Z", view.as_view(does, basename=word)) for name, (view, does, word) in ASKED.items()),
+    re_path(
+        rf"\Adevices/(?P<uuid>{DeviceUsageView.lookup_value_regex})/usage/?\Z",
+        DeviceUsageView.as_view({"get": "retrieve"}, detail=True, basename="device_usage"),
+    ),
     *_routes(),
     re_path("", Nowhere.as_view()),
 ]

@@ -20,8 +20,12 @@ from django.urls import re_path  # noqa: E402
 
 from agents.gateway import Gateway  # noqa: E402
 from agents.imagery import Imagery  # noqa: E402
+from agents.peers import PATH as LOAD_PATH  # noqa: E402
+from agents.peers import Door  # noqa: E402
 from agents.wire import CHALLENGE_PATH, IMAGE_PATH, PATH  # noqa: E402
 from cyborgweb.live.socket import Console  # noqa: E402
+from cyborgweb.live.usage import Usage  # noqa: E402
+from cyborgweb.metrics.served import busy  # noqa: E402
 from cyborgweb.settings.keys import keys  # noqa: E402
 from cyborgweb.wsgi import application as wsgi  # noqa: E402
 
@@ -45,6 +49,7 @@ class BoundedThreads:
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if self.inside >= self._limit:
+            busy.inc()
             headers = [(b"content-type", b"application/json"), (b"retry-after", b"1")]
             await send({"type": "http.response.start", "status": 503, "headers": headers})
             await send({"type": "http.response.body", "body": BUSY})
@@ -61,11 +66,16 @@ class Http:
 
     def __init__(self, gateway: Gateway, django: BoundedThreads, long: BoundedThreads) -> None:
         self._gateway, self._django, self._long = gateway, django, long
-        self._imagery = imagery_of(gateway)
+        self._imagery, self._load = imagery_of(gateway), Door(gateway.board)
+        self.usage = Usage(django)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["path"] == CHALLENGE_PATH:
             await self._gateway.challenge(scope, receive, send)
+        elif scope["path"] == LOAD_PATH:
+            await self._load(scope, receive, send)
+        elif self.usage.wants(scope):
+            await self.usage(scope, receive, send)
         elif scope["path"].startswith(IMAGE_PATH):
             await self._imagery(scope, receive, send)
         elif EXPORT.search(scope["path"]) or (scope["method"] in ("PATCH", "POST") and LONG.search(scope["path"])):
@@ -103,14 +113,25 @@ class AgentsOnly:
             await send({"type": "websocket.close"})
 
 
+def begin(address: str) -> None:
+    """The process is about to serve at `address`."""
+    gateway.reached_at(keys().gateway_url or address)
+
+
+def end() -> None:
+    """It is about to end: streams have no end of their own, and would be waited for."""
+    http.usage.stop()
+
+
 gateway = Gateway(keys())
+http = Http(
+    gateway,
+    BoundedThreads(wsgi, keys().request_threads, keys().request_queue),
+    BoundedThreads(wsgi, LONG_THREADS, keys().request_queue),
+)
 application = ProtocolTypeRouter(
     {
-        "http": Http(
-            gateway,
-            BoundedThreads(wsgi, keys().request_threads, keys().request_queue),
-            BoundedThreads(wsgi, LONG_THREADS, keys().request_queue),
-        ),
+        "http": http,
         "websocket": URLRouter([re_path(r"^ws/agent$", gateway), re_path(r"^ws/console$", Console())]),
     }
 )

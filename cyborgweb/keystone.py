@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from accelerators.caller import Caller
+from cyborgweb.metrics import calls
 from cyborgweb.settings.keys import keys
 from cyborgweb.tokens import REFUSED, Judged, Tokens, Unavailable
 from drivers.configuration import ConfigurationError
@@ -47,7 +48,7 @@ def service_session() -> Any:
     if isinstance(session.auth, BaseGenericPlugin):
         # It would discover Identity's version first, and wait for its own lock for ever if a 401 is the answer (5.18).
         session.auth = session.auth.create_plugin(session, (3, 0), _v3(session.auth.auth_url))
-    return session
+    return calls.counted(session)
 
 
 def _v3(url: str) -> str:

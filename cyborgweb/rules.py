@@ -126,6 +126,9 @@ OWN = (
         "Show a device or a deployable with its state, reason and holders, or what contradicts it.",
         ("GET /api/devices/{uuid}/", "GET /api/deployables/{uuid}/", "GET /api/discrepancies/{uuid}/"),
     ),
+    Rule(
+        "cyborg:device:get_usage", STRICT_MANAGER, "See what a device has to do.", ("GET /api/devices/{uuid}/usage/",)
+    ),
     Rule("cyborg:attach_handle:get_all", STRICT_MANAGER, "List who holds what.", ("GET /api/attach_handles/",)),
     Rule("cyborg:attach_handle:get_one", STRICT_MANAGER, "Show who holds it.", ("GET /api/attach_handles/{uuid}/",)),
     Rule("cyborg:event:get_all", READER, "List events, of one's own project's requests.", ("GET /api/events/",)),
@@ -185,6 +188,19 @@ OWN = (
         ELEVATED,
         "See, attach and detach for the instances of every project, not only of one's own.",
         ("GET /api/attachments/", "POST /api/attachments/", "POST /api/attachments/{uuid}/detach/"),
+    ),
+    Rule("cyborg:usage:get", READER, "See how many units one's own project holds.", ("GET /api/usage/",)),
+    Rule(
+        "cyborg:usage:elevated",
+        STRICT_MANAGER,
+        "See what every project holds, what is free on each host, and how busy devices are.",
+        ("GET /api/usage/",),
+    ),
+    Rule(
+        "cyborg:census:create",
+        STRICT_MANAGER,
+        "Ask hosts now how busy they are, and which have room. Nothing is changed.",
+        ("POST /api/census/",),
     ),
     Rule("cyborg:command:get_all", STRICT_MANAGER, "List commands to agents.", ("GET /api/commands/",)),
     Rule("cyborg:command:get_one", STRICT_MANAGER, "Show a command.", ("GET /api/commands/{uuid}/",)),

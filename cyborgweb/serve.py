@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
+from accelerators import slots
 from cyborgweb.children import Child, say
 from cyborgweb.postgres import Postgres, PostgresError
 from cyborgweb.settings.keys import Keys, keys, listen_address
@@ -30,6 +31,8 @@ ROOT = Path(__file__).resolve().parents[1]
 STOP_S = {"web": 2.5, "agent": 2.0, "work": 1.5, "ingest": 1.5}
 """Stopping order, and how long each may take before SIGKILL; with PostgreSQL's below 10 s."""
 TIMELY_S = 8.0
+COUNTS = "metrics"
+"""Below the state directory: where every process keeps what it counts (`accelerators.slots`)."""
 
 
 SAMPLE_DRIVERS = """\
@@ -72,6 +75,7 @@ class Supervisor:
         lock = self._own_state_directory()
         listener = _listener(self.settings.listen, "CYBORG_LISTEN")
         agents = self._agents_listener()
+        slots.clear(self.settings.state / COUNTS)
         try:
             self._start_database()
             self._start_web(listener, agents)
@@ -160,6 +164,7 @@ class Supervisor:
 
     def _environment(self, **more: str) -> dict[str, str]:
         state = {"CYBORG_STATE_DIR": str(self.settings.state), "DJANGO_SETTINGS_MODULE": "cyborgweb.settings.base"}
+        state[slots.VARIABLE] = str(self.settings.state / COUNTS)
         return os.environ | {"PYTHONUNBUFFERED": "1", "CYBORG_PARENT": str(os.getpid())} | state | more
 
     def _start_web(self, listener: socket.socket, agents: socket.socket | None) -> None:

@@ -5,7 +5,8 @@ from django.db import DatabaseError, connection
 from django.http import HttpRequest, HttpResponse, JsonResponse
 from django.urls import include, path, re_path
 
-from cyborgweb.pages import lists, refusals, search
+from cyborgweb.metrics import page
+from cyborgweb.pages import census, lists, refusals, search, usage
 
 
 def healthz(request: HttpRequest) -> HttpResponse:
@@ -29,7 +30,10 @@ OURS = "admin|api|healthz|metrics|readyz|static|ws"
 urlpatterns = [
     path("healthz", healthz),
     path("readyz", readyz),
+    path("metrics", page.metrics),
     re_path("^admin/.*\0", refusals.nowhere),
+    path("admin/usage/", admin.site.admin_view(usage.page), name="usage"),
+    path("admin/census/", admin.site.admin_view(census.page), name="census"),
     path("admin/find/", admin.site.admin_view(search.find), name="find"),
     path("admin/lists/<str:model>/", admin.site.admin_view(lists.keep), name="list_keep"),
     path("admin/", admin.site.urls),

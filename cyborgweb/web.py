@@ -10,8 +10,10 @@ import asyncio
 import gc
 import logging
 import os
+import resource
 import socket
 import ssl
+from collections.abc import Callable
 from typing import Any
 
 import uvicorn
@@ -20,6 +22,8 @@ from cyborgweb.settings.keys import keys
 from drivers.process import die_with_parent
 
 HANDSHAKE_S = 10.0
+OTHER_FILES = 500
+"""Open files that are no agent's: HTTP, the database, code."""
 
 
 def main() -> None:
@@ -32,19 +36,28 @@ def main() -> None:
     die_with_parent()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # a line for every agent that comes and goes
-    from cyborgweb.asgi import application
+    _open_files(keys().agent_connections)
+    from cyborgweb import asgi
 
-    server = Server(configured(application))
+    listener = socket.socket(fileno=arguments.fd)
+    asgi.begin(reached_at(listener))
+    server = Server(configured(asgi.application), asgi.end)
     if arguments.agent_fd is not None:
         from cyborgweb import tls
-        from cyborgweb.asgi import AgentsOnly, gateway
 
-        agents = configured(AgentsOnly(gateway, tls.fingerprint(keys())))
+        agents = configured(asgi.AgentsOnly(asgi.gateway, tls.fingerprint(keys())))
         server.beside(socket.socket(fileno=arguments.agent_fd), agents, tls.context(keys()))
     _settle_memory()
     if arguments.after is not None:
         os.read(arguments.after, 1)
-    server.run(sockets=[socket.socket(fileno=arguments.fd)])
+    server.run(sockets=[listener])
+
+
+def reached_at(listener: socket.socket) -> str:
+    """The address under which processes on this machine reach it."""
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def configured(application: Any) -> uvicorn.Config:
@@ -68,13 +81,25 @@ def configured(application: Any) -> uvicorn.Config:
 
 
 class Server(uvicorn.Server):
-    """uvicorn with a second listener: it is started and stopped with the first, and shares its connections' fate."""
+    """uvicorn with a second listener: it is started and stopped with the first, and shares its connections' fate.
+
+    `ending` is called before connections are waited for.
+    """
 
     _beside: tuple[socket.socket, uvicorn.Config, ssl.SSLContext] | None = None
+
+    def __init__(self, config: uvicorn.Config, ending: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._ending = ending
 
     def beside(self, listener: socket.socket, config: uvicorn.Config, context: ssl.SSLContext) -> None:
         """Serve `config`'s application on `listener` as well, over TLS. Called before `run`."""
         self._beside = listener, config, context
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Whatever has no end of its own is ended."""
+        self._ending()
+        await super().shutdown(sockets)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Open both."""
@@ -95,6 +120,18 @@ class Server(uvicorn.Server):
             protocol, sock=listener, ssl=context, backlog=config.backlog, ssl_handshake_timeout=HANDSHAKE_S
         )
         self.servers.append(opened)
+
+
+def _open_files(agents: int) -> None:
+    """As many as the machine allows: every agent's socket is one, and the usual limit of 1 024 is for a shell."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if hard != resource.RLIM_INFINITY and hard < agents + OTHER_FILES:
+        logging.getLogger(__name__).warning(
+            "%d open files are allowed, so that about %d agents can be connected, not %d (CYBORG_AGENT_CONNECTIONS):"
+            " raise LimitNOFILE of the service, or `ulimit -Hn`",
+            *(hard, max(0, hard - OTHER_FILES), agents),
+        )
 
 
 def _settle_memory() -> None:

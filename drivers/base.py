@@ -66,7 +66,11 @@ class Driver:
         raise Unsupported(f"{self.name} has no readings of health beyond what it reports")
 
     def stats(self, machine: Machine, settings: Settings, ask: Ask) -> tuple[Sample, ...]:
-        """The load of the device `ask.key` now; at most a second."""
+        """The load of the device `ask.key` now: asked once a minute, every second while somebody looks.
+
+        Of `ask` only the key and the backend count. A second for all devices together; one that takes longer is left
+        out, as is a number that is none.
+        """
         return ()
 
     def install(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:

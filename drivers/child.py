@@ -1,7 +1,7 @@
 """The process a driver lives in: `python -I -m drivers.child NAME`, started by `drivers.runner`; by hand, to look.
 
 JSON lines. It first says `{"ready": {manifest}}`, then answers each line of stdin, a Request, with an Answer that has
-exactly one of `report`, `reasons`, `vitals`, `plan` and `error`. It can read the host and nothing else
+exactly one of `report`, `reasons`, `vitals`, `load`, `plan` and `error`. It can read the host and nothing else
 (`drivers.confine`), so its answers go to a terminal or a pipe, never to a file (docs/writing-a-driver.md).
 Small on purpose: no asyncio, no logging, pyudev only for those who use it.
 """
@@ -21,19 +21,18 @@ from drivers import catalogue
 from drivers.base import API, Driver, Findings, at_most
 from drivers.confine import MEMORY, confine
 from drivers.errors import DriverError, Failed, Invalid, Unsupported, kind_of
-from drivers.inventory import Backend, Device, DriverReport, Fault, Text
+from drivers.gauge import Gauge
+from drivers.inventory import Backend, Device, DriverReport, Fault, Sample, Text
 from drivers.machine import Machine
 from drivers.process import die_with_parent
-from drivers.steps import Act, Ask, Plan, Vitals
+from drivers.steps import Act, Ask, Load, Plan, Vitals
 
 MAX_DEVICES, MAX_STEPS = 4096, 256
 """The bounds of `DriverReport.devices` and `Plan.steps`, looked at before anything is encoded."""
 MAX_TEXT = 4096
 
 T = TypeVar("T")
-Call = Literal[
-    "discover", "probe", "health", "install", "uninstall", "attach", "detach", "program", "partition", "reset"
-]
+Call = Literal["discover", "probe", "health", "samples", Act]
 Backends = Annotated[tuple[Backend, ...], Meta(max_length=256)]
 Reasons = Annotated[tuple[Text, ...], Meta(max_length=64)]
 Globs = Annotated[tuple[Annotated[str, Meta(max_length=512)], ...], Meta(max_length=256)]
@@ -41,7 +40,7 @@ Globs = Annotated[tuple[Annotated[str, Meta(max_length=512)], ...], Meta(max_len
 
 class Request(Struct, frozen=True):
     """One line of stdin. `state` is where `/state` leads; the answer is waited for `deadline_s` seconds; `ask` is there
-    for all but discover and probe."""
+    for health and the acts, `asks` for samples: of each only the key and the backend count."""
 
     id: int
     call: Call
@@ -50,6 +49,7 @@ class Request(Struct, frozen=True):
     settings: dict[str, object] = {}
     deadline_s: float = 20.0
     ask: Ask | None = None
+    asks: Annotated[tuple[Ask, ...], Meta(max_length=MAX_DEVICES)] = ()
 
 
 class Ready(Struct, frozen=True):
@@ -76,6 +76,7 @@ class Answer(Struct, frozen=True, omit_defaults=True):
     report: DriverReport | None = None
     reasons: Reasons | None = None
     vitals: Vitals | None = None
+    load: Load | None = None
     plan: Plan | None = None
     error: str = ""
     kind: str = ""
@@ -92,9 +93,10 @@ def main() -> int:
     except Exception as error:  # noqa: BLE001 - a driver without its attributes is one that does not load
         _say(pipe, _refusal(0, error))
         return 1
+    gauge = Gauge(driver, lambda samples: _checked(samples, tuple[Sample, ...], "its load"))
     for line in sys.stdin.buffer:
         try:
-            _say(pipe, _answer(name, driver, msgspec.json.decode(line, type=Request), unconfined))
+            _say(pipe, _answer(name, driver, msgspec.json.decode(line, type=Request), unconfined, gauge))
         except MemoryError:
             _say(pipe, Answer(error=f"it needed more than {MEMORY >> 20} MiB of memory"))
             return 1
@@ -127,7 +129,7 @@ def _manifest(name: str, driver: Driver, unconfined: tuple[str, ...]) -> Ready:
     return _checked(manifest, Ready, "itself")
 
 
-def _answer(name: str, driver: Driver, request: Request, unconfined: tuple[str, ...]) -> Answer:
+def _answer(name: str, driver: Driver, request: Request, unconfined: tuple[str, ...], gauge: Gauge) -> Answer:
     try:
         machine = Machine(request.node, state_root=request.state or "/state")
         machine.deadline_s = request.deadline_s
@@ -137,6 +139,8 @@ def _answer(name: str, driver: Driver, request: Request, unconfined: tuple[str, 
         if request.call == "probe":
             reasons = (*unconfined, *driver.probe(machine, request.settings))
             return Answer(request.id, reasons=_checked(reasons, Reasons, "the host"))
+        if request.call == "samples":
+            return Answer(request.id, load=_load(gauge.read(machine, request.settings, request.asks)))
         if request.ask is None:
             raise Invalid(f"{request.call} needs to know what it is about")
         if request.call == "health":
@@ -190,6 +194,10 @@ def _vitals(driver: Driver, machine: Machine, settings: dict[str, object], ask: 
     vitals = _checked(driver.health(machine, settings, ask), Vitals, "its health")
     samples = (*vitals.samples, *driver.stats(machine, settings, ask))
     return _checked(msgspec.structs.replace(vitals, samples=samples), Vitals, "its load")
+
+
+def _load(load: Load) -> Load:
+    return Load(load.samples, tuple(_fault(one.subject, one.reason) for one in load.unread))
 
 
 def _plan(plan: object) -> Plan:

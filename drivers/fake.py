@@ -8,9 +8,11 @@ like real hardware it forgets at a reboot.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import time
+import zlib
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, get_args
 
@@ -24,6 +26,8 @@ from drivers.machine import Machine
 from drivers.steps import Act, Ask, Check, Plan, Signal, Step, Vitals, Write
 
 HANDLES, MAX_HANDLES = 16, 128
+MEMORY = 16 * 2**30
+"""Bytes that a device says it has."""
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
 UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 MADE = re.compile(r"[a-z0-9_-]+")
@@ -39,8 +43,8 @@ class Script(Struct, forbid_unknown_fields=True):
 
     `failing`, `degraded`: number → why. `install`: words, each of which takes a step. `handle_type` MDEV makes handles
     that have to be attached. `refuse`: act → kind and text of the error. `wrong`: acts whose last step is never seen to
-    have worked. `slow_s`: act → seconds of thought. `busy`: numbers in use by somebody else. `signals`, `stats`: what
-    health shows.
+    have worked. `slow_s`: act, or stats → seconds of thought. `busy`: numbers in use by somebody else. `signals`: what
+    health shows. `stats`: every device's load, which moves by itself (`moving`) while nothing is said here.
     """
 
     count: Annotated[int, Meta(ge=0, le=4096)] = 1
@@ -54,10 +58,10 @@ class Script(Struct, forbid_unknown_fields=True):
     handle_type: Literal["TEST_PCI", "MDEV"] = "TEST_PCI"
     refuse: dict[Act, tuple[Kind, str]] = {}
     wrong: dict[Act, bool] = {}
-    slow_s: dict[Act, Seconds] = {}
+    slow_s: dict[Act | Literal["stats"], Seconds] = {}
     busy: list[int] = []
     signals: tuple[Signal, ...] = (Signal("temperature", "40", "°C", "90"),)
-    stats: dict[Word, float] = {}
+    stats: dict[Word, float] | None = None
 
 
 class FakeDriver(Driver):
@@ -82,8 +86,11 @@ class FakeDriver(Driver):
         return Vitals(*device.status(), signals=device.script.signals)
 
     def stats(self, machine: Machine, settings: Settings, ask: Ask) -> tuple[Sample, ...]:
-        """The scripted numbers."""
-        return tuple(Sample(ask.key, metric, value) for metric, value in _script(settings).stats.items())
+        """The scripted numbers, or those of this moment."""
+        script = _script(settings)
+        time.sleep(script.slow_s.get("stats", 0))
+        load = moving(ask.key, time.time()) if script.stats is None else script.stats
+        return tuple(Sample(ask.key, metric, value) for metric, value in load.items())
 
     def install(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
         """The script's words, and the parts that `ask.layout` wants."""
@@ -248,6 +255,22 @@ class FakeDevice:
             return tuple(AttachHandle("TEST_PCI", json.dumps(place)) for place in places)
         marks = ({"asked_type": "fake-1", **self.place, "vgpu_mark": f"fake-1_{k}"} for k in range(count))
         return tuple(AttachHandle("MDEV", json.dumps(mark)) for mark in marks)
+
+
+def moving(key: str, at: float) -> dict[str, float]:
+    """The load of a device at a unix time: a job of minutes with a flicker of seconds over it, each key at its own
+    pace; memory, heat and power follow."""
+    own = zlib.crc32(key.encode()) / 2**32
+    job = 0.5 + 0.5 * math.sin(math.tau * (at / (400 + 400 * own) + own))
+    busy = min(100.0, max(0.0, 90 * job + 8 * math.sin(math.tau * (at / 23 + 7 * own))))
+    return {
+        "utilization_percent": round(busy, 1),
+        "memory_used_bytes": float(int(MEMORY * (0.05 + 0.85 * job))),
+        "memory_total_bytes": float(MEMORY),
+        "temperature_celsius": round(36 + 0.42 * busy, 1),
+        "power_watts": round(25 + 1.75 * busy, 1),
+        **dict.fromkeys(("errors_correctable_total", "errors_nonfatal_total", "errors_fatal_total"), 0.0),
+    }
 
 
 def _begin(act: Act, machine: Machine, settings: Settings, ask: Ask) -> FakeDevice:

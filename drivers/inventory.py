@@ -122,7 +122,12 @@ class Fault(Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 class Sample(Struct, frozen=True, omit_defaults=True, gc=False):
-    """Load of one device at one moment: broadcast, never stored. Units are part of the metric's name."""
+    """Load of one device at one moment: broadcast, never stored. Units are part of the metric's name.
+
+    `utilization_percent` (0 to 100), `memory_used_bytes`, `memory_total_bytes`, `temperature_celsius` (of further
+    sensors `temperature_celsius_1` …), `power_watts`; counters since the device's start: `errors_correctable_total`,
+    `errors_nonfatal_total`, `errors_fatal_total`. Others are numbers to show.
+    """
 
     key: Name
     metric: Word

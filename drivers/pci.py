@@ -118,7 +118,7 @@ class PciDriver(Driver):
         return Vitals(*signals.status(machine, address), signals.signals(machine, address))
 
     def stats(self, machine: Machine, settings: dict[str, object], ask: Ask) -> tuple[Sample, ...]:
-        """Temperatures."""
+        """What sysfs has of it: utilization, memory, temperatures, power, errors."""
         return signals.samples(machine, ask.key, find(machine, ask.key))
 
     def install(self, machine: Machine, settings: dict[str, object], ask: Ask) -> Plan:
@@ -226,17 +226,22 @@ def find(machine: Machine, key: str) -> str:
     kind, _, rest = key.partition(":")
     for address in [rest] if kind == "pci" else machine.pci_functions():
         try:
+            if kind != "pci" and not rest.startswith(f"{_id(machine, address, 'vendor')}:"):
+                continue  # on a host with hundreds of functions most of the reading is spared
             function = _function(machine, address)
+            if kind == "pci" or _key(machine, function) == key:
+                return address
         except Gone:
             continue
-        if kind == "pci" or (rest.startswith(f"{function.vendor}:") and _key(machine, function) == key):
-            return address
     raise Gone(f"there is no {key} on this host (any more)")
 
 
 def _function(machine: Machine, address: str) -> Function:
-    names = ("vendor", "device", "class")
-    return Function(address, *(machine.read(f"{PCI_DEVICES}/{address}/{name}").removeprefix("0x") for name in names))
+    return Function(address, *(_id(machine, address, name) for name in ("vendor", "device", "class")))
+
+
+def _id(machine: Machine, address: str, name: str) -> str:
+    return machine.read(f"{PCI_DEVICES}/{address}/{name}").removeprefix("0x")
 
 
 def _take(machine: Machine, address: str, rules: list[Rule], in_use: dict[str, str]) -> Iterator[Device | Fault]:

@@ -13,7 +13,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import msgspec
@@ -21,9 +21,9 @@ import msgspec
 from drivers.base import API
 from drivers.child import Answer, Call, Ready
 from drivers.errors import KINDS, Denied, DriverError, Failed
-from drivers.inventory import DriverReport
+from drivers.inventory import DriverReport, Sample
 from drivers.pipe import Broken, Pipe
-from drivers.steps import Act, Ask, Plan, Vitals, stray
+from drivers.steps import Act, Ask, Load, Plan, Vitals, stray
 
 log = logging.getLogger("cyborg.driver")
 
@@ -32,7 +32,11 @@ BREAKS, WITHIN_S = 5, 600.0
 """A driver that broke so often in so many seconds is started no more until `release`."""
 PASSED_ON = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "LD_PRELOAD", "UMOCKDEV_DIR")
 """The environment a driver sees: none of the agent's secrets; the last two are how a simulated /sys is put under it."""
-ANSWERS: Mapping[str, str] = {"discover": "report", "probe": "reasons", "health": "vitals"}
+SAMPLES_S = 2.0
+"""The deadline of one round of samples."""
+CATCH_UP_S = 4.0
+"""How long a later call waits for the answer to one that was given up."""
+ANSWERS: Mapping[str, str] = {"discover": "report", "probe": "reasons", "health": "vitals", "samples": "load"}
 """Which field answers which call; all others are answered by a plan."""
 
 _warned: set[str] = set()
@@ -41,8 +45,9 @@ _warned: set[str] = set()
 class DriverProcess:
     """One driver. The process starts with the first call, stays between calls, and starts again after a failure.
 
-    Calls wait for each other in the order they came. `deadline_s` bounds one call with its start, from its turn on;
-    `max_answer` is in bytes; `state` is the driver's directory, where `/state` leads. `command` replaces ours in tests.
+    Calls wait for each other in the order they came; samples wait for nobody. `deadline_s` bounds one call with its
+    start, from its turn on; `max_answer` is in bytes; `state` is the driver's directory, where `/state` leads.
+    `command` replaces ours in tests.
     """
 
     def __init__(
@@ -59,7 +64,7 @@ class DriverProcess:
         self.name = name
         self.manifest = Ready()
         self._settings = dict(settings)
-        self._request = {"node": node, "state": state, "settings": self._settings, "deadline_s": deadline_s}
+        self._request = {"node": node, "state": state, "settings": self._settings}
         self._deadline_s = deadline_s
         self._max_answer = max_answer
         self._command = command or [sys.executable, "-I", "-m", "drivers.child", name]
@@ -70,6 +75,10 @@ class DriverProcess:
         self._not_before = 0.0
         self._broken = ""
         self._breaks: deque[float] = deque(maxlen=BREAKS)
+        self._given_up = False
+        """Whether the last question asked for samples and its answer is still to come."""
+        self._unread: dict[str, str] = {}
+        """Why no load could be read, as it was said last, by device."""
 
     @property
     def pid(self) -> int | None:
@@ -107,6 +116,33 @@ class DriverProcess:
         """How the device `ask.key` is, its load among the samples. Raises DriverError."""
         return cast(Vitals, (await self._asked("health", ask)).vitals)
 
+    async def samples(self, asks: Sequence[Ask]) -> tuple[Sample, ...]:
+        """The load of these devices, as far as it could be read; none while the driver does anything else.
+
+        Raises Failed when there is no answer in time. That costs samples and nothing else: nobody waits for load, the
+        process is not killed for being late (the machine may be), and one that breaks over it is just started again by
+        the next call. It counts for no quarantine, so no driver loses its devices by what it says beside them.
+        """
+        if self._one_at_a_time.locked() or self.pid is None:
+            return ()
+        async with self._one_at_a_time:
+            try:
+                async with asyncio.timeout(SAMPLES_S):
+                    answer = await self._ask("samples", SAMPLES_S, asks=asks)
+            except TimeoutError:
+                raise self._error(Failed, f"it did not say its load within {SAMPLES_S:g} s") from None
+            except Broken as error:
+                await self._stop()
+                raise self._error(Failed, f"it broke when it was asked for its load: {error}") from None
+        if answer.error:
+            raise self._error(Failed, answer.error)
+        load = cast(Load, answer.load)
+        for fault in load.unread:
+            if self._unread.get(fault.subject) != fault.reason:
+                self._unread[fault.subject] = fault.reason
+                log.warning("driver %s, %s: no load: %s", self.name, fault.subject, fault.reason)
+        return load.samples
+
     async def plan(self, act: Act, ask: Ask) -> Plan:
         """What is to be done for `act`; no path of it lies outside the driver's manifest. Raises DriverError.
 
@@ -133,9 +169,11 @@ class DriverProcess:
             if time.monotonic() < self._not_before:
                 raise self._error(Failed, self._broken)
             try:
-                answer = await self._ask(call, ask)
-            except Broken as error:
-                await self._give_up(str(error))
+                async with asyncio.timeout(self._deadline_s):
+                    answer = await self._ask(call, self._deadline_s, ask=ask)
+            except (Broken, TimeoutError) as error:
+                late = f"it did not answer within {self._deadline_s:g} s and was killed"
+                await self._give_up(str(error) or late)
                 raise self._error(Failed, self._broken) from None
             except BaseException:  # cancelled: the answer that may still come must not meet the next question
                 await self._stop()
@@ -145,15 +183,27 @@ class DriverProcess:
             raise self._error(KINDS.get(answer.kind, Failed), answer.error)
         return answer
 
-    async def _ask(self, call: Call, ask: Ask | None) -> Answer:
-        try:
-            async with asyncio.timeout(self._deadline_s):
-                pipe = await self._running()
-                self._calls += 1
-                pipe.send(msgspec.json.encode({"id": self._calls, "call": call, "ask": ask, **self._request}))
-                return await self._answer(pipe, ANSWERS.get(call, "plan"))
-        except TimeoutError:
-            raise Broken(f"it did not answer within {self._deadline_s:g} s and was killed") from None
+    async def _ask(self, call: Call, deadline_s: float, **about: object) -> Answer:
+        if self._given_up:
+            await self._catch_up()
+        pipe = await self._running()
+        self._calls += 1
+        self._given_up = call == "samples"  # until the answer is here
+        question = {"id": self._calls, "call": call, "deadline_s": deadline_s, **about, **self._request}
+        pipe.send(msgspec.json.encode(question))
+        answer = await self._answer(pipe, ANSWERS.get(call, "plan"))
+        self._given_up = False
+        return answer
+
+    async def _catch_up(self) -> None:
+        """Let samples come that nobody waits for any more; a process that does not say them even now is ended."""
+        if self._pipe and self.pid is not None:
+            try:
+                async with asyncio.timeout(CATCH_UP_S):
+                    await self._answer(self._pipe, "load")
+            except (TimeoutError, Broken):
+                await self._stop()
+        self._given_up = False
 
     async def _running(self) -> Pipe:
         if self._pipe and self._pipe.killed and not self._pipe.exited.is_set():

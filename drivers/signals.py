@@ -1,11 +1,12 @@
-"""How a PCI function is, from sysfs alone: its link, its errors, its power, the temperatures below it.
+"""How a PCI function is, from sysfs alone: its link, its errors, its power, the temperatures below it, its load.
 
-Asked by `drivers.pci`. Sources: Documentation/ABI/testing/sysfs-bus-pci-devices-aer_stats, Documentation/hwmon.
+Asked by `drivers.pci` and `drivers.generic`. Sources: Documentation/ABI/testing/sysfs-bus-pci-devices-aer_stats and
+sysfs-driver-intel-{i915,xe}-hwmon, Documentation/hwmon, Documentation/gpu/amdgpu, drivers/accel/ivpu/ivpu_sysfs.c.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from drivers.errors import DriverError
 from drivers.inventory import Health, Sample
@@ -15,6 +16,22 @@ from drivers.steps import Signal
 AER = ("correctable", "nonfatal", "fatal")
 MAX_SIGNALS = 64
 MAX_PATH = 255
+NONE = -(2**31)
+"""What no sensor reads, and so stands for one that cannot be read."""
+GAUGES = (
+    ("gpu_busy_percent", "utilization_percent", 1),
+    ("mem_info_vram_used", "memory_used_bytes", 1),
+    ("mem_info_vram_total", "memory_total_bytes", 1),
+    ("npu_memory_utilization", "memory_used_bytes", 1),
+    ("npu_busy_time_us", "busy_seconds_total", 10**6),
+)
+"""Files of a function, the metric that each is, and how many of its units are one of the metric's."""
+SENSORS = (
+    ("power1_average", "power_watts", 10**6),
+    ("power1_input", "power_watts", 10**6),
+    ("energy1_input", "energy_joules_total", 10**6),
+)
+"""The same of its hwmon directories; of several for one metric the first that can be read counts."""
 
 
 def status(machine: Machine, address: str) -> tuple[Health, str]:
@@ -51,17 +68,33 @@ def signals(machine: Machine, address: str) -> tuple[Signal, ...]:
     port = machine.resolve(path).split("/")[-2]
     if PCI_ADDRESS.fullmatch(port):
         found += _errors(machine, "port_", f"{PCI_DEVICES}/{port}")
-    for sensor in _sensors(machine, address):
+    for sensor in _sensors(machine, _monitors(machine, address)):
         found += _temperature(machine, sensor)
     return tuple(found[:MAX_SIGNALS])
 
 
 def samples(machine: Machine, key: str, address: str) -> tuple[Sample, ...]:
-    """The temperatures as numbers, in the order of the sensors; the first has no number in its name."""
-    read = (machine.read_int(f"{sensor}_input", -(2**31)) for sensor in _sensors(machine, address))
-    degrees = [value / 1000 for value in read if value > -(2**31)]
-    names = (f"temperature_celsius{f'_{number}' if number else ''}" for number in range(MAX_SIGNALS))
-    return tuple(Sample(key, name, value) for name, value in zip(names, degrees, strict=False))
+    """Its load as numbers: what the kernel counted, and what it is at this moment unless it sleeps, since reading that
+    would wake it. Temperatures are in the order of the sensors, the first without a number in its name."""
+    path = f"{PCI_DEVICES}/{address}"
+    counts = {kind: _total(machine, path, kind) for kind in AER}
+    read = {f"errors_{kind}_total": float(count) for kind, count in counts.items() if count.isdecimal()}
+    if _text(machine, f"{path}/power/runtime_status") != "suspended":
+        read |= _present(machine, path, address)
+    return tuple(Sample(key, metric, value) for metric, value in read.items())[:MAX_SIGNALS]
+
+
+def _present(machine: Machine, path: str, address: str) -> dict[str, float]:
+    read: dict[str, float] = {}
+    monitors = list(_monitors(machine, address))
+    for folder, files in [(path, GAUGES), *((monitor, SENSORS) for monitor in monitors)]:
+        for name, metric, units in files:
+            if metric not in read and (value := machine.read_int(f"{folder}/{name}", NONE)) > NONE:
+                read[metric] = value / units
+    millidegrees = (machine.read_int(f"{sensor}_input", NONE) for sensor in _sensors(machine, monitors))
+    for number, value in enumerate(value for value in millidegrees if value > NONE):
+        read[f"temperature_celsius{f'_{number}' if number else ''}"] = value / 1000
+    return read
 
 
 def _value(machine: Machine, name: str, value: str, source: str, unit: str = "", limit: str = "") -> Iterator[Signal]:
@@ -76,27 +109,36 @@ def _file(machine: Machine, name: str, source: str, limit: str = "") -> Iterator
 
 def _errors(machine: Machine, prefix: str, path: str) -> Iterator[Signal]:
     for kind in AER:
-        source = f"{path}/aer_dev_{kind}"
-        for line in _text(machine, source).splitlines():
-            name, _, count = line.rpartition(" ")
-            if name.startswith("TOTAL_ERR"):
-                yield from _value(machine, f"{prefix}aer_{kind}", count, source)
+        if count := _total(machine, path, kind):
+            yield from _value(machine, f"{prefix}aer_{kind}", count, f"{path}/aer_dev_{kind}")
 
 
-def _sensors(machine: Machine, address: str) -> Iterator[str]:
-    """`…/hwmon3/temp1`: also of what the function carries, as an NVMe controller's."""
+def _total(machine: Machine, path: str, kind: str) -> str:
+    """How many errors of a kind were counted since the start, '' where they are not counted."""
+    lines = (line.rpartition(" ") for line in _text(machine, f"{path}/aer_dev_{kind}").splitlines())
+    return next((count for name, _, count in lines if name.startswith("TOTAL_ERR")), "")
+
+
+def _monitors(machine: Machine, address: str) -> Iterator[str]:
+    """`/sys/class/hwmon/hwmon3`: also of what the function carries, as an NVMe controller's."""
     below = machine.resolve(f"{PCI_DEVICES}/{address}") + "/"
     for name in machine.names("/sys/class/hwmon"):
         path = f"/sys/class/hwmon/{name}"
         if machine.resolve(path).startswith(below):
-            yield from (f"{path}/{file.removesuffix('_input')}" for file in machine.names(path, "temp*_input"))
+            yield path
+
+
+def _sensors(machine: Machine, monitors: Iterable[str]) -> Iterator[str]:
+    """`…/hwmon3/temp1`."""
+    for path in monitors:
+        yield from (f"{path}/{file.removesuffix('_input')}" for file in machine.names(path, "temp*_input"))
 
 
 def _temperature(machine: Machine, sensor: str) -> Iterator[Signal]:
-    value, limit = (machine.read_int(f"{sensor}_{name}", -(2**31)) for name in ("input", "crit"))
-    if value > -(2**31):
+    value, limit = (machine.read_int(f"{sensor}_{name}", NONE) for name in ("input", "crit"))
+    if value > NONE:
         label = _text(machine, f"{sensor}_label") or sensor.rpartition("/")[2]
-        most = f"{limit / 1000:g}" if limit > -(2**31) else ""
+        most = f"{limit / 1000:g}" if limit > NONE else ""
         yield from _value(machine, f"temperature {label}", f"{value / 1000:g}", f"{sensor}_input", "°C", most)
 
 

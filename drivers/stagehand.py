@@ -25,7 +25,8 @@ The driver reads its control file at every call, and looks again at once when it
   set wrong '{{"install": true}}'         an act fails at its last step, and is undone
   set slow_s '{{"program": 5}}'           an act takes thought
   set busy '[0]'                        somebody on the host uses device 0
-  set stats '{{"load_percent": 12.5}}'    numbers that health shows
+  set stats '{{"power_watts": 12.5}}'     the load of every device; `null`: it moves by itself
+  set slow_s '{{"stats": 9}}'             the load is not said in time, and everything else is
   misbehave hang                        the driver itself fails; five times in ten minutes, and it is started no more
   reset                                 one healthy device, as at first
 """

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from drivers.inventory import AttachHandle, Health, Name, Sample, Text
+from drivers.inventory import AttachHandle, Fault, Health, Name, Sample, Text
 
 Path = Annotated[str, Meta(max_length=512, pattern=r"^/(sys|state|dev)(/(?!\.\.?(/|$))[^/\x00]+)+$")]
 """Absolute, without `.` and `..`."""
@@ -23,6 +23,8 @@ Act = Literal["install", "uninstall", "attach", "detach", "program", "partition"
 """What a driver may be asked to plan. All are idempotent: what is so already needs no step."""
 DESTRUCTIVE: frozenset[Act] = frozenset({"uninstall", "program", "partition", "reset"})
 """Refused while anybody holds the device (promise S1)."""
+MAX_SAMPLES = 8192
+"""Numbers in one answer; which devices they are of goes round."""
 
 
 class Check(Struct, frozen=True, omit_defaults=True):
@@ -131,3 +133,10 @@ class Vitals(Struct, frozen=True, omit_defaults=True):
     reason: Text = ""
     signals: Annotated[tuple[Signal, ...], Meta(max_length=64)] = ()
     samples: Annotated[tuple[Sample, ...], Meta(max_length=64)] = ()
+
+
+class Load(Struct, frozen=True, omit_defaults=True):
+    """What many devices have to do now; `unread` says which of them could not be asked, and why."""
+
+    samples: Annotated[tuple[Sample, ...], Meta(max_length=MAX_SAMPLES)] = ()
+    unread: Annotated[tuple[Fault, ...], Meta(max_length=256)] = ()

@@ -18,9 +18,11 @@ from agents.host import door
 from agents.host.direct import Authority
 from agents.host.identity import Keyring
 from agents.host.journal import Journal
+from agents.host.meter import Meter
 from agents.host.pace import Backoff, Pace, worth_saying
-from agents.host.session import Desk, Dismissed, Lost, Session, next_message
+from agents.host.session import Desk, Dismissed, Lost, Session, next_message, statuses
 from drivers.configuration import ConfigurationError
+from drivers.inventory import Health
 
 log = logging.getLogger("cyborg.link")
 
@@ -43,6 +45,8 @@ class Link:
     """Who takes commands."""
     authority: Authority = field(default_factory=Authority)
     """Told of every connection, and of who writes to Placement."""
+    meter: Meter | None = None
+    """Who reads the load of devices, told of every connection as well."""
 
     def __post_init__(self) -> None:
         self._backoff = Backoff(self.pace)
@@ -50,6 +54,9 @@ class Link:
         """Set by `offer`, and by an Ack that lets the next report go."""
         self.looked = False
         """Whether the journal's report is what this process has seen, not what an earlier one had."""
+        report = self.journal.report if self.journal.acknowledged else None
+        self.known: dict[tuple[str, str], Health] = statuses(report) if report else {}
+        """How each device was in the last report that was acknowledged."""
         self._said: tuple[str, int] = ("", 0)
         self._with_following = False
         """Whether the next attempt tries the key to come instead of the one in use."""
@@ -171,10 +178,14 @@ class Link:
         log.info("connected to %s as %s", self.gateway.address, self.keys.current.host)
         await socket.send(wire.encode(self.hello))
         session = Session(self, socket, welcome)
+        if self.meter:
+            self.meter.connected()
         try:
             await _until_one_fails(session.receive(), session.send())
         finally:
             self.authority.lost()
+            if self.meter:
+                self.meter.lost()
 
     async def _welcome(self, socket: ClientConnection) -> wire.Welcome:
         while True:

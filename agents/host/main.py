@@ -31,6 +31,7 @@ from agents.host.identity import Keyring, load_or_make
 from agents.host.images import Images
 from agents.host.journal import Journal, WrongHost, known_host, open_journal
 from agents.host.link import Link
+from agents.host.meter import Meter
 from agents.host.orders import OPS
 from agents.host.perform import Site
 from agents.host.report import Reporter, canonical
@@ -182,11 +183,17 @@ async def _work(agent: _Agent, stop: asyncio.Event) -> None:
     direct = Direct(identity.host, os.environ, Authority())
     greeting = hello(tuple(drivers), direct.lacks())
     executor = _executor(agent, roster, reporter, direct, greeting.boot_id)
-    link = Link(journal, agent.keys, agent.gateway, greeting, reporter.limit, desk=executor, authority=direct.authority)
-    executor.on_news = link.wake.set
+    meter = Meter(drivers, lambda: reporter.last)
+    link = Link(
+        *(journal, agent.keys, agent.gateway, greeting, reporter.limit),
+        desk=executor,
+        authority=direct.authority,
+        meter=meter,
+    )
+    executor.on_news = meter.on_news = link.wake.set
     watch.start()
     try:
-        works = [link.run(), _serve(executor, reporter, link), _feed(watch, reporter)]
+        works = [link.run(), _serve(executor, reporter, link), _feed(watch, reporter), meter.run()]
         tasks = [asyncio.ensure_future(work) for work in (stop.wait(), *works)]
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:

@@ -1,7 +1,8 @@
-"""When to try again and when to stop waiting: the arithmetic of `link`, without clocks or sockets."""
+"""When to try again and when to stop waiting: the arithmetic of `link` and `meter`, without clocks or sockets."""
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -101,3 +102,12 @@ class Owed:
 def worth_saying(times: int) -> bool:
     """The same failure is said the 1st, 2nd, 4th, 8th … time: a long outage does not fill the log."""
     return times & (times - 1) == 0
+
+
+async def set_or_passed(event: asyncio.Event, seconds: float) -> None:
+    """Until the event is set or so many seconds have passed, which may be infinity."""
+    try:
+        async with asyncio.timeout(max(seconds, 0)):
+            await event.wait()
+    except TimeoutError:
+        return  # the caller looks at the clock

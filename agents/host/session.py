@@ -1,7 +1,8 @@
 """One connection to the gateway between Welcome and its end: what is sent when, and what comes. Made by `link`.
 
 What is sent is always the journal's: its last report, and the results of commands that the gateway has not
-acknowledged. A result goes once the gateway has the report that shows what the command did.
+acknowledged. A result goes once the gateway has the report that shows what the command did. The order is: a report in
+which a device got worse, commands and their results, other reports, and samples when nothing else is to be said.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from websockets.asyncio.client import ClientConnection
 from websockets.exceptions import ConnectionClosed
 
 from agents import wire
-from agents.host.pace import Owed
+from agents.host.pace import Owed, set_or_passed
 from drivers.configuration import ConfigurationError
+from drivers.inventory import Health
 
 if TYPE_CHECKING:
     from agents.host.link import Link
@@ -26,6 +28,8 @@ log = logging.getLogger("cyborg.link")
 
 TAKEN = 256
 """Commands in one Taken, at most."""
+SICK: dict[Health, int] = {"ok": 0, "unknown": 1, "degraded": 2, "failed": 3}
+"""How bad each is."""
 
 
 class Desk(Protocol):
@@ -71,13 +75,7 @@ class Session:
         while True:
             message = await next_message(self._socket)
             if isinstance(message, wire.Ack):
-                self._owed.acknowledged(message.of, message.seq, self._clock())
-                if message.of == "Report":
-                    self._acknowledge(message.seq)
-                elif message.of == "Result":
-                    self._settle(message.seq)
-                elif message.of == "NewKey" and self._link.keys.following is not None:
-                    self._link.adopt()
+                self._acknowledged(message)
             elif isinstance(message, wire.Command) and self._link.desk is not None:
                 if message.writer:
                     self._link.authority.told(message.writer)
@@ -86,6 +84,8 @@ class Session:
                 self._link.desk.take(message)
             elif isinstance(message, wire.Writer):
                 self._link.authority.told(message.epoch)
+            elif isinstance(message, wire.Watch) and self._link.meter is not None:
+                self._link.meter.watch(message)
             elif isinstance(message, wire.Probe):
                 await self._socket.send(wire.encode(wire.Alive(message.nonce)))
             elif isinstance(message, wire.Rotate):
@@ -105,6 +105,15 @@ class Session:
             return
         await self._socket.send(wire.encode(keys.current.successor(following, self._link.gateway.fingerprint)))
 
+    def _acknowledged(self, ack: wire.Ack) -> None:
+        self._owed.acknowledged(ack.of, ack.seq, self._clock())
+        if ack.of == "Report":
+            self._acknowledge(ack.seq)
+        elif ack.of == "Result":
+            self._settle(ack.seq)
+        elif ack.of == "NewKey" and self._link.keys.following is not None:
+            self._link.adopt()
+
     def _acknowledge(self, seq: int) -> None:
         try:
             self._journal.acknowledge(seq)
@@ -113,6 +122,7 @@ class Session:
         report = self._journal.report
         if report is not None and report.seq == seq:
             self._applied = report.hash
+            self._link.known = statuses(report)
         self._told = max(self._told, seq)
         self._link.wake.set()
 
@@ -146,11 +156,14 @@ class Session:
                 seq, beat_at = seq + 1, now + self._beat_s
                 self._owed.sent("Beat", seq, now)
                 await self._socket.send(wire.encode(wire.Beat(seq=seq)))
-            if now >= report_from:
+            if self._worse():
                 await self._report()
             await self._commands()
+            if now >= report_from:
+                await self._report()
+            await self._samples()
             waits = [beat_at, self._owed.due()] + ([report_from] if now < report_from else [])
-            await _set_or_passed(self._link.wake, min(waits) - self._clock())
+            await set_or_passed(self._link.wake, min(waits) - self._clock())
 
     async def _commands(self) -> None:
         """What was taken, how far it is, and how it ended: that as soon as its report is the gateway's."""
@@ -173,6 +186,23 @@ class Session:
         """Whether the gateway has a report as the host was when this ended, or a later one."""
         told = (self._journal.epoch, self._journal.seq if self._journal.acknowledged else self._told)
         return (result.epoch, result.seq) <= told or result.hash == self._applied
+
+    def _worse(self) -> bool:
+        """Whether a report waits that shows a fault: no jitter holds that back."""
+        report = self._journal.report
+        if report is None or self._journal.acknowledged or self._owed.report is not None:
+            return False
+        known = self._link.known
+        return any(SICK[status] > SICK[known.get(key, "ok")] for key, status in statuses(report).items())
+
+    async def _samples(self) -> None:
+        """The newest round of load, or nothing: while the gateway owes an answer, or does not read, it is dropped."""
+        meter = self._link.meter
+        if meter is None or (newest := meter.take()) is None:
+            return
+        owing = self._owed.report is not None or not self._journal.acknowledged or self._journal.ledger.owed
+        if not owing and not self._socket.transport.get_write_buffer_size():
+            await self._socket.send(meter.frame(newest, self._max_bytes))
 
     async def _report(self) -> None:
         report = self._journal.report
@@ -202,6 +232,11 @@ class Session:
         await self._socket.send(text)
 
 
+def statuses(report: wire.Report) -> dict[tuple[str, str], Health]:
+    """How each device is, by driver and key."""
+    return {(driver.driver, device.key): device.status for driver in report.drivers for device in driver.devices}
+
+
 async def next_message(socket: ClientConnection) -> wire.FromGateway | wire.Unknown:
     try:
         return wire.decode_from_gateway(await socket.recv())
@@ -209,11 +244,3 @@ async def next_message(socket: ClientConnection) -> wire.FromGateway | wire.Unkn
         frame = error.rcvd
         said = f" ({frame.code} {frame.reason})".replace(" )", ")") if frame else ""
         raise Lost(f"the connection was closed{said}") from None
-
-
-async def _set_or_passed(event: asyncio.Event, seconds: float) -> None:
-    try:
-        async with asyncio.timeout(max(seconds, 0)):
-            await event.wait()
-    except TimeoutError:
-        return  # the caller looks at the clock

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 from click.shell_completion import get_completion_class
 
-from cyborgweb.cli import accelerators, attachments, backends, devices, drivers
+from cyborgweb.cli import accelerators, attachments, backends, census, devices, drivers, usage
 from cyborgweb.cli.options import Verb, of_connection, of_output
 
 SHELLS = ("bash", "zsh", "fish")
@@ -77,6 +77,8 @@ VERBS = (
     accelerators.accelerator_delete,
     attachments.attach_instance,
     attachments.detach_instance,
+    usage.usage,
+    census.load_census,
     devices.agent_list,
     completion,
 )

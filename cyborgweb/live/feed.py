@@ -21,10 +21,12 @@ from typing import Any
 from django.core.exceptions import PermissionDenied
 from django.db import DatabaseError, connection
 
+from accelerators import meters
 from cyborgweb.live import rights
 from cyborgweb.live.shown import Cells, Shown, fingerprint
 
 log = logging.getLogger(__name__)
+_watching = meters.gauge("cyborg_console_watchers", "Pages of the console that somebody looks at.")
 
 ROWS_PER_LOOK = 15
 """So many changed rows are told to one page in one look, the others in the next ones."""
@@ -144,6 +146,7 @@ class Feed:
     def _run(self) -> None:
         while not self._stopping:
             self._take()
+            _watching.set(len(self._watchers))
             if self._watchers and time.monotonic() >= self._next:
                 took = _timed(self._look)
                 self._next = time.monotonic() + max(self._pace.look - took, 3 * took)

@@ -1,46 +1,37 @@
-"""How much there is of each resource class: held, free, out of offer; as bars. Called by `overview`."""
+"""How much there is of each resource class, or of other groups: held, free, out of offer, and how busy; as bars.
+
+Called by `overview` and `usage`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import fields
 
-from django.db import connection
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
+from accelerators.usage import Asked, Group, Load
+from agents.load import Loads
+from cyborgweb.usage import joined
+
 MOST = 30
 """So many classes are shown, the largest first."""
-CLASSES = """
-SELECT coalesce(a.value, ''), sum(p.num_accelerators)::bigint, sum(coalesce(r.held, 0))::bigint,
-  sum(CASE WHEN d.state = 'ready' AND p.missing_since IS NULL THEN 0
-    ELSE greatest(p.num_accelerators - coalesce(r.held, 0), 0) END)::bigint
-FROM accelerators_deployable p JOIN accelerators_device d ON d.id = p.device_id AND d.state <> 'retired'
-LEFT JOIN accelerators_attribute a ON a.deployable_id = p.id AND a.key = 'rc'
-LEFT JOIN (SELECT deployable_id, count(*) AS held FROM accelerators_acceleratorrequest
-  WHERE attach_handle_id IS NOT NULL GROUP BY 1) r ON r.deployable_id = p.id
-GROUP BY 1 ORDER BY 2 DESC, 1 LIMIT %s
-"""
+PROJECTS = 10
 
 
-@dataclass(frozen=True)
-class Capacity:
-    """Units of one resource class. `reserved` is free and not offered: Placement shows it as reserved."""
+class Capacity(Group):
+    """A group, drawn."""
 
-    name: str
-    total: int
-    held: int
-    reserved: int
-
-    @property
-    def free(self) -> int:
-        """What a request can get now."""
-        return max(0, self.total - self.held - self.reserved)
+    @classmethod
+    def of(cls, group: Group) -> Capacity:
+        """The same, drawn."""
+        return cls(*(getattr(group, field.name) for field in fields(Group)))
 
     @property
     def bar(self) -> SafeString:
         """Held is full, free is light, out of offer is hatched; the numbers stand beside it."""
-        whole = max(self.total, self.held + self.reserved, 1)
-        held, free = 100 * self.held / whole, 100 * self.free / whole
+        whole = max(self.total or 0, self.held + self.reserved, 1)
+        held, free = 100 * self.held / whole, 100 * (self.free or 0) / whole
         return format_html(
             '<svg class="capacity" viewBox="0 0 100 10" preserveAspectRatio="none" aria-hidden="true">'
             '<rect class="reserved" width="100" height="10"/><rect class="free" width="{}" height="10"/>'
@@ -49,9 +40,70 @@ class Capacity:
             f"{held:.2f}",
         )
 
+    @property
+    def busy(self) -> SafeString | str:
+        """See `busy`."""
+        return busy(self.load)
 
-def classes() -> list[Capacity]:
-    """One statement; devices that are retired do not count."""
-    with connection.cursor() as cursor:
-        cursor.execute(CLASSES, [MOST])
-        return [Capacity(*row) for row in cursor.fetchall() if row[1]]
+    @property
+    def memory(self) -> str:
+        """See `memory`."""
+        return memory(self.load)
+
+    @property
+    def watts(self) -> str:
+        """See `watts`."""
+        return watts(self.load)
+
+
+def busy(load: Load) -> SafeString | str:
+    """Mean utilisation as a bar, the busiest device as a line on it; nothing where nobody says."""
+    return "" if load.mean is None else level(load.mean, load.highest)
+
+
+def memory(load: Load) -> str:
+    """Used of all."""
+    return f"{amount(load.used)} of {amount(load.size)}" if load.used is not None and load.size else ""
+
+
+def watts(load: Load) -> str:
+    """All of them together."""
+    return "" if load.power is None else f"{load.power:,.0f} W"
+
+
+def level(percent: float, mark: float | None = None) -> SafeString:
+    """A bar of so many percent, with a line at `mark`; numbers stand beside it."""
+    line = (
+        ""
+        if mark is None
+        else format_html('<rect class="mark-at" x="{}" width="1" height="10"/>', f"{mark * 0.99:.1f}")
+    )
+    return format_html(
+        '<svg class="level" viewBox="0 0 100 10" preserveAspectRatio="none" aria-hidden="true">'
+        '<rect class="full" width="{}" height="10"/>{}</svg>',
+        f"{percent:.1f}",
+        line,
+    )
+
+
+def amount(number: float) -> str:
+    """Bytes as people say them."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if number < 1024 or unit == "TiB":
+            break
+        number /= 1024
+    return f"{number:.0f} {unit}" if number >= 100 or unit == "B" else f"{number:.1f} {unit}"
+
+
+CLASSES = Asked(["resource_class"], order="largest", limit=MOST)
+HOLDERS = Asked(["project"], order="largest", limit=PROJECTS)
+
+
+def classes(loads: Loads | None = None) -> list[Capacity]:
+    """Resource classes, the largest first; one statement, whatever there is."""
+    return drawn(loads, CLASSES)[0]
+
+
+def drawn(loads: Loads | None, *asked: Asked) -> list[list[Capacity]]:
+    """The groups of each question, drawn; one statement."""
+    return [[Capacity.of(group) for group in groups] for groups in joined.groups(loads, *asked)]

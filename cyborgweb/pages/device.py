@@ -1,4 +1,5 @@
-"""A device with what Placement and Nova say against it: the list and page of `accelerators`, and that beside it."""
+"""A device with what Placement and Nova say against it, and how busy it is: the list and page of `accelerators`, and
+that beside it."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from typing import Any
 
 from accelerators.admin.devices import DeviceAdmin
 from accelerators.models import Device
-from cyborgweb.pages import faults
+from cyborgweb.pages import faults, load
 from placement_sync.faults import of
 
 
@@ -14,4 +15,4 @@ class DevicePage(DeviceAdmin):
     """Registered by `cyborgweb.admin` in place of the room's own."""
 
     def beside(self, device: Device) -> dict[str, Any]:
-        return {"faults": faults.shown(of([device.pk]))}
+        return {"faults": faults.shown(of([device.pk])), "load": load.of_device(device)}

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from django.core.exceptions import PermissionDenied
 from django.db.models import QuerySet
-from django.http import HttpRequest
+from django.http import HttpRequest, HttpResponse
+from django.template.response import TemplateResponse
+from django.urls import path
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
@@ -14,7 +17,7 @@ from accelerators.admin.hosts import HostAdmin
 from accelerators.models import Host
 from agents.admin import liveness, seen_at
 from agents.models import Agent
-from cyborgweb.pages import faults
+from cyborgweb.pages import faults, load
 from placement_sync.faults import at
 
 
@@ -22,6 +25,19 @@ class HostPage(HostAdmin):
     """Registered by `cyborgweb.admin` in place of the room's own."""
 
     list_display = ("name", "shown_live", "shown_agent", "shown_drivers", "shown_devices", "shown_node", "reported")
+
+    def get_urls(self) -> list[Any]:
+        view = self.admin_site.admin_view(self.load_view)
+        return [path("<path:object_id>/load/", view, name="accelerators_host_load"), *super().get_urls()]
+
+    def load_view(self, request: HttpRequest, object_id: str) -> HttpResponse:
+        """How busy its devices are, alone: the page fetches it again and again."""
+        host = self.get_object(request, object_id)
+        if host is None:
+            return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
+        if not self.has_view_permission(request, host):
+            raise PermissionDenied
+        return TemplateResponse(request, "console/host_load.html", {"load": load.of_host(host)})
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Host]:
         return super().get_queryset(request).select_related("agent", "lease")
@@ -33,7 +49,7 @@ class HostPage(HostAdmin):
 
     def beside(self, host: Host) -> dict[str, Any]:
         agent: Agent | None = getattr(host, "agent", None)
-        found = {"agent": agent, "faults": faults.shown(at(host.pk))}
+        found = {"agent": agent, "faults": faults.shown(at(host.pk)), "load": load.of_host(host)}
         if agent is None:
             return found
         return found | {

@@ -56,12 +56,16 @@ GROUPS: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
     ),
 )
 """Heading, then per entry: its word, its icon, the model it lists."""
+PAGES = (("Usage", "monitoring", "usage"), ("Load census", "troubleshoot", "census"))
+"""What lists no model and is for whoever may view devices: word, icon, name of its address."""
 
 
 def groups(request: HttpRequest) -> list[dict[str, Any]]:
     """As unfold's SIDEBAR wants it."""
     overview = {"title": "Overview", "icon": "dashboard", "link": reverse("admin:index")}
     shown = [{"items": [overview]}]
+    if _may_view(request, "accelerators.device"):
+        shown[0]["items"] += [{"title": word, "icon": icon, "link": reverse(name)} for word, icon, name in PAGES]
     for title, entries in GROUPS:
         if items := [_item(*entry) for entry in entries if _may_view(request, entry[2])]:
             shown.append({"title": title, "items": items})

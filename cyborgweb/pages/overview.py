@@ -1,6 +1,7 @@
 """The console's first page: what needs somebody, what there is, who is heard, what waits, what happened last.
 
-Called by unfold for the admin's index. Six statements of its own, whatever the number of rows (promise P3).
+Called by unfold for the admin's index. Five statements of its own, and what gateways know, whatever the number of
+rows (promise P3).
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from django.utils.safestring import SafeString
 
 from accelerators import ticks
 from accelerators.admin import marks, timeline
-from accelerators.models import Device, Event, Host
+from accelerators.models import Event, Host
 from accelerators.states import DeviceState, DeviceType
+from agents import load
 from agents.admin import TONES, where
 from cyborgweb.pages import attention, capacity, work
 
@@ -64,8 +66,9 @@ def context(request: HttpRequest, context: dict[str, Any]) -> dict[str, Any]:
     """The index page's context; who may not view devices sees the navigation and a sentence."""
     context |= {"title": "Overview", "may_view": request.user.has_perm("accelerators.view_device")}
     if context["may_view"]:
-        now, hosts, devices, troubles = datetime.now(UTC), _hosts(), _devices(), _troubles()
-        doing, classes = work.now(), capacity.classes()
+        now, hosts, doing, troubles = datetime.now(UTC), _hosts(), work.now(), _troubles()
+        devices, loads = _devices(doing.devices), load.last()
+        classes, projects = capacity.drawn(loads, capacity.CLASSES, capacity.HOLDERS)
         house = attention.House(
             hosts,
             Counter({line.word: line.total.number for line in devices["lines"]}),
@@ -81,6 +84,8 @@ def context(request: HttpRequest, context: dict[str, Any]) -> dict[str, Any]:
             "agents": [(marks.mark(word, tone), word, hosts[word]) for word, tone in TONES.items()],
             "devices": devices,
             "classes": classes,
+            "projects": projects,
+            "silent": loads.silent,
             "needs": [(marks.mark(need.word, need.tone), need) for need in attention.needs(house)],
             "troubles": troubles,
             "waiting": doing,
@@ -121,9 +126,8 @@ def _hosts() -> dict[str, int]:
     )
 
 
-def _devices() -> dict[str, Any]:
+def _devices(counted: list[tuple[str, str, int]]) -> dict[str, Any]:
     """State × type; columns are the types there are, rows the states there are."""
-    counted = Device.objects.order_by().values_list("state", "type").annotate(n=Count("*"))
     counts = {(state, kind): number for state, kind, number in counted}
     kinds = [kind.value for kind in DeviceType if any(key[1] == kind for key in counts)]
     states = [state.value for state in DeviceState if any(key[0] == state for key in counts)]

@@ -27,6 +27,8 @@ SELECT json_build_object(
   'discrepancies', (SELECT count(*) FROM placement_sync_discrepancy),
   'degraded', (SELECT count(*) FROM accelerators_device WHERE status = 'degraded'),
   'broken', (SELECT count(*) FROM accelerators_device WHERE status = 'failed'),
+  'devices', (SELECT coalesce(json_agg(json_build_array(state, type, n)), '[]') FROM (
+    SELECT state, type, count(*) AS n FROM accelerators_device GROUP BY 1, 2) d),
   'missing_held', (SELECT count(*) FROM accelerators_device d WHERE d.state = 'missing' AND EXISTS (
     SELECT FROM accelerators_deployable p JOIN accelerators_acceleratorrequest r ON r.deployable_id = p.id
     WHERE p.device_id = d.id AND r.state IN ('BindStarted', 'Bound'))),
@@ -66,6 +68,8 @@ class Work:
     broken: int
     missing_held: int
     intents: dict[str, Telling] = field(default_factory=dict)
+    devices: list[tuple[str, str, int]] = field(default_factory=list)
+    """How many there are in each state, of each type."""
 
     @property
     def placement(self) -> Telling:

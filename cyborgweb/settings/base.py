@@ -83,6 +83,7 @@ INSTALLED_APPS = [
     "cyborgweb",
 ]
 MIDDLEWARE = [
+    "cyborgweb.metrics.served.ServedMiddleware",
     "cyborgweb.headers.HeadersMiddleware",
     "django.middleware.security.SecurityMiddleware",
     "whitenoise.middleware.WhiteNoiseMiddleware",

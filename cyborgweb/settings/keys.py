@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -42,6 +43,13 @@ class Keys:
         "*(self-made, in the state directory)*",
     )
     agent_key: str = key("CYBORG_AGENT_KEY", "", "The certificate's key in PEM.", "*(in `CYBORG_AGENT_CERT`)*")
+    gateway_url: str = key(
+        "CYBORG_GATEWAY_URL",
+        "",
+        "Where other processes of ours reach the web process that holds agents' connections, for example"
+        " `http://10.0.0.5:8000`; needed where such processes run on several machines.",
+        "*(`CYBORG_LISTEN`, on this machine)*",
+    )
     request_threads: int = key(
         "CYBORG_REQUEST_THREADS", 4, "HTTP requests worked on at once by one web process; more make agents wait."
     )
@@ -59,6 +67,21 @@ class Keys:
         "CYBORG_BEAT_S", 8.0, "How often an agent renews its lease; silent for two of them, it is down."
     )
     max_message_bytes: int = key("CYBORG_MAX_MESSAGE_BYTES", 1_048_576, "Largest message of an agent.")
+    handshakes: int = key(
+        "CYBORG_HANDSHAKES",
+        512,
+        "Agents that one web process lets connect at a time; beyond it the answer is 503 with Retry-After.",
+    )
+    agent_connections: int = key(
+        "CYBORG_AGENT_CONNECTIONS",
+        20_000,
+        "Agents connected to one web process at most, each one open file and 30 KB; the same beyond it.",
+    )
+    pending_report_bytes: int = key(
+        "CYBORG_PENDING_REPORT_BYTES",
+        268_435_456,
+        "Reports in one web process's memory that wait for their commit; beyond it agents are told to come back.",
+    )
     tick_stall_s: float = key(
         "CYBORG_TICK_STALL_S", 5.0, "A job not taken up for so long means that its cluster is stuck and is replaced."
     )
@@ -144,6 +167,18 @@ class Keys:
     allowed_hosts: tuple[str, ...] = key(
         "CYBORG_ALLOWED_HOSTS", ("*",), "Host names the web answers to, separated by commas.", "`*`"
     )
+    metrics_token: str = key(
+        "CYBORG_METRICS_TOKEN",
+        "",
+        "Opens `/metrics` to other machines, as `Authorization: Bearer …`; 16 characters at least.",
+        "*(absent: this machine alone)*",
+    )
+    metrics_devices: bool = key(
+        "CYBORG_METRICS_DEVICES",
+        False,
+        "Tell in `/metrics` what each device has to do; 50 000 series at most.",
+        "`off`",
+    )
     debug: bool = key("CYBORG_DEBUG", False, "Django's debug pages. Never in production.", "`off`")
 
     @property
@@ -170,6 +205,18 @@ def keys() -> Keys:
         raise ConfigurationError(f"CYBORG_AUTH={read.auth!r} is not usable: write local or keystone")
     if read.console_session_h <= 0:
         raise ConfigurationError(f"CYBORG_CONSOLE_SESSION_H={read.console_session_h} is not usable: write a time")
+    for name, value in (("HANDSHAKES", read.handshakes), ("AGENT_CONNECTIONS", read.agent_connections)):
+        if value < 1:
+            raise ConfigurationError(f"CYBORG_{name}={value} is not usable: write a number above 0")
+    if read.pending_report_bytes < read.max_message_bytes:
+        raise ConfigurationError(
+            f"CYBORG_PENDING_REPORT_BYTES={read.pending_report_bytes} is not usable: write no less than"
+            f" CYBORG_MAX_MESSAGE_BYTES ({read.max_message_bytes}), or no report gets through"
+        )
+    if read.metrics_token and not re.fullmatch(r"[!-~]{16,}", read.metrics_token):
+        raise ConfigurationError("CYBORG_METRICS_TOKEN is not usable: write 16 characters or more, without blanks")
+    if read.gateway_url and not re.fullmatch(r"https?://[^/?#@\s]{1,200}", read.gateway_url):
+        raise ConfigurationError("CYBORG_GATEWAY_URL is not usable: write http://ADDRESS:PORT, without a path")
     if len(read.environment) > 40 or not read.environment.isprintable():
         raise ConfigurationError("CYBORG_ENVIRONMENT is not usable: write one or two words")
     return read

@@ -38,7 +38,7 @@ class Matched(Kind, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return pci.PciDriver().health(machine, {}, ask)
 
     def stats(self, machine: Machine, ask: Ask) -> tuple[Sample, ...]:
-        """Temperatures."""
+        """Utilization, memory, temperatures, power, errors: what sysfs has of them."""
         return pci.PciDriver().stats(machine, {}, ask)
 
     def _rule(self, match: pci.Match) -> pci.Rule:
@@ -47,5 +47,5 @@ class Matched(Kind, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 def readings(machine: Machine, devices: tuple[Device, ...]) -> tuple[Service, Service]:
     """The services health and stats of functions."""
-    sensors = [device for device in devices if device.address and signals.samples(machine, "", device.address)]
-    return service("health"), service("stats", "" if sensors else "none of its devices has a temperature sensor")
+    measured = any(device.address and signals.samples(machine, "", device.address) for device in devices)
+    return service("health"), service("stats", "" if measured else "its devices have no sensor and count no errors")

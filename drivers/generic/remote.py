@@ -1,6 +1,7 @@
 """Backends of kind `remote`: devices that an operator describes, somewhere else; they are shown and never touched.
 
-How they are is read from a file that something else on this host writes: `{"NAME": {"status": "ok", "reason": ""}}`.
+How they are is read from a file that something else on this host writes: `{"NAME": {"status": "ok", "reason": "",
+"load": {"utilization_percent": 12.5}}}`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from msgspec import Meta, Struct
 from drivers.base import Findings
 from drivers.errors import Gone, Invalid
 from drivers.generic.kind import Kind, service
-from drivers.inventory import BackendKind, Device, DeviceType, Health, Name, Service, Text, Word
+from drivers.inventory import BackendKind, Device, DeviceType, Health, Name, Sample, Service, Text, Word
 from drivers.machine import Machine
 from drivers.steps import Ask, Vitals
 
@@ -30,10 +31,11 @@ class Described(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Status(Struct, frozen=True):
-    """How one of them is."""
+    """How one of them is, and what it has to do: metrics as `drivers.inventory.Sample` names them."""
 
     status: Health
     reason: Text = ""
+    load: Annotated[dict[Word, float], Meta(max_length=64)] = {}
 
 
 class Remote(Kind, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="remote"):
@@ -55,9 +57,10 @@ class Remote(Kind, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="r
         return Findings(tuple(self._device(device, said) for device in self.devices))
 
     def services(self, machine: Machine, devices: tuple[Device, ...]) -> tuple[Service, ...]:
-        """Only their health is known."""
+        """Only what the file says is known."""
         there = self.status_file and machine.exists(self.status_file)
-        return (service("health", "" if there else f"there is no status file {self.status_file}".rstrip()),)
+        missing = "" if there else f"there is no status file {self.status_file}".rstrip()
+        return service("health", missing), service("stats", missing)
 
     def health(self, machine: Machine, ask: Ask) -> Vitals:
         """As the file says."""
@@ -66,6 +69,11 @@ class Remote(Kind, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="r
                 said = self._said(machine).get(device.name, self._unknown())
                 return Vitals(said.status, said.reason)
         raise Gone(f"there is no {ask.key} (any more)")
+
+    def stats(self, machine: Machine, ask: Ask) -> tuple[Sample, ...]:
+        """As the file says."""
+        said = self._said(machine).get(ask.key.removeprefix(KEY), self._unknown())
+        return tuple(Sample(ask.key, metric, value) for metric, value in said.load.items())
 
     def _said(self, machine: Machine) -> dict[str, Status]:
         try:

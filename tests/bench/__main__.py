@@ -10,13 +10,16 @@ import json
 import os
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from drivers.process import die_with_parent
 from tests.bench.figures import Row, table
 from tests.bench.lab import CannotMeasure, Generator, Lab
+from tests.bench.whole import Whole
 
-GROUPS = {"wire", "merge", "api", "whole", "agent", "uevent", "silence", "commands", "openstack", "console"}
+GROUPS = {"samples", "wire", "merge", "api", "whole", "agent", "uevent", "silence", "commands", "openstack", "console"}
+GROUPS |= {"fleet"}
 
 
 def main() -> int:
@@ -24,13 +27,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="tests.bench", description=__doc__)
     parser.add_argument("--full", action="store_true", help="published sizes instead of smoke sizes")
     parser.add_argument("--only", default="", help=f"groups to measure, comma separated: {', '.join(sorted(GROUPS))}")
+    parser.add_argument("--soak", type=float, metavar="S", help="how long a fleet is soaked (600; smoke: not at all)")
     arguments = parser.parse_args()
     die_with_parent()
     state = Path(os.environ.get("CYBORG_STATE_DIR", "./var"))
     began = time.monotonic()
     try:
         with Lab(state) as lab:
-            rows = _measure(lab, full=arguments.full, only=arguments.only)
+            rows = _measure(lab, full=arguments.full, only=arguments.only, soak_s=arguments.soak)
     except CannotMeasure as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2
@@ -41,7 +45,7 @@ def main() -> int:
     return 0
 
 
-def _measure(lab: Lab, *, full: bool, only: str) -> list[Row]:
+def _measure(lab: Lab, *, full: bool, only: str, soak_s: float | None) -> list[Row]:
     wanted = set(filter(None, only.split(","))) or GROUPS
     lab.start_database()
     from tests.bench import rows_api, rows_merge, rows_wire
@@ -63,8 +67,13 @@ def _measure(lab: Lab, *, full: bool, only: str) -> list[Row]:
         from tests.bench import rows_console
 
         rows += rows_console.rows(lab, generator, 100_000, 10.0 if full else 4.0, progress)
-    if wanted - {"wire", "merge", "openstack", "console"}:
-        rows += _measure_whole(lab, generator, full=full, wanted=wanted)
+    if "samples" in wanted:
+        from tests.bench import rows_samples
+
+        size = rows_samples.Size(1000, 5, 10.0) if full else rows_samples.Size(200, 3, 4.0)
+        rows += rows_samples.rows(lab, generator, size, progress)
+    if wanted - {"wire", "merge", "openstack", "console", "samples"}:
+        rows += _measure_whole(lab, generator, full=full, wanted=wanted, soak_s=soak_s)
     if "openstack" in wanted:
         from tests.bench import rows_openstack
 
@@ -72,7 +81,7 @@ def _measure(lab: Lab, *, full: bool, only: str) -> list[Row]:
     return rows
 
 
-def _measure_whole(lab: Lab, generator: Generator, *, full: bool, wanted: set[str]) -> list[Row]:
+def _measure_whole(lab: Lab, generator: Generator, *, full: bool, wanted: set[str], soak_s: float | None) -> list[Row]:
     from tests.bench import fixtures, rows_agent, rows_commands, rows_requests, rows_silence, rows_uevent, rows_whole
     from tests.bench.whole import running
 
@@ -102,7 +111,17 @@ def _measure_whole(lab: Lab, generator: Generator, *, full: bool, wanted: set[st
             rows += rows_uevent.rows(lab, whole, 200 if full else 30, progress)
         if "commands" in wanted:
             rows += rows_commands.rows(whole, generator, 2000 if full else 200, 10_000 if full else 1000, progress)
+        if "fleet" in wanted:
+            rows += _measure_fleet(lab, whole, generator, full=full, soak_s=soak_s)
     return rows + at_rest
+
+
+def _measure_fleet(lab: Lab, whole: Whole, generator: Generator, *, full: bool, soak_s: float | None) -> list[Row]:
+    from tests.bench import rows_fleet
+
+    fleet = rows_fleet.Size(5000, 10_000, 30.0, soak_s=600.0) if full else rows_fleet.Size(500, 500, 6.0)
+    fleet = fleet if soak_s is None else replace(fleet, soak_s=soak_s)
+    return rows_fleet.rows(lab, whole, generator, fleet, progress)
 
 
 def progress(text: str) -> None:

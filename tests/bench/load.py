@@ -20,8 +20,9 @@ from agents.host.pace import Backoff, Pace
 from drivers.process import die_with_parent
 from tests.bench import callers, messages, visible
 from tests.bench.peer import Address, Key, Peer, Refused, address, connect, key_of
+from tests.bench.sampling import Sampling
 
-AT_ONCE = 256
+AT_ONCE = 128
 """Handshakes under way at a time where connecting is not what is measured; in a storm all are."""
 OPS = ("rescan", "logs")
 RETURN_S = 180.0
@@ -37,6 +38,7 @@ class Load:
         self.groups: dict[str, list[Peer]] = {}
         self.keys: dict[int, Key] = {}
         self._came: list[tuple[int, float]] = []
+        self._sampling: dict[str, Sampling] = {}
         self.sequence = int(time.time())  # never lower than a seq that an earlier run has stored
 
     async def connect(self, group: str, port: int, count: int) -> dict[str, Any]:
@@ -64,11 +66,12 @@ class Load:
                         peer = await connect(where, number, self.keys[number])
                     break
                 except (Refused, OSError) as error:
+                    after = error.retry_after if isinstance(error, Refused) else 0.0
                     reason = str(error)[:300]
                     refused[reason] = refused.get(reason, 0) + 1
                 if not again:
                     return
-                await asyncio.sleep(backoff.next())
+                await asyncio.sleep(after + backoff.next())
             peers.append(peer)
             welcomed(peer)
 
@@ -132,7 +135,10 @@ class Load:
         return self.sequence
 
     async def storm(self, group: str, port: int, count: int, devices: int) -> dict[str, Any]:
-        """All agents connect, and report the moment they are welcomed. `devices` 0: they connect only."""
+        """All agents connect, and report the moment they are welcomed. `devices` 0: they connect only.
+
+        Who is told to come back does, as the agent.
+        """
         self._prepare_keys(count)
         parts = [messages.report_parts(messages.devices(devices, messages.host_name(n))) for n in range(count)]
         acked, everyone, last = 0, asyncio.Event(), 0.0
@@ -152,9 +158,9 @@ class Load:
                 peer.send(messages.report(parts[peer.number], self._next()))
 
         began = now()
-        peers, refused = await self._connect(address(port), count, count, welcomed)
+        peers, refused = await self._connect(address(port), count, count, welcomed, again=True)
         self.groups[group] = peers
-        if devices and not refused:
+        if devices:
             async with asyncio.timeout(120):
                 await everyone.wait()
         return {"connected_s": last - began, "acked_s": now() - began, "acked": acked, "refused": refused}
@@ -197,6 +203,17 @@ class Load:
 
         self.groups[group], refused = await self._connect(address(port), count, AT_ONCE, begin)
         return {"refused": refused}
+
+    async def sample(self, group: str, devices: int, pause: float) -> dict[str, Any]:
+        """A group beats every `pause` seconds from now on, and sends samples as it is asked to."""
+        self._sampling[group] = Sampling(self.groups[group], devices, pause)
+        self._sampling[group].begin()
+        return {}
+
+    async def sampled(self, group: str, seconds: float) -> dict[str, Any]:
+        """What it sent in the next `seconds`, and how long the acknowledgements of its Beats took."""
+        found = await self._sampling[group].look(seconds)
+        return {"samples": found["samples"]} | _percentiles(found["times"])
 
     async def came(self) -> dict[str, Any]:
         """The number of each command that came in since this was asked last, and the monotonic clock then."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import re
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,7 +29,14 @@ ASK = f"GET {wire.CHALLENGE_PATH} HTTP/1.1\r\nHost: bench\r\nConnection: close\r
 
 
 class Refused(ConnectionError):
-    """The server did not let an agent in; the text is its answer."""
+    """The server did not let an agent in; the text is its answer. `status` is 0 where it closed without one."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        head = reason.lower().partition("\r\n\r\n")[0]
+        status, after = re.search(r"http/1\.1 (\d{3})", head), re.search(r"retry-after: *(\d+)", head)
+        self.status = int(status[1]) if status else 0
+        self.retry_after = float(after[1]) if after else 0.0
 
 
 @dataclass(frozen=True)
@@ -78,14 +86,17 @@ class _Question(asyncio.Protocol):
         if b" 200 " in status[:16] and body:
             self._answered.set_result(msgspec.json.decode(body, type=credentials.Challenge).nonce)
         else:
-            self._answered.set_exception(Refused(f"challenge: {self._unread[:200]!r} {exc}"))
+            self._answered.set_exception(Refused(f"challenge: {self._unread[:400].decode(errors='replace')} {exc}"))
 
 
 class Peer(asyncio.Protocol):
-    """One agent's socket. `on_message(peer, payload)` is called for every text frame after the Welcome."""
+    """One agent's socket. `on_message(peer, payload)` is called for every text frame after the Welcome, `on_lost` at
+    the end."""
 
-    def __init__(self, number: int, key: Key, welcomed: asyncio.Future[Peer]) -> None:
-        self.number, self._key, self._welcomed = number, key, welcomed
+    def __init__(self, number: int, key: Key, welcomed: asyncio.Future[Peer], epoch: int = 1) -> None:
+        self.number, self.epoch, self._key, self._welcomed = number, epoch, key, welcomed
+        self.welcome = b""
+        self.on_lost: Callable[[Peer], None] = lambda peer: None
         self.on_message: Callable[[Peer, bytes], None] = lambda peer, payload: None
         self.transport: asyncio.Transport | None = None
         self.seq = 0
@@ -103,9 +114,10 @@ class Peer(asyncio.Protocol):
     def prepare(self, nonce: str, fingerprint: str) -> None:
         """Sign the challenge."""
         host = messages.host_name(self.number)
-        signature = self._key.private.sign(credentials.signed_bytes(host, host, 1, nonce, fingerprint))
+        signature = self._key.private.sign(credentials.signed_bytes(host, host, self.epoch, nonce, fingerprint))
         sealed = base64.urlsafe_b64encode(signature).decode()
-        header = credentials.authorization(credentials.Credential(host, host, 1, nonce, self._key.public, sealed))
+        credential = credentials.Credential(host, host, self.epoch, nonce, self._key.public, sealed)
+        header = credentials.authorization(credential)
         self._request = UPGRADE.format(path=wire.PATH, version=wire.VERSIONS[0], authorization=header).encode()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -120,7 +132,7 @@ class Peer(asyncio.Protocol):
                 self._unread = data
                 return
             if b" 101 " not in head[:16]:
-                self._fail(data[:300].decode(errors="replace"))
+                self._fail(data[:400].decode(errors="replace"))
                 return
             self._upgraded, data = True, rest
         self._unread = self._frames(data)
@@ -144,6 +156,7 @@ class Peer(asyncio.Protocol):
         if kind == 9 and self.transport:
             self.transport.write(bytes((0x8A, 0x80 | len(payload))) + b"\0\0\0\0" + payload)
         elif kind == 1 and not self._welcomed.done():
+            self.welcome = payload
             self._welcomed.set_result(self)
         elif kind == 1:
             self.on_message(self, payload)
@@ -163,6 +176,7 @@ class Peer(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.lost = True
+        self.on_lost(self)
         self._fail(f"closed: {exc}")
 
     def _fail(self, reason: str) -> None:
@@ -170,14 +184,21 @@ class Peer(asyncio.Protocol):
             self._welcomed.set_exception(Refused(reason))
 
 
-async def connect(where: Address, number: int, key: Key) -> Peer:
+async def connect(where: Address, number: int, key: Key, epoch: int = 1) -> Peer:
     """Challenge, signature, upgrade, Welcome; raises Refused or OSError."""
     loop = asyncio.get_running_loop()
     answered: asyncio.Future[str] = loop.create_future()
-    await loop.create_connection(lambda: _Question(answered), "127.0.0.1", where.port, ssl=where.tls)
-    nonce = await answered
+    question, _ = await loop.create_connection(lambda: _Question(answered), "127.0.0.1", where.port, ssl=where.tls)
+    try:
+        nonce = await answered
+    finally:
+        question.abort()
     welcomed: asyncio.Future[Peer] = loop.create_future()
-    peer = Peer(number, key, welcomed)
+    peer = Peer(number, key, welcomed, epoch)
     peer.prepare(nonce, where.fingerprint)
-    await loop.create_connection(lambda: peer, "127.0.0.1", where.port, ssl=where.tls)
-    return await welcomed
+    socket, _ = await loop.create_connection(lambda: peer, "127.0.0.1", where.port, ssl=where.tls)
+    try:
+        return await welcomed
+    except BaseException:
+        socket.abort()
+        raise

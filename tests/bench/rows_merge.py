@@ -82,7 +82,7 @@ def _spool(ids: list[int]) -> None:
         copy.set_types(COPY_TYPES)
         for number, host in enumerate(ids):
             parts = messages.report_parts(messages.devices(DEVICES, messages.host_name(number)))
-            copy.write_row((host, 1, number + 1, now, messages.report(parts, number + 1)))
+            copy.write_row((host, 1, number + 1, now, messages.report(parts, number + 1), False))
     with connection.cursor() as cursor:
         cursor.execute("ANALYZE spool")
 

@@ -95,8 +95,7 @@ def _settled_storm(whole: Whole, generator: Generator, agents: int) -> dict[str,
     """From the first connection until every device is in the tables."""
     done = generator.ask("storm", group="storm", port=whole.port, count=agents, devices=DEVICES)
     done["refused"] = sum(done["refused"].values())
-    missing = done["refused"] * DEVICES
-    wait_for(lambda: _count() >= agents * DEVICES - missing, "every device in the tables")
+    wait_for(lambda: _count() >= agents * DEVICES, "every device in the tables")
     return done
 
 
@@ -111,12 +110,12 @@ def _middle(turns: list[dict[str, float]], name: str) -> float:
 
 
 def _rate(turns: list[dict[str, float]], agents: int) -> Row:
-    refused = sum(turn["refused"] + turn["lost"] for turn in turns)
+    later, lost = (sum(turn[name] for turn in turns) for name in ("refused", "lost"))
     shown = min(turn["shown"] for turn in turns)
     bare_us, cpu_us = (_middle(turns, name) / agents * 1e6 for name in ("bare_cpu", "cpu"))
     note = (
         f"all acknowledged {_middle(turns, 'acked_s'):.2f} s, in the tables {_middle(turns, 'seen_s'):.2f} s after the"
-        f" start; {refused:.0f} refused or lost; {shown:.0f} of {agents * DEVICES} devices in GET /v2/devices;"
+        f" start; {later:.0f} told to come back, {lost:.0f} lost; {shown:.0f} of {agents * DEVICES} in GET /v2/devices;"
         f" CPU {cpu_us:.0f} with the report against {bare_us:.0f} µs"
     )
     return Row(
@@ -129,7 +128,7 @@ def _rate(turns: list[dict[str, float]], agents: int) -> Row:
         median([turn["bare_s"] / turn["connected_s"] for turn in turns]),
         cpu_us,
         note,
-        refused == 0 and shown == agents * DEVICES,
+        lost == 0 and shown == agents * DEVICES,
     )
 
 

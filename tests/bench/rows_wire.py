@@ -25,7 +25,7 @@ from tests.bench.statements import statements
 DEVICES = 10
 UNCHANGED = "ab" * 20
 UNREAD = "a socket that reads nothing"
-PLAIN_COPY = "COPY spool (host_id, epoch, seq, received_at, payload) FROM STDIN"
+PLAIN_COPY = "COPY spool (host_id, epoch, seq, received_at, payload, urgent) FROM STDIN"
 TIMERS = re.compile(r"SELECT 1(?: FROM spool LIMIT 1)?$|SELECT host_id, public_key, barred,")
 """The writer's looks, every 10 s whether the spool was forgotten, every 2.5 s who may not go on; the health check."""
 
@@ -181,7 +181,9 @@ def _copy(write: Write, batch: int, seconds: float) -> Turn:
         began, cpu = perf_counter(), process_time()
         while perf_counter() - began < seconds:
             now = datetime.now(UTC)
-            rows = [(number, 1, seq + number, now, messages.report(parts, seq + number)) for number in range(batch)]
+            rows = [
+                (number, 1, seq + number, now, messages.report(parts, seq + number), False) for number in range(batch)
+            ]
             with link.cursor() as cursor:
                 write(cursor, rows)
             link.commit()

@@ -10,25 +10,34 @@ from django.db import connection
 
 from tests.bench.lab import Lab
 
-STATEMENT = re.compile(r"\[(?P<pid>\d+)\] LOG:  (?:statement|execute [^:]*): (?P<text>.*)")
+STATEMENT = re.compile(r"\[(?P<pid>\d+)\] LOG:  (?:statement|execute [^:]*): \s*(?P<text>.*(?:\n\t.*)*)")
 
 
 @contextmanager
 def statements(lab: Lab) -> Iterator[list[str]]:
     """A list that holds, once the block is left, what other connections than ours ran in it."""
-    log = lab.home / "postgres" / "log"
     found: list[str] = []
+    with logged(lab) as all_of_them:
+        yield found
+    found += [text for _, text in all_of_them]
+
+
+@contextmanager
+def logged(lab: Lab) -> Iterator[list[tuple[str, str]]]:
+    """The same, each with the process id of the connection that ran it."""
+    log = lab.home / "postgres" / "log"
+    found: list[tuple[str, str]] = []
     _log("all")
     begin = log.stat().st_size
     yield found
     with log.open() as lines:
         lines.seek(begin)
-        matches = [match for line in lines if (match := STATEMENT.search(line))]
+        matches = list(STATEMENT.finditer(lines.read()))
     _log("none")
     with connection.cursor() as cursor:
         cursor.execute("SELECT pg_backend_pid()")
         ours = str(cursor.fetchone()[0])
-    found += [match["text"] for match in matches if match["pid"] != ours]
+    found += [(match["pid"], match["text"]) for match in matches if match["pid"] != ours]
 
 
 def _log(which: str) -> None:

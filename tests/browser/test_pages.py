@@ -23,6 +23,8 @@ LISTS = "/admin/accelerators/"
 MAIN = {
     "login": "/admin/",
     "overview": "/admin/",
+    "usage": "/admin/usage/?by=host&then=type",
+    "census": "/admin/census/",
     "hosts": f"{LISTS}host/",
     "host": f"{LISTS}host/?q=cmp02 →",
     "switches": f"{LISTS}host/?q=hgx →",
@@ -46,6 +48,8 @@ MAIN = {
 HEARD = (
     "login",
     "overview",
+    "usage",
+    "census",
     "host",
     "switches",
     "devices",
@@ -59,7 +63,7 @@ HEARD = (
     "api-devices",
 )
 """Those looked at by axe-core: one of each make."""
-DARK = ("login", "overview", "switches", "devices", "device", "request", "event")
+DARK = ("login", "overview", "usage", "census", "switches", "devices", "device", "request", "event")
 OTHERS = (
     "/admin/auth/user/add/",
     "/admin/auth/group/",

@@ -1,6 +1,7 @@
 """A driver that does what each question says, run as `drivers.child` runs any other. Used by `test_protocol`.
 
-`settings["see"]` is an expression for what it discovers, `ask.layout["do"]` one for its plan.
+`settings["see"]` is an expression for what it discovers, `ask.layout["do"]` one for its plan; of a device whose load is
+asked for, `key` itself is one.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import ClassVar
 
 from drivers import catalogue, child
 from drivers.base import Driver, Findings, Settings
+from drivers.inventory import Sample
 from drivers.machine import Machine
 from drivers.runner import DriverProcess
 from drivers.steps import Act, Ask, Plan
@@ -38,14 +40,17 @@ class Actor(Driver):
         """As told."""
         return said(str(settings["see"]))  # type: ignore[return-value]
 
+    def stats(self, machine: Machine, settings: Settings, ask: Ask) -> tuple[Sample, ...]:
+        """As told."""
+        return said(ask.key, key=ask.key)  # type: ignore[return-value]
+
     def install(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
         """As told."""
         return said(ask.layout["do"])  # type: ignore[return-value]
 
 
-def said(expression: str) -> object:
+def said(expression: str, **names: object) -> object:
     """What it comes to."""
-    names: dict[str, object] = {}
     exec(WORDS, names)
     return eval(expression, names)
 

@@ -96,7 +96,7 @@ def test_pci_makes_virtual_functions_and_takes_them_away(host: ModelMachine) -> 
         "reset",
         "health",
     ]
-    assert "has a temperature sensor" in found["stats"].reason and "takes no firmware" in found["program"].reason
+    assert "no sensor and count no errors" in found["stats"].reason and "takes no firmware" in found["program"].reason
     work.do("partition", Ask(device.key, layout={"vfs": "3", "bind": "vfio-pci"}))
     assert len(handles(only(work))) == 3
     work.do("partition", Ask(device.key, layout={"vfs": "1", "bind": "vfio-pci"}))
@@ -204,6 +204,10 @@ def test_remote_devices_are_as_a_file_says(host: ModelMachine) -> None:
     host.file(host.state / "far.json", '{"far": {"status": "degraded", "reason": "hot"}}')
     assert (only(work).status, only(work).status_reason) == ("degraded", "hot")
     assert work.driver.health(host.machine, work.settings, Ask("remote:far")).reason == "hot"
+    assert work.driver.stats(host.machine, work.settings, Ask("remote:far")) == ()
+    host.file(host.state / "far.json", '{"far": {"status": "ok", "load": {"utilization_percent": 12.5}}}')
+    (sample,) = work.driver.stats(host.machine, work.settings, Ask("remote:far", backend="far"))
+    assert (sample.key, sample.metric, sample.value) == ("remote:far", "utilization_percent", 12.5)
     with pytest.raises(Unsupported, match="cannot partition"):
         work.plan("partition", Ask("remote:far", layout={"vfs": "1"}))
     assert not host.writes

@@ -11,7 +11,7 @@ import pytest
 from drivers.base import Findings
 from drivers.errors import Gone, Invalid
 from drivers.inuse import used_by_host
-from drivers.inventory import Attribute, Device, Fault, Sample
+from drivers.inventory import Attribute, Device, Fault
 from drivers.machine import Machine
 from drivers.pci import PciDriver
 from drivers.steps import Ask
@@ -180,16 +180,68 @@ def test_health_has_the_readings_behind_the_verdict(host: Host) -> None:
         ("port_aer_fatal", "0", ""),
         ("temperature Composite", "45.85", "84.85"),
     }
-    assert driver.stats(host.machine, {}, ask) == (Sample(ask.key, "temperature_celsius", 45.85),)
+    assert loads(host, ask.key) == {"errors_correctable_total": 7, "temperature_celsius": 45.85}
     with pytest.raises(Gone):
         driver.health(host.machine, {}, Ask("pci:0000:99:00.0"))
+
+
+def loads(host: Host, key: str) -> dict[str, float]:
+    samples = PciDriver().stats(host.machine, {}, Ask(key))
+    assert {sample.key for sample in samples} <= {key}
+    return {sample.metric: sample.value for sample in samples}
+
+
+def gpu(host: Host, address: str, sensors: dict[str, str], vendor: str = "0x1002", **files: str) -> Path:
+    """A GPU with its kernel driver's sensors; its directory."""
+    card = host.pci(address, vendor, "0x744c", "0x030000", **files)
+    monitor = card / f"hwmon/hwmon{address[5:7]}"
+    for name, text in sensors.items():
+        host.file(monitor / name, f"{text}\n")
+    host.link(host.sys / "class/hwmon" / monitor.name, monitor)
+    return card
+
+
+def test_load_is_what_the_kernel_drivers_of_gpus_and_npus_show(host: Host) -> None:
+    counters = {f"aer_dev_{kind}": f"X 1\nTOTAL_ERR_{kind} {n}" for n, kind in enumerate(("correctable", "fatal"))}
+    memory = {"mem_info_vram_used": "4294967296", "mem_info_vram_total": "17163091968"}
+    heat = {"temp1_input": "41000", "temp2_input": "junk", "temp3_input": "52000"}
+    card = gpu(
+        host,
+        T4,
+        {"power1_average": "21000000", "power1_input": "99000000", **heat},
+        **{"gpu_busy_percent": "37", **memory, **counters},
+    )
+    assert loads(host, f"pci:{T4}") == {
+        "utilization_percent": 37,
+        "memory_used_bytes": 4294967296,
+        "memory_total_bytes": 17163091968,
+        "power_watts": 21,
+        "temperature_celsius": 41,
+        "temperature_celsius_1": 52,
+        "errors_correctable_total": 0,
+        "errors_fatal_total": 1,
+    }
+    (card / "hwmon/hwmon3b/power1_average").unlink()
+    assert loads(host, f"pci:{T4}")["power_watts"] == 99
+    host.file(card / "power/runtime_status", "suspended\n")
+    assert loads(host, f"pci:{T4}").keys() == {"errors_correctable_total", "errors_fatal_total"}, "it is not woken"
+    gpu(host, "0000:03:00.0", {"energy1_input": "1500000", "temp2_input": "30000"}, vendor="0x8086")
+    assert loads(host, "pci:0000:03:00.0") == {"energy_joules_total": 1.5, "temperature_celsius": 30}
+    npu = {"npu_busy_time_us": "2500000", "npu_memory_utilization": "4096"}
+    host.pci("0000:00:0b.0", "0x8086", "0x643e", "0x120000", **npu)
+    assert loads(host, "pci:0000:00:0b.0") == {"busy_seconds_total": 2.5, "memory_used_bytes": 4096}
+    host.pci("0000:04:00.0", "0x10de", "0x1eb8", "0x030200")
+    assert loads(host, "pci:0000:04:00.0") == {}
 
 
 def test_a_device_with_a_serial_number_is_found_by_it(host: Host) -> None:
     serial = bytes.fromhex("000a1b2c3d4e5f60")
     host.file(host.pci(T4, "0x10de", "0x1eb8", "0x030200", power_state="error") / "config", config(serial))
     host.pci("0000:5e:00.0", "0x10de", "0x1eb8", "0x030200")
+    host.pci("0000:00:01.0", "0x8086", "0x1234", "0x020000")
     assert PciDriver().health(host.machine, {}, Ask("serial:10de:000a1b2c3d4e5f60:0")).status == "failed"
+    with pytest.raises(Gone):
+        PciDriver().health(host.machine, {}, Ask("serial:8086:000a1b2c3d4e5f60:0"))
 
 
 def test_what_the_host_lacks_is_said_with_what_to_do(host: Host) -> None:

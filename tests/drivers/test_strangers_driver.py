@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from drivers.generic import settings as generic
+from drivers.inventory import Sample
 from drivers.runner import DriverProcess
 from drivers.steps import Ask
 from tests.support import kernel
@@ -104,5 +105,6 @@ async def seen_by_the_runner(stranger: Stranger) -> None:
         assert (await process.plan("install", Ask(DEVICE))).said == "awake"
         assert not (await process.plan("uninstall", Ask(DEVICE))).steps
         assert (await process.health(Ask(DEVICE))).samples[0].value == 2.5
+        assert await process.samples([Ask(DEVICE)]) == (Sample(DEVICE, "busy_seconds_total", 2.5),)
     finally:
         await process.close()

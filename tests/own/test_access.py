@@ -97,7 +97,7 @@ def test_a_refusal_has_one_shape_and_says_what_to_do(
 
 def test_the_root_says_what_there_is_to_anybody(client: Client) -> None:
     found = json.loads(client.get("/api/").content)
-    assert set(found) == {*INFRASTRUCTURE, *FOR_PROJECTS, *RUN, "rules", "schema", "docs"}
+    assert set(found) == {*INFRASTRUCTURE, *FOR_PROJECTS, *RUN, "usage", "census", "rules", "schema", "docs"}
     assert client.get("/api").content == client.get("/api/").content
     assert client.get(found["hosts"]).status_code == 401
 

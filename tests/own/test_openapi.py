@@ -60,3 +60,9 @@ def test_how_units_are_chosen_is_said_as_it_is_checked() -> None:
     assert schemas["RolloutWithStepsRequest"]["properties"]["settings"]["type"] == ["object", "null"]
     for address in ("/api/accelerators/", "/api/accelerators/delete/", "/api/rollouts/"):
         assert "404" in document["paths"][address]["post"]["responses"]
+
+
+def test_usage_is_there_as_json_and_as_a_stream() -> None:
+    said = openapi.document()["paths"]["/api/devices/{uuid}/usage/"]["get"]
+    assert {*said["responses"]["200"]["content"]} == {"application/json", "text/event-stream"}
+    assert "every second" in said["description"]

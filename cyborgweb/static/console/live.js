@@ -86,7 +86,7 @@
     return node.nodeType === Node.ELEMENT_NODE ? node.id || node.getAttribute("aria-labelledby") || "" : "";
   }
   function morph(old, now) {
-    if (old.isEqualNode(now)) return;
+    if (old.isEqualNode(now) || old.dataset?.drawn !== undefined) return;  // another script draws that
     if (old.nodeType !== Node.ELEMENT_NODE) return void (old.data = now.data);
     if (old.nodeName === "FORM" && isInHand(old)) return void (held = true);
     for (const { name } of Array.from(old.attributes))

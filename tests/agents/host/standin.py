@@ -66,6 +66,8 @@ class StandIn:
     progress: list[wire.Progress] = field(default_factory=list)
     results: list[wire.Result] = field(default_factory=list)
     acknowledge_results: bool = True
+    jitter_s: float = 0.0
+    samples: list[wire.Samples] = field(default_factory=list)
     images: dict[str, bytes] = field(default_factory=dict)
     reports: list[wire.Report] = field(default_factory=list)
     beats: list[wire.Beat] = field(default_factory=list)
@@ -127,8 +129,8 @@ class StandIn:
         key.verify(base64.urlsafe_b64decode(one.signature), signed)
         self.credentials.append(one)
 
-    async def order(self, *commands: wire.Command) -> None:
-        """Send commands to the agent that is connected."""
+    async def order(self, *commands: wire.Command | wire.Watch) -> None:
+        """Send commands, or a wish, to the agent that is connected."""
         for command in commands:
             await self.sockets[-1].send(wire.encode(command))
 
@@ -141,7 +143,11 @@ class StandIn:
     async def _session(self, socket: ServerConnection) -> None:
         self.sockets.append(socket)
         welcome = wire.Welcome(
-            beat_s=self.beat_s, epoch=self.epoch, applied_hash=self.applied_hash, max_bytes=self.max_bytes
+            beat_s=self.beat_s,
+            epoch=self.epoch,
+            applied_hash=self.applied_hash,
+            max_bytes=self.max_bytes,
+            jitter_s=self.jitter_s,
         )
         try:
             await socket.send(wire.encode(welcome))
@@ -170,17 +176,24 @@ class StandIn:
             self.new_keys.append(message)
             if self.acknowledge_keys:
                 await socket.send(wire.encode(wire.Ack(seq=0, of="NewKey")))
-        elif isinstance(message, wire.Alive):
-            self.alive.append(message)
         elif isinstance(message, wire.Taken):
             self.taken += message.numbers
-        elif isinstance(message, wire.Progress):
-            self.progress.append(message)
         elif isinstance(message, wire.Result):
             shown = max(((report.epoch, report.seq) for report in self.reports), default=(0, 0))
             assert message.hash == self.applied_hash or (message.epoch, message.seq) <= shown, "the report goes first"
             self.results.append(message)
             if self.acknowledge_results:
                 await socket.send(wire.encode(wire.Ack(seq=message.number, of="Result")))
-        elif isinstance(message, wire.Hello):
+        else:
+            self._keep(message)
+
+    def _keep(self, message: wire.Message | wire.Unknown) -> None:
+        """What is not answered."""
+        if isinstance(message, wire.Hello):
             self.hellos.append(message)
+        elif isinstance(message, wire.Alive):
+            self.alive.append(message)
+        elif isinstance(message, wire.Progress):
+            self.progress.append(message)
+        elif isinstance(message, wire.Samples):
+            self.samples.append(message)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from agents import credentials
+from agents import credentials, wire
 from agents.host.identity import FILE as KEY
 from agents.host.main import claim
 from drivers.configuration import ConfigurationError
@@ -172,6 +172,22 @@ def test_it_stops_within_two_seconds_and_leaves_nothing_running(tmp_path: Path, 
             await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in drivers))
             await until(lambda: any("stopped" in line for line in log))
             assert not [line for line in log if "Traceback" in line]
+
+    asyncio.run(story())
+
+
+def test_it_says_the_load_of_its_devices_when_somebody_looks(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with StandIn().open() as server, daemon(tmp_path, CYBORG_JOIN_TOKEN=token(server)) as agent:
+            lines_of(agent)
+            await until(lambda: server.reports)
+            drivers = children(agent.pid)
+            await server.order(wire.Watch(1.0, 60.0))
+            await until(lambda: len(server.samples) >= 2)
+            (load,) = server.samples[0].loads
+            (device,) = server.reports[0].drivers[0].devices
+            assert load.key == device.key and 0 <= load.values["utilization_percent"] <= 100
+            assert children(agent.pid) == drivers
 
     asyncio.run(story())
 

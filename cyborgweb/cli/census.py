@@ -1,0 +1,50 @@
+"""load-census: ask hosts now how busy they are, and which have room for more."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+from cyborgweb.cli.options import Asked, pass_asked, said, verb
+from cyborgweb.cli.output import show, show_one
+from cyborgweb.cli.problems import Exit, printable
+from cyborgweb.cli.usage import BUSY
+
+COLUMNS = ("host=host.name", "fits", "free", "room", *BUSY, "reason=why")
+SHOWN = 10
+"""So many of those that did not answer are named; JSON and YAML have them all."""
+
+
+@verb("load-census", "load-census --profile gpu-small --count 4")
+@click.option("--profile", help="Room for requests of this device profile; for any unit without it.")
+@click.option(
+    "--count", "--before", type=click.IntRange(1, 256), default=1, show_default=True, help="For so many requests more."
+)
+@click.option("--hosts", metavar="NAME,…", help="These hosts alone.")
+@click.option(
+    "--within", "within_s", type=click.FloatRange(0.1, 10), help="Seconds to wait for answers; 2 unless said."
+)
+@pass_asked
+def load_census(asked: Asked, hosts: str | None, **question: Any) -> None:
+    """Ask hosts now how busy they are. Those with room come first, the least busy first; it ends with 1 if none has."""
+    names = tuple(name for name in (hosts or "").split(",") if name)
+    found = asked.api.post("census/", said({"hosts": names, **question}))
+    if asked.output.format in ("json", "yaml") and not asked.output.columns:
+        show_one(found, asked.output)
+    else:
+        show(found["hosts"], COLUMNS, asked.output, "No hosts.")
+        _tell(found)
+    if not found["fitting"]:
+        sys.exit(Exit.REFUSED)
+
+
+def _tell(found: dict[str, Any]) -> None:
+    missing = found["missing"]
+    for one in missing[:SHOWN]:
+        click.echo(printable(f"{one['host']} did not answer: {one['why']}"), err=True)
+    if len(missing) > SHOWN:
+        click.echo(f"{len(missing) - SHOWN} more did not answer: --format json names them.", err=True)
+    if found["left_out"]:
+        click.echo(f"{found['left_out']} hosts more were not asked: name some with --hosts.", err=True)

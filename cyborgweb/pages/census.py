@@ -1,0 +1,78 @@
+"""The page of the load census: which hosts have room for more of a profile, the least busy first. `/admin/census/`.
+
+Asked by POST, so that a page that is kept true does not ask all agents again and again by itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.contrib import admin
+from django.core.exceptions import PermissionDenied
+from django.http import HttpRequest, HttpResponse
+from django.template.response import TemplateResponse
+
+from accelerators.admin import marks
+from accelerators.models import DeviceProfile
+from accelerators.refusals import Reason, Refused
+from cyborgweb.pages import capacity
+from cyborgweb.usage import census
+
+PROFILES = 500
+"""So many names of profiles are offered; others can be typed."""
+ROWS = 200
+LONGEST = 100_000
+"""Characters of the list of hosts."""
+
+
+def page(request: HttpRequest) -> HttpResponse:
+    """The form; after a POST what the hosts answered."""
+    if not request.user.has_perm("accelerators.view_device"):
+        raise PermissionDenied
+    said = {name: request.POST.get(name, "").strip() for name in ("profile", "count", "hosts")}
+    context = admin.site.each_context(request) | {
+        "title": "Load census",
+        "said": {**said, "count": said["count"] or "1"},
+        "most": census.MOST,
+        "profiles": DeviceProfile.objects.order_by("name").values_list("name", flat=True)[:PROFILES],
+    }
+    if request.method == "POST":
+        try:
+            context |= _answer(census.take(_question(said)))
+        except Refused as refused:
+            context["refused"] = refused.text
+    return TemplateResponse(request, "console/census.html", context)
+
+
+def _question(said: dict[str, str]) -> census.Question:
+    """Raises Refused INVALID."""
+    count = said["count"] or "1"
+    if not (count.isascii() and count.isdecimal() and len(count) <= 3 and 1 <= int(count) <= census.MOST):
+        raise Refused(Reason.INVALID, f"Say for how many requests more: 1 to {census.MOST}.")
+    names = tuple(dict.fromkeys(said["hosts"].replace(",", " ").split())) if len(said["hosts"]) <= LONGEST else ()
+    if len(said["hosts"]) > LONGEST or len(names) > census.MOST_NAMED or any("\0" in text for text in said.values()):
+        raise Refused(Reason.INVALID, f"Name at most {census.MOST_NAMED} hosts, or none to ask all.")
+    return census.Question(names or None, said["profile"], int(count))
+
+
+def _answer(taken: census.Census) -> dict[str, Any]:
+    rows = [
+        {
+            "host": marks.link("host", row.host.pk, row.host.name),
+            "row": row,
+            "mark": marks.mark("fits", "good") if row.fits else marks.mark("does not fit", "calm"),
+            "bar": capacity.busy(row.load) if row.load else "",
+            "memory": capacity.memory(row.load) if row.load else "",
+            "watts": capacity.watts(row.load) if row.load else "",
+        }
+        for row in taken.rows[:ROWS]
+    ]
+    missing = [(marks.link("host", host.pk, host.name), why) for host, why in taken.missing[:ROWS]]
+    return {
+        "taken": taken,
+        "asked": len(taken.rows),
+        "rows": rows,
+        "missing": missing,
+        "hidden": max(0, len(taken.rows) - ROWS),
+        "silent_hidden": max(0, len(taken.missing) - ROWS),
+    }

@@ -1,0 +1,104 @@
+"""How busy a device is, or each device of a host, as their pages show it; both are kept true while somebody looks.
+
+Called by the pages of devices (whose chart listens to `/api/devices/{uuid}/usage/`) and of hosts (whose table is a
+piece that is fetched again each second). Names and units of the values: `drivers.inventory.Sample`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from django.urls import reverse
+from django.utils.safestring import SafeString
+
+from accelerators.admin import marks
+from accelerators.admin.hosts import DEVICE_ROWS
+from accelerators.models import Device, Host
+from agents import load
+from agents.load import HostLoad, Loads
+from agents.models import Agent
+from agents.standing import word_of
+from cyborgweb.pages.capacity import amount, level
+
+EVERY_S, FOR_S = 1.0, 10.0
+"""Who looks at a host has its agent speak so often; it stops soon after the last look."""
+NAME = re.compile(r"(.*?)_(percent|bytes|celsius|watts|total)(?:_(\d+))?")
+UNITS = {"percent": " %", "celsius": " °C", "watts": " W"}
+
+
+def of_device(device: Device) -> dict[str, Any]:
+    """What is known now, and what to say while nothing is."""
+    loads = load.last({device.host_id})
+    said = loads.hosts.get(device.host_id)
+    values = said.devices.get(device.key, {}) if said else {}
+    agent = Agent.objects.filter(host=device.host_id).select_related("host__lease").first()
+    return {
+        "address": f"/api/devices/{device.uuid}/usage/",
+        "at": marks.ago(datetime.fromtimestamp(said.at, UTC)) if said and values else "",
+        "values": [(name_of(metric), shown(metric, value)) for metric, value in sorted(values.items())],
+        "none": none(agent, loads, said, device.driver),
+    }
+
+
+def of_host(host: Host) -> dict[str, Any]:
+    """A row per device, as its agent said last; from now on it speaks each second, for a while."""
+    loads = load.watch({host.pk}, EVERY_S, FOR_S)
+    said = loads.hosts.get(host.pk)
+    devices = host.devices.exclude(state="retired").order_by("numa_node", "address", "key")[:DEVICE_ROWS]
+    return {
+        "address": reverse("admin:accelerators_host_load", args=[host.pk]),
+        "at": marks.ago(datetime.fromtimestamp(said.at, UTC)) if said else "",
+        "rows": [_row(device, said.devices.get(device.key, {})) for device in devices] if said else [],
+        "none": none(getattr(host, "agent", None), loads, said, ""),
+    }
+
+
+def none(agent: Agent | None, loads: Loads, said: HostLoad | None, driver: str) -> str:
+    """Why there is nothing, as far as it can be told."""
+    if agent is None:
+        return "no samples: no agent has joined for this host"
+    if agent.barred:
+        return f"no samples: its agent may not connect ({agent.barred})"
+    if word_of(agent) == "down":
+        return "no samples: its agent is down"
+    if said is not None:
+        return f"no samples: {driver or 'its driver'} gives none of it"
+    if loads.silent:
+        return f"no samples: {', '.join(loads.silent)} may have them, and does not answer"
+    return "no samples yet: its agent has just come, or is older than they are"
+
+
+def name_of(metric: str) -> str:
+    """Its name without the unit."""
+    found = NAME.fullmatch(metric)
+    parts = (found[1].replace("_", " "), found[3]) if found else (metric.replace("_", " "), None)
+    return " ".join(filter(None, parts))
+
+
+def shown(metric: str, value: float) -> str:
+    """The number with its unit."""
+    found = NAME.fullmatch(metric)
+    unit = found[2] if found else ""
+    if unit == "bytes":
+        return amount(value)
+    return f"{value:,.0f}" if unit == "total" else f"{value:,.4g}{UNITS.get(unit, '')}"
+
+
+def _row(device: Device, values: Mapping[str, float]) -> dict[str, Any]:
+    busy, used, size = (values.get(name) for name in ("utilization_percent", "memory_used_bytes", "memory_total_bytes"))
+    heat, power = values.get("temperature_celsius"), values.get("power_watts")
+    return {
+        "device": device,
+        "busy": _bar(busy, 100.0, f"{busy:.0f} %" if busy is not None else ""),
+        "memory": _bar(used, size, f"{amount(used)} of {amount(size)}" if used is not None and size else ""),
+        "heat": _bar(heat, 110.0, f"{heat:.0f} °C" if heat is not None else ""),
+        "power": f"{power:,.0f} W" if power is not None else "",
+    }
+
+
+def _bar(value: float | None, whole: float | None, text: str) -> tuple[SafeString, str] | None:
+    """None where nothing is said."""
+    return (level(min(100.0, max(0.0, 100 * value / whole))), text) if value is not None and whole else None

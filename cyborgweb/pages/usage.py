@@ -1,0 +1,41 @@
+"""The page of usage: units and load by host, type, resource class or project. `/admin/usage/?by=…`, one statement."""
+
+from __future__ import annotations
+
+from django.contrib import admin
+from django.core.exceptions import PermissionDenied
+from django.http import HttpRequest, HttpResponse
+from django.template.response import TemplateResponse
+
+from accelerators.states import DeviceType
+from accelerators.usage import COLUMNS, Asked
+from agents import load
+from cyborgweb.pages import capacity
+
+MOST = 200
+"""So many groups are shown, the largest first; the API has them all."""
+LONGEST = 255
+
+
+def page(request: HttpRequest) -> HttpResponse:
+    """Groups as bars, of what the form chose."""
+    if not request.user.has_perm("accelerators.view_device"):
+        raise PermissionDenied
+    said = {name: request.GET.get(name, "").replace("\0", "")[:LONGEST] for name in ("by", "then", *COLUMNS)}
+    by = list(dict.fromkeys(name for name in (said["by"], said["then"]) if name in COLUMNS)) or ["resource_class"]
+    loads = load.last()
+    host, kind, resource_class = (said[name] or None for name in ("host", "type", "resource_class"))
+    found = capacity.drawn(loads, Asked(by, host, kind, resource_class, order="largest", limit=MOST + 1))[0]
+    context = admin.site.each_context(request) | {
+        "title": "Usage",
+        "by": by,
+        "words": [(name, name.replace("_", " ")) for name in COLUMNS],
+        "heads": [name.replace("_", " ").capitalize() for name in by],
+        "types": [kind.value for kind in DeviceType],
+        "said": said,
+        "groups": found[:MOST],
+        "more": len(found) > MOST,
+        "most": MOST,
+        "silent": loads.silent,
+    }
+    return TemplateResponse(request, "console/usage.html", context)

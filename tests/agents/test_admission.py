@@ -1,0 +1,183 @@
+"""A storm at the door: who is let in, who is told when to come back, what goes first."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+
+import pytest
+from websockets.exceptions import InvalidStatus
+
+from accelerators.models import Device, Event, Host
+from agents import tasks, wire
+from agents.admission import LONGEST_S, MOST_S, Admission, Spread
+from agents.gateway import Gateway
+from agents.models import Spooled
+from agents.spool import SpoolJob
+from cyborgweb.settings.keys import Keys
+from drivers.inventory import DriverReport
+from tests.agents.conftest import House
+from tests.agents.test_gateway import a_report, token
+from tests.support.reports import answer, card
+from tests.support.webserver import until
+from tests.support.wireagent import WireAgent, ask
+
+
+class Clock:
+    """Moves when it is told to."""
+
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def door(limit: int = 4, connections: int = 100) -> tuple[Admission, Clock]:
+    clock = Clock()
+    return Admission(limit, connections, clock, lambda: 0.0), clock
+
+
+def test_the_refused_get_places_one_after_the_other() -> None:
+    admission, clock = door(limit=2)
+    assert [admission.ask(0), admission.ask(0)] == [0, 0], "these have a challenge"
+    places = [admission.ask(0) for _ in range(4000)]
+    assert places[0] == 1 and places == sorted(places[:3000]) + places[3000:] and max(places) <= LONGEST_S + 1
+    assert len(set(places)) > 4, "they do not come back together"
+    clock.now += 1.5
+    assert admission.ask(0) == 0, "who took a challenge and did not come keeps no place"
+
+
+def test_who_was_given_a_challenge_finds_its_place_kept_and_waiting_is_bounded() -> None:
+    admission, _ = door(limit=2)
+    assert not admission.ask(0) and not admission.ask(0)
+    assert not admission.come(0)
+    with admission.handshake():
+        assert admission.ask(0), "one inside, one on the way"
+        assert not admission.come(0)
+        with admission.handshake():
+            assert admission.come(0), "without a place, and both are taken"
+    assert not admission.ask(0)
+
+
+def test_the_pace_follows_what_is_let_in() -> None:
+    admission, clock = door(limit=1)
+    before = admission.rate
+    for _ in range(12):  # the database has stopped: nobody gets in, and all are told to stay away longer and longer
+        assert not admission.inside
+        admission.place()
+        clock.now += 1.1
+    assert admission.place() and admission.rate <= before / 5
+    for _ in range(10):
+        for _ in range(1000):
+            with admission.handshake():
+                pass
+        clock.now += 1.1
+    assert admission.rate > before
+
+
+def test_sockets_are_bounded() -> None:
+    admission, _ = door(connections=3)
+    assert admission.ask(3) and admission.come(3) and not admission.ask(1)
+
+
+def test_reports_are_spread_only_when_disk_or_merge_fall_behind() -> None:
+    clock = Clock()
+    spread = Spread(clock)
+    assert {spread.welcome() for _ in range(500)} == {0.0}
+    for _ in range(4000):
+        late = spread.welcome()
+    assert 2.0 < late < MOST_S
+    for _ in range(4500):
+        spread.reported()
+    assert spread.welcome() == 0.0, "they have reported"
+    spread.looked(1, 50_000)
+    clock.now += 1.0
+    spread.looked(101, 50_000)
+    assert spread.welcome() == MOST_S, "a hundred a second, and 50 000 wait"
+    spread.looked(None, None)
+    assert spread.welcome() == 0.0
+
+
+@pytest.fixture
+def gateway(house: House) -> Iterator[Gateway]:
+    made = house.gateway = Gateway(Keys(lease_flush_s=0.05, handshakes=1, agent_connections=2))
+    yield made
+    made.stop()
+
+
+@pytest.mark.django_db(transaction=True)
+def test_beyond_the_bound_the_challenge_is_503_with_one_sentence_and_no_work(
+    house: House, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = WireAgent(house.port, token=token())
+    spare = agent.credential(agent.challenge())
+    with monkeypatch.context() as nothing, gateway.admission.handshake():
+        nothing.setattr(gateway._writer, "put", None)  # the only road to the database
+        nothing.setattr("agents.enrolment.verify", None)
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(f"http://127.0.0.1:{house.port}{wire.CHALLENGE_PATH}")
+        body = json.loads(refused.value.read())
+        assert (refused.value.code, body["code"]) == (503, "busy") and "come back when" in body["error"]
+        assert 1 <= int(refused.value.headers["Retry-After"]) <= LONGEST_S + 1
+        with pytest.raises(InvalidStatus) as closed:
+            agent.connect(spare)
+        assert closed.value.response.status_code == 503 and "retry-after" in closed.value.response.headers
+    agent.connect(spare).close()  # refused at the door it is not used up
+    until(lambda: Event.objects.filter(action="agent.refused", host="(many)").exists())
+
+
+@pytest.mark.django_db(transaction=True)
+def test_connections_are_bounded_and_the_key_is_named(house: House, gateway: Gateway) -> None:
+    first, second = WireAgent(house.port, token=token()), WireAgent(house.port, host="cmp2", token=token("cmp2"))
+    with first.connect():
+        with second.connect():
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                urllib.request.urlopen(f"http://127.0.0.1:{house.port}{wire.CHALLENGE_PATH}")
+            assert "CYBORG_AGENT_CONNECTIONS" in json.loads(refused.value.read())["error"]
+        until(lambda: gateway.connected == 1)
+        second.connect().close()
+
+
+def test_a_fault_makes_a_report_urgent() -> None:
+    well, ill = answer(card(1)), answer(card(1), card(2, status="failed"))
+    assert not wire.Report.of(1, 1, "x" * 40, (well,)).urgent
+    assert wire.Report.of(1, 1, "x" * 40, (well, ill)).urgent
+    assert wire.Report.of(1, 1, "x" * 40, (well, DriverReport("other", "it hangs"))).urgent
+    assert not wire.Report.of(1, 1, "x" * 40, (DriverReport("other", "turned off", state="disabled"),)).urgent
+
+
+@pytest.mark.django_db(transaction=True)
+def test_hosts_with_faults_are_merged_first_with_all_that_waits_of_them(
+    house: House, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway.admission.limit = gateway.admission.connections = 10
+    calm = WireAgent(house.port, host="calm", token=token("calm"))
+    ill = WireAgent(house.port, host="ill", token=token("ill"))
+    with calm.connect() as one, ill.connect() as two:
+        ask(one, a_report(card(1)))
+        ask(two, a_report(card(1), card(2)))
+        ask(two, wire.Report.of(1, 2, "e" * 40, (DriverReport(answer().driver, "its bus is gone"),)))
+    assert list(Spooled.objects.order_by("id").values_list("urgent", flat=True)) == [False, False, True]
+    monkeypatch.setattr(tasks, "_batches", iter([1, 2, 3]))
+    tasks.merge_batch()
+    assert Device.objects.filter(host__name="ill").count() == 2, "the answer before the error is not lost"
+    assert Host.objects.get(name="ill").applied_seq == 2
+    assert not Device.objects.filter(host__name="calm").exists()
+    tasks.merge_batch()
+    assert Device.objects.filter(host__name="calm").exists()
+
+
+def test_a_batch_takes_faults_first_and_keeps_places_for_the_others() -> None:
+    made = Gateway(Keys(flush_max_rows=8, flush_interval_ms=0.0))
+    loop = asyncio.new_event_loop()
+    for n in range(40):
+        made._writer._jobs.put(SpoolJob(loop.create_future(), n, (1, 1), "", "", urgent=n >= 20))
+    batches = [[job.host_id for job in made._writer._collect() if isinstance(job, SpoolJob)] for _ in range(5)]
+    loop.close()
+    taken = [host for batch in batches for host in batch]
+    assert batches[0] == [20, 21, 22, 23, 24, 25, 0, 1]
+    assert sorted(taken) == list(range(40)) and {len(batch) for batch in batches} == {8}
+    assert [host for host in taken if host < 20] == list(range(20)), "each lane keeps its order"

@@ -1,0 +1,251 @@
+"""Samples at the gateway and from any process: known, asked for, shed, forgotten, and never stored."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket as sockets
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import pytest
+from django.core.signing import TimestampSigner
+from django.db import connection
+from django.test.utils import CaptureQueriesContext
+from websockets.sync.client import ClientConnection
+
+from accelerators.models import Event, Host
+from agents import credentials, enrolment, load, meters, peers, samples, wire
+from agents.gateway import Gateway as Served
+from agents.load import HostLoad, Loads
+from agents.models import Gateway, Lease
+from agents.peers import Ask, Door
+from agents.wire import DeviceLoad, Samples, Watch
+from cyborgweb.settings.keys import Keys
+from tests.agents.conftest import House
+from tests.support.webserver import until
+from tests.support.wireagent import WireAgent, ask
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+
+@pytest.fixture
+def gateway(house: House) -> Iterator[Served]:
+    made = Served(Keys(lease_flush_s=0.05))
+    door = Door(made.board)
+
+    async def served(scope: Any, receive: Any, send: Any) -> None:
+        await made(scope, receive, send)
+
+    async def challenge(scope: Any, receive: Any, send: Any) -> None:
+        await (door if scope["path"] == peers.PATH else made.challenge)(scope, receive, send)
+
+    house.gateway = served
+    served.challenge = challenge  # type: ignore[attr-defined]
+    load.forget()
+    yield made
+    made.stop()
+    load.forget()
+
+
+def an_agent(port: int, host: str = "cmp1") -> WireAgent:
+    made = credentials.parse_join_string(enrolment.make_token(host, address="http://x", hours=1, created_by="t"))
+    return WireAgent(port, host=host, token=made.secret)
+
+
+@pytest.fixture
+def agent(gateway: Served, house: House) -> WireAgent:
+    return an_agent(house.port)
+
+
+def says(busy: float, key: str = "pci:0") -> str:
+    return wire.encode(Samples((DeviceLoad(key, {"utilization_percent": busy, "power_watts": 40.0}),)))
+
+
+def known(loads: Loads) -> dict[int, float]:
+    """Host → how busy its device is."""
+    return {host: one.devices["pci:0"]["utilization_percent"] for host, one in loads.hosts.items()}
+
+
+def heard(socket: ClientConnection, host: int, busy: float) -> HostLoad:
+    """Say it until it is known: a loop that is late sheds samples."""
+
+    def said() -> HostLoad | None:
+        socket.send(says(busy))
+        loads = load.last({host})
+        return loads.hosts[host] if known(loads) == {host: busy} else None
+
+    return until(said)  # type: ignore[no-any-return]
+
+
+def asked(socket: ClientConnection) -> Watch:
+    """The next wish that arrives."""
+    while not isinstance(message := wire.decode_from_gateway(socket.recv(timeout=10)), Watch):
+        pass
+    return message
+
+
+def greeted(gateway: Served) -> int:
+    """The id of the host, once its Hello is heard."""
+    until(lambda: any(one.greeted for one in gateway.holders.by_host.values()))
+    return Host.objects.get().id
+
+
+@contextmanager
+def answering(socket: ClientConnection, busy: float) -> Iterator[None]:
+    """An agent that says how busy it is whenever it is asked."""
+
+    def work() -> None:
+        while not over.wait(0.01):
+            with suppress(TimeoutError):
+                if isinstance(wire.decode_from_gateway(socket.recv(timeout=0.1)), Watch):
+                    socket.send(says(busy))
+
+    over = threading.Event()
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    yield
+    over.set()
+    thread.join(10)
+
+
+def in_another_process(gateway: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on this process knows the gateway by its row alone."""
+    monkeypatch.delitem(samples.here, gateway.board.name)
+    load.forget()
+
+
+def test_what_a_host_said_last_is_known_in_every_process_and_stored_in_none(
+    agent: WireAgent, gateway: Served, house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gateway.reached_at(f"http://127.0.0.1:{house.port}")
+    with agent.speaking() as socket:
+        ask(socket, wire.Beat(1))
+        until(lambda: Gateway.objects.filter(name=gateway.board.name).exists())
+        host, lease = Host.objects.get().id, Lease.objects.get().seen_at
+        monkeypatch.setattr(gateway._writer, "put", None)  # the only road to the database
+        near = heard(socket, host, 40.0)
+        assert near.devices == {"pci:0": {"utilization_percent": 40.0, "power_watts": 40.0}}
+        with CaptureQueriesContext(connection) as statements:
+            assert known(load.last()) == {host: 40.0} and load.last({host + 1}) == Loads({})
+        assert len(statements) == 0, "the registry is remembered"
+        in_another_process(gateway, monkeypatch)
+        far = load.last({host})
+        assert (known(far), far.silent, far.hosts[host].devices) == ({host: 40.0}, (), near.devices)
+        assert known(load.last()) == {host: 40.0} and load.last({host + 1}) == Loads({})
+        assert Lease.objects.get().seen_at == lease
+    until(lambda: load.last() == Loads({}))
+
+
+def test_the_fastest_wish_is_told_once_and_a_slower_one_after_it(agent: WireAgent, gateway: Served) -> None:
+    with agent.speaking() as socket:
+        host = greeted(gateway)
+        load.watch({host}, 10, 100)
+        first = asked(socket)
+        assert (first.every_s, first.for_s) == (10, pytest.approx(100, abs=5))
+        load.watch({host}, 1, 1.5)
+        assert asked(socket).every_s == 1
+        for _ in range(5):
+            load.watch({host}, 10, 100)  # told nothing: the faster wish serves it
+        again = asked(socket)
+        assert again.every_s == 10 and 50 < again.for_s <= 100
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_a_census_waits_for_those_who_answer_and_no_longer_than_it_may(
+    agent: WireAgent, gateway: Served, house: House, monkeypatch: pytest.MonkeyPatch, far: bool
+) -> None:
+    gateway.reached_at(f"http://127.0.0.1:{house.port}")
+    with agent.speaking() as socket:
+        host = greeted(gateway)
+        heard(socket, host, 10.0)
+        ask(socket, wire.Beat(1))
+        until(lambda: Gateway.objects.exists())
+        if far:
+            in_another_process(gateway, monkeypatch)
+        silent = load.census({host}, 0.3)
+        assert silent.hosts == {} and silent.silent == (), "what was said before does not count"
+        assert asked(socket) == Watch(samples.LEAST_EVERY_S, 0.0)
+        found: list[Loads] = []
+        with answering(socket, 70.0):
+            until(lambda: found.append(load.census({host}, 20)) or known(found[-1]))
+        assert known(found[-1]) == {host: 70.0}
+
+
+def test_X5_samples_without_measure_are_dropped_and_named_and_beats_go_on(agent: WireAgent, gateway: Served) -> None:
+    before = dict(meters.tally)
+    with agent.speaking() as socket:
+        for _ in range(100):
+            socket.send(says(1.0))
+        assert ask(socket, wire.Beat(1)) == wire.Ack(1, "Beat")
+        assert meters.tally["shed"] - before["shed"] > 80 and meters.tally["taken"] - before["taken"] < 20
+    with agent.speaking() as socket:
+        many = tuple(DeviceLoad(f"pci:{n}", {"power_watts": 1.0}) for n in range(4000))
+        socket.send(wire.encode(Samples(many)))
+        assert ask(socket, wire.Beat(2)) == wire.Ack(2, "Beat")
+        assert load.last() == Loads({})
+    until(lambda: Event.objects.filter(action="agent.refused", host="cmp1", reason__contains="samples").exists())
+    for text in ('{"type":"Samples","loads":[{"key":"a","values":{"x":NaN}}]}', '{"type":"Samples","loads":[[]]}'):
+        with agent.speaking() as socket:
+            refusal = ask(socket, text)
+            assert isinstance(refusal, wire.Refuse) and refusal.code == "malformed"
+    until(lambda: Event.objects.filter(host="cmp1", changes__code=[None, "malformed"]).exists())
+
+
+def test_under_pressure_samples_are_shed_and_reports_are_not(
+    agent: WireAgent, gateway: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = dict(meters.tally)
+    monkeypatch.setattr(gateway, "_pending_bytes", gateway.limits.pending_report_bytes // 8 + 1)
+    with agent.speaking() as socket:
+        socket.send(says(1.0))
+        report = wire.Report(1, 1, wire.content_hash(()), ())
+        assert ask(socket, report) == wire.Ack(1, "Report")
+        assert (meters.tally["taken"] - before["taken"], meters.tally["shed"] - before["shed"]) == (0, 1)
+
+
+def test_only_who_has_our_key_may_ask_a_gateway(gateway: Served, house: House, agent: WireAgent) -> None:
+    def post(body: bytes, signed: str = "", method: str = "POST") -> int:
+        link = http.client.HTTPConnection("127.0.0.1", house.port, timeout=10)
+        link.request(method, peers.PATH, body, {peers.HEADER: signed} if signed else {})
+        status, said = (answer := link.getresponse()).status, json.loads(answer.read())
+        link.close()
+        assert status == 200 or said["error"]
+        return status
+
+    def sign(body: bytes, salt: str = "agents.peers", now: float = 0.0) -> str:
+        signer = TimestampSigner(salt=salt)
+        if now:
+            signer.timestamp = lambda: "1"  # type: ignore[method-assign]
+        return signer.sign(peers._digest(body))
+
+    assert [post(b"{}"), post(b"{}", "x:1:y"), post(b"{}", sign(b"{}", "another"))] == [403] * 3
+    assert post(b"{}", sign(b"{}", now=1.0)) == 403, "signed long ago"
+    assert post(b"{}", sign(b"[]")) == 400
+    assert post(b"[]", sign(b"[]")) == 400
+    assert post(b" " * (peers.MAX_ASK_BYTES + 1), sign(b" ")) == 413
+    assert post(b"{}", sign(b"{}"), "GET") == 403
+    assert post(b"{}", sign(b"{}")) == 200
+    assert peers.ask(f"http://127.0.0.1:{house.port}", Ask(), 5).gateway == gateway.board.name
+
+
+def test_a_gateway_that_does_not_answer_is_named_and_not_waited_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "DEADLINE_S", 0.2)
+    with sockets.create_server(("127.0.0.1", 0)) as stuck:
+        stuck.settimeout(5)
+        Gateway.objects.create(name="far", url=f"http://127.0.0.1:{stuck.getsockname()[1]}")
+        load.forget()
+        assert load.last() == Loads({}, ("far",))
+        stuck.accept()[0].close()
+        assert load.last() == Loads({}, ("far",))
+        stuck.settimeout(0.3)
+        with pytest.raises(TimeoutError):
+            stuck.accept()
+    load.forget()
+
+
+def test_without_gateways_nothing_is_known_at_once(db: None) -> None:
+    load.forget()
+    assert load.last() == load.watch({1}, 1, 10) == load.census({1}, 60) == Loads({})

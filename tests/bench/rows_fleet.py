@@ -1,0 +1,171 @@
+"""Rows of a fleet against the whole product: a storm with reports, thousands at rest, and an hour of kills.
+
+The agents are those of `tests.fleet`: they back off, honour Retry-After and the jitter they are told, and remember what
+was acknowledged, which is compared with the tables at the end.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import monotonic, sleep
+
+from tests.bench import fixtures
+from tests.bench.figures import Row, cpu_s
+from tests.bench.lab import Generator, Lab, serving
+from tests.bench.statements import logged
+from tests.bench.whole import Whole, wait_for
+from tests.fleet import verdict
+from tests.fleet.installation import Fleet, Installation
+
+DEVICES = 8
+REPORTERS = 200
+BEAT_S, FLUSH_S = 8.0, 5.0
+"""Of a product with its defaults."""
+PATIENCE_S = 600.0
+LEASES = "INSERT INTO agents_lease"
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much of it; `soak_s` 0 leaves the soak out."""
+
+    storm: int
+    rest: int
+    rest_s: float
+    soak: int = 1000
+    soak_s: float = 0.0
+
+
+def rows(lab: Lab, whole: Whole, generator: Generator, size: Size, progress: Callable[[str], None]) -> list[Row]:
+    """Up to five figures, on one running product."""
+    found = _storm(lab, whole, generator, size.storm, progress)
+    found += _rest(lab, whole, size, progress)
+    if size.soak_s:
+        found += _soak(lab, whole, size, progress)
+    fixtures.empty_inventory()
+    return found
+
+
+def _storm(lab: Lab, whole: Whole, generator: Generator, count: int, progress: Callable[[str], None]) -> list[Row]:
+    progress(f"{count} agents of a fleet connect and report, against bare connects and reports alone")
+    fixtures.enrol(count)
+    with serving(lab, "bare") as bare:
+        connects = count / generator.ask("storm", group="bare", port=bare.port, count=count, devices=0)["connected_s"]
+        generator.ask("close", group="bare")
+    reports = _durable_rate(whole, generator)
+    fixtures.empty_inventory()
+    fleet = Fleet(lab)
+    try:
+        there = Installation(lab, whole, fleet, count, DEVICES)
+        began, durable = monotonic(), 0.0
+        there.power_on()
+        while (sight := there.look()).devices != count * DEVICES or sight.owing:
+            if not durable and not sight.owing and sight.connected == count:
+                durable = monotonic() - began
+            if monotonic() - began > PATIENCE_S:
+                break
+            sleep(0.2)
+        seen = monotonic() - began
+        durable = durable or seen
+        done, sight = verdict.settled(there, PATIENCE_S)
+        lost = verdict.lost(there)
+    finally:
+        fleet.stop()
+    ceiling = count / connects + count / reports
+    note = (
+        f"{connects:.0f} bare connects/s, {reports:.0f} durable reports/s; {sight.sent_away} told to come back,"
+        f" {len(lost)} hosts lost; {'all' if done else 'NOT all'} up at the end"
+    )
+    name = f"{count} agents x {DEVICES} devices connect and report"
+    against = "bare connects, then reports"
+    holds = done and not lost
+    return [
+        Row(f"{name}: durable", durable, "s", against, 0.40, ceiling, ceiling / durable, None, note, holds),
+        Row(f"{name}: visible", seen, "s", against, 0.40, ceiling, ceiling / seen, None, "", holds),
+    ]
+
+
+def _durable_rate(whole: Whole, generator: Generator) -> float:
+    """Reports a second that the same product makes durable when nobody connects."""
+    generator.connect("reporters", whole.port, REPORTERS)
+    done = generator.ask("run", group="reporters", message="report", devices=DEVICES, seconds=1.0)
+    generator.ask("close", group="reporters")
+    wait_for(lambda: not _spooled(), "the reports are merged", patience_s=PATIENCE_S)
+    return float(done["count"] / done["seconds"])
+
+
+def _spooled() -> bool:
+    from agents.models import Spooled
+
+    return Spooled.objects.exists()
+
+
+def _rest(lab: Lab, whole: Whole, size: Size, progress: Callable[[str], None]) -> list[Row]:
+    progress(f"{size.rest} agents at rest for {size.rest_s:.0f} s")
+    fixtures.enrol(size.rest)
+    fleet, web = Fleet(lab), whole.child("cyborgweb.web")
+    try:
+        there = Installation(lab, whole, fleet, size.rest, 1)
+        there.power_on()
+        _, before = verdict.settled(there, PATIENCE_S)
+        spent, began = cpu_s(web), monotonic()
+        sleep(size.rest_s)
+        share = (cpu_s(web) - spent) / (monotonic() - began)
+        with logged(lab) as found:
+            at = monotonic()
+            sleep(max(size.rest_s / 2, 2 * FLUSH_S))
+            took = monotonic() - at
+        after = there.look()
+    finally:
+        fleet.stop()
+    beats = (after.counts["beats"] - before.counts["beats"]) / (after.at - before.at)
+    flushes = [pid for pid, text in found if LEASES in text]
+    ours = sum(pid in set(flushes) for pid, _ in found)
+    note = f"{beats:.0f} beats/s (one each {BEAT_S:.0f} s), {after.connected} of {size.rest} connected"
+    counted = f"{ours} statements of the writer in {took:.0f} s, {beats * took:.0f} beats meanwhile"
+    name, all_there = f"{size.rest} agents at rest", after.connected == size.rest
+    return [
+        Row(f"{name}: CPU of web", 100 * share, "%", "of one core", 50.0, note=note, holds=all_there),
+        Row(
+            f"{name}: lease flushes",
+            len(flushes),
+            "",
+            f"one each {FLUSH_S:.0f} s",
+            took / FLUSH_S + 1,
+            note=counted,
+            holds=bool(flushes),
+        ),
+    ]
+
+
+def _soak(lab: Lab, whole: Whole, size: Size, progress: Callable[[str], None]) -> list[Row]:
+    """Agents are killed by chance, one a second; memory of web in the last third against that in the first."""
+    progress(f"{size.soak} agents for {size.soak_s:.0f} s, one killed each second")
+    fixtures.enrol(size.soak)
+    fleet = Fleet(lab)
+    try:
+        there = Installation(lab, whole, fleet, size.soak, DEVICES)
+        there.power_on()
+        verdict.settled(there, PATIENCE_S)
+        fleet.ask("unrest", changes_s=size.soak / 60, kills_s=1.0)
+        end, memory = monotonic() + size.soak_s, list[int]()
+        while monotonic() < end:
+            memory.append(there.look().web_kb)
+            sleep(0.5 + random.random())
+        fleet.ask("unrest")
+        done, last = verdict.settled(there, PATIENCE_S)
+        lost = verdict.lost(there)
+    finally:
+        fleet.stop()
+    third = max(1, len(memory) // 3)
+    first, final = (sum(part) / len(part) for part in (memory[:third], memory[-third:]))
+    counts = last.counts
+    note = (
+        f"{first / 1024:.0f} MB in the first third, {final / 1024:.0f} in the last; {counts.get('kills', 0)} kills,"
+        f" {counts.get('acknowledged', 0)} reports, {len(lost)} hosts lost, {last.owing} owe one"
+    )
+    name = f"soak, {size.soak} agents, {size.soak_s / 60:.0f} min: memory"
+    drift = 100 * abs(final - first) / first
+    return [Row(name, drift, "%", "its first third", 5.0, note=note, holds=done and not lost)]

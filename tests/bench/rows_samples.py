@@ -1,0 +1,120 @@
+"""Rows of samples: what a thousand watched hosts cost the web process, and what their beats notice of it.
+
+Somebody in another process (this one) looks at all of them, once a second, as a page does; agents send as they are
+asked to by the gateway. Rounds with and without a watcher take turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from threading import Event, Thread
+from time import monotonic, sleep
+from typing import Any
+
+from tests.bench import fixtures
+from tests.bench.figures import Row, cpu_s, median
+from tests.bench.lab import CannotMeasure, Generator, Lab, Server, serving
+
+DEVICES, METRICS = 8, 6
+EVERY_S, FOR_S = 1.0, 4.0
+PAUSE_S = 2.0
+PATIENCE_S = 30.0
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much of it."""
+
+    hosts: int
+    rounds: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One round: cores of the web process, samples a second, of how many hosts they are known, p99 of Beats in ms."""
+
+    cores: float
+    rate: float
+    known: int
+    p99_ms: float
+
+
+def rows(lab: Lab, generator: Generator, size: Size, progress: Callable[[str], None]) -> list[Row]:
+    """CPU of the web process, and acknowledgements beside it."""
+    progress(f"samples of {size.hosts} watched hosts")
+    hosts = fixtures.enrol(size.hosts)
+    quiet: list[Turn] = []
+    watched: list[Turn] = []
+    with serving(lab, "product", CYBORG_LEASE_FLUSH_S="1") as server:
+        generator.connect("watched", server.port, size.hosts)
+        generator.ask("sample", group="watched", devices=DEVICES, pause=PAUSE_S)
+        _until(lambda: len(_look(hosts)) == size.hosts, "every host's samples")
+        for _ in range(size.rounds):
+            watched.append(_turn(generator, server, hosts, size.seconds))
+            _until(lambda: not generator.ask("sampled", group="watched", seconds=0.5)["samples"], "the end of samples")
+            quiet.append(_turn(generator, server, [], size.seconds))
+            _look(hosts)
+            sleep(EVERY_S)
+        generator.ask("close", group="watched")
+    return _figures(size, quiet, watched)
+
+
+def _figures(size: Size, quiet: list[Turn], watched: list[Turn]) -> list[Row]:
+    cores, rate = median([turn.cores for turn in watched]), median([turn.rate for turn in watched])
+    idle = median([turn.cores for turn in quiet])
+    known = min(turn.known for turn in watched)
+    p99, before = median([turn.p99_ms for turn in watched]), median([turn.p99_ms for turn in quiet])
+    ratio = median([one.p99_ms / max(other.p99_ms, 1e-3) for one, other in zip(quiet, watched, strict=True)])
+    per_sample = (cores - idle) / max(rate, 1.0) * 1e6
+    what = f"{size.hosts} hosts, {DEVICES} devices of {METRICS} values each"
+    note = f"{what}; {rate:.0f} messages/s, {idle:.1%} of a core without; a watcher reads {known} hosts a second"
+    beats = f"{what}, a Beat in {PAUSE_S:.0f} s each; p99"
+    return [
+        Row(
+            "samples: web process",
+            cores * 100,
+            "% of a core",
+            "",
+            30.0,
+            cpu_us=per_sample,
+            note=note,
+            holds=rate > 0.8 * size.hosts / EVERY_S and known > 0.95 * size.hosts,
+        ),
+        Row("Beats beside samples", p99, "ms", "without samples", 0.5, before, ratio, note=beats),
+    ]
+
+
+def _turn(generator: Generator, server: Server, hosts: list[int], seconds: float) -> Turn:
+    """`hosts` are watched meanwhile."""
+    known: list[int] = []
+    over = Event()
+
+    def look() -> None:
+        while hosts and not over.is_set():
+            known.append(len(_look(hosts)))
+            over.wait(EVERY_S)
+
+    reader = Thread(target=look)
+    before = cpu_s(server.pid)
+    reader.start()
+    found = generator.ask("sampled", group="watched", seconds=seconds)
+    spent = cpu_s(server.pid) - before
+    over.set()
+    reader.join()
+    return Turn(spent / seconds, found["samples"] / seconds, min(known, default=0), found["p99_ms"])
+
+
+def _look(hosts: list[int]) -> dict[int, Any]:
+    from agents import load
+
+    return load.watch(hosts, EVERY_S, FOR_S).hosts
+
+
+def _until(condition: Callable[[], bool], what: str) -> None:
+    end = monotonic() + PATIENCE_S
+    while not condition():
+        if monotonic() > end:
+            raise CannotMeasure(f"{what}: not within {PATIENCE_S:.0f} s")
+        sleep(0.3)

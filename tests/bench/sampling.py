@@ -1,0 +1,76 @@
+"""Agents that are watched: they send samples as they are asked to, and beat meanwhile. Part of `tests.bench.load`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from agents import wire
+from tests.bench.peer import Peer
+
+HELLO = wire.encode(wire.Hello("bench", "bench", ("bench_driver",)))
+BEAT = '{{"type":"Beat","seq":{}}}'
+WATCH = b'{"type":"Watch"'
+METRICS = (
+    "utilization_percent",
+    "memory_used_bytes",
+    "memory_total_bytes",
+    "temperature_celsius",
+    "power_watts",
+    "errors_correctable_total",
+)
+
+
+def samples(devices: int) -> str:
+    """One message, of a usual size."""
+    loads = (wire.DeviceLoad(f"pci:0000:{n:02x}:00.0", dict.fromkeys(METRICS, 1234567.25)) for n in range(devices))
+    return wire.encode(wire.Samples(tuple(loads)))
+
+
+class Sampling:
+    """What all agents of a group do; `sent` counts samples, `times` are how long acknowledgements took."""
+
+    def __init__(self, peers: Sequence[Peer], devices: int, pause: float) -> None:
+        self._peers, self._text, self._pause = peers, samples(devices), pause
+        self._later = asyncio.get_running_loop().call_later
+        self._wishes: dict[Peer, tuple[float, float]] = {}
+        self.sent = 0
+        self.times: list[float] = []
+
+    def begin(self) -> None:
+        """Say Hello, and beat from now on, one after the other."""
+        for number, peer in enumerate(self._peers):
+            peer.on_message = self._hear
+            peer.send(HELLO)
+            self._later(self._pause * number / len(self._peers), self._beat, peer)
+
+    def _beat(self, peer: Peer) -> None:
+        if not peer.lost:
+            peer.seq += 1
+            peer.sent_at = time.perf_counter()
+            peer.send(BEAT.format(peer.seq))
+            self._later(self._pause, self._beat, peer)
+
+    def _hear(self, peer: Peer, payload: bytes) -> None:
+        if not payload.startswith(WATCH):
+            self.times.append(time.perf_counter() - peer.sent_at)
+            return
+        asked = wire.decode_from_gateway(payload)
+        assert isinstance(asked, wire.Watch)
+        wish = self._wishes[peer] = asked.every_s, time.perf_counter() + asked.for_s
+        self._say(peer, wish)
+
+    def _say(self, peer: Peer, wish: tuple[float, float]) -> None:
+        if self._wishes.get(peer) is wish and time.perf_counter() <= wish[1] and not peer.lost:
+            peer.send(self._text)
+            self.sent += 1
+            self._later(wish[0], self._say, peer, wish)
+
+    async def look(self, seconds: float) -> dict[str, Any]:
+        """What was sent and acknowledged in the next `seconds`."""
+        self.times.clear()
+        began = self.sent
+        await asyncio.sleep(seconds)
+        return {"samples": self.sent - began, "times": sorted(self.times)}

@@ -1,0 +1,40 @@
+"""How busy a device is, drawn while somebody looks; and a census asked with the keyboard alone."""
+
+from __future__ import annotations
+
+import pytest
+from playwright.sync_api import expect
+
+from tests.browser.conftest import Desk
+from tests.support.webserver import until
+
+pytestmark = pytest.mark.browser
+
+
+def test_a_device_is_drawn_as_it_speaks_and_a_page_that_renews_itself_leaves_the_chart(desk: Desk) -> None:
+    until(lambda: desk.product.rows("SELECT 1 FROM accelerators_device"), 60)
+    ((key,),) = desk.product.rows("SELECT id FROM accelerators_device LIMIT 1")
+    page = desk.operator()
+    page.goto(f"/admin/accelerators/device/{key}/change/")
+    expect(page.locator("[data-state]")).to_contain_text("live, each second")
+    chart = page.locator(".charts figure").first
+    expect(chart).to_contain_text("utilization")
+    line = chart.locator("path").last
+    before = line.get_attribute("d")
+    page.evaluate("window.sameChart = document.querySelector('.charts svg')")
+    page.get_by_label("Reason").first.fill("burnt in")
+    desk.product.rows("UPDATE accelerators_device SET state_reason = 'looked at' RETURNING 1")
+    page.get_by_label("Reason").first.fill("")
+    page.locator("h1").click()
+    expect(page.locator("main")).to_contain_text("looked at")
+    expect(line).not_to_have_attribute("d", before or "")
+    assert page.evaluate("window.sameChart === document.querySelector('.charts svg')")
+    assert "%" in (chart.locator("svg").get_attribute("aria-label") or "")
+
+
+def test_a_census_with_the_keyboard_alone(desk: Desk) -> None:
+    page = desk.operator()
+    page.goto("/admin/census/")
+    page.get_by_label("Requests more").press("Enter")
+    expect(page.locator("#found")).to_contain_text("1 answered")
+    expect(page.locator(".census")).to_contain_text("nothing free there is ready and fits")

@@ -1,0 +1,83 @@
+"""`python -m tests.fleet N`: run a scenario with N agents, watch it, and see at the end whether anything was lost.
+
+Exits 0 when every promise held, 1 when one did not, 2 when it could not be run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from drivers.process import die_with_parent
+from tests.bench.lab import CannotMeasure
+from tests.fleet import verdict
+from tests.fleet.installation import Installation, installed
+from tests.fleet.scenarios import SCENARIOS, Run, judged
+from tests.fleet.view import View
+
+TEACHES = """\
+scenarios:
+{scenarios}
+
+The whole product is started on free ports with a state directory of its own; no process of it is left, however this
+ends. Every agent has a key of its own, speaks the real wire, backs off as the real agent does, and reports its
+devices. Make sure of open files first: N agents need 2 N + 200 here and N + 200 in the web process (`ulimit -Hn`).
+
+examples:
+  python -m tests.fleet 500                           a quick one
+  python -m tests.fleet 5000 --scenario power-return  a data centre gets its power back
+  make fleet N=2000 SCENARIO=all
+"""
+
+
+def main() -> int:
+    """See the module."""
+    told = "\n".join(f"  {name:<17} {(one.__doc__ or '').splitlines()[0]}" for name, one in SCENARIOS.items())
+    parser = argparse.ArgumentParser(
+        prog="tests.fleet",
+        description="Thousands of simulated agents against the whole product.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog=TEACHES.format(scenarios=told),
+    )
+    parser.add_argument("count", type=int, nargs="?", default=1000, help="how many agents (1000)")
+    parser.add_argument("--scenario", default="cold-start", choices=[*SCENARIOS, "all"], help="what happens to them")
+    parser.add_argument("--devices", type=int, default=8, help="of each (8)")
+    parser.add_argument("--hold", type=float, default=15.0, help="seconds that unrest and outages last (15)")
+    parser.add_argument("--patience", type=float, default=300.0, help="seconds until all must be settled (300)")
+    parser.add_argument("--handshakes", type=int, default=512, help="CYBORG_HANDSHAKES of the product (512)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the verdicts there, too")
+    arguments = parser.parse_args()
+    die_with_parent()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))
+    settings = {"CYBORG_HANDSHAKES": str(arguments.handshakes)}
+    verdicts: dict[str, list[verdict.Line]] = {}
+    with tempfile.TemporaryDirectory(prefix="cyborg-fleet-") as folder:
+        try:
+            with installed(Path(folder), arguments.count, arguments.devices, **settings) as there:
+                for name in SCENARIOS if arguments.scenario == "all" else [arguments.scenario]:
+                    verdicts[name] = _one(name, there, arguments)
+        except (CannotMeasure, KeyboardInterrupt) as error:
+            print(f"fleet: {error or 'stopped'}", file=sys.stderr)
+            return 2
+    if arguments.json:
+        arguments.json.write_bytes(msgspec.json.encode(verdicts))
+    return int(not all(line.holds for lines in verdicts.values() for line in lines))
+
+
+def _one(name: str, there: Installation, arguments: argparse.Namespace) -> list[verdict.Line]:
+    print(f"{name}: {(SCENARIOS[name].__doc__ or '').strip()}", flush=True)
+    view = View(f"{name}, {there.count} agents", there.count, there.devices)
+    lines = judged(name, Run(there, view, arguments.patience, arguments.hold))
+    print(f"\n{verdict.table(lines)}\n", flush=True)
+    return lines
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("DJANGO_SETTINGS_MODULE", "cyborgweb.settings.base")
+    sys.exit(main())

@@ -1,0 +1,344 @@
+"""The fleet's agents: real keys, real wire, back-off and journal as the agent's, without its hardware. One process.
+
+Run by `installation.Fleet`; commands and answers are JSON lines. A host's content is a generation: its devices have the
+model `g<number>`, so the tables tell which report they are of.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import resource
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import uvloop
+
+from agents import wire
+from agents.host.pace import Backoff, Owed, Pace
+from drivers.inventory import DriverReport
+from drivers.process import die_with_parent
+from tests.bench import messages
+from tests.bench.peer import Address, Peer, Refused, address, connect, key_of
+
+DRIVER = "bench_driver"
+LOAD = {"utilization_percent": 50.0, "memory_used_bytes": 1e9, "temperature_celsius": 61.0, "power_watts": 75.0}
+OVERSIZED = 1_200_000
+"""Characters of what a bad driver now and then makes its agent send: more than a gateway takes."""
+TICK_S = 1.0
+
+
+@dataclass
+class Doings:
+    """What all hosts together have done so far."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)
+    """Attempts that failed, by what was answered: a status, or `closed`."""
+
+
+@dataclass
+class Host:
+    """One agent: what its journal would hold (epoch, seq, content, what was acknowledged), and its socket."""
+
+    number: int
+    devices: int
+    doings: Doings
+    bad: bool = False
+    where: Address = field(default_factory=lambda: Address(0))
+    pace: Pace = field(default_factory=Pace)
+    epoch: int = field(default_factory=lambda: int(time.time()))
+    """From the clock, as of an agent that has lost its journal: above what an earlier fleet has told."""
+    seq: int = 0
+    generation: int = 0
+    acknowledged: int = -1
+    """The highest generation that the conductor says to have."""
+    failing: bool = False
+    oversized: bool = False
+    peer: Peer | None = None
+    task: asyncio.Task[None] | None = None
+    _applied: str = ""
+    _report_from: float = 0.0
+    _owed: Owed = field(default_factory=lambda: Owed(8.0, Pace()))
+    _under_way: tuple[int, int, str] = (0, 0, "")
+    _samples: asyncio.TimerHandle | None = None
+
+    def __post_init__(self) -> None:
+        self.key = key_of(self.number)
+        self._changed = asyncio.Event()
+
+    @property
+    def connected(self) -> bool:
+        """Welcomed, and not lost since."""
+        return self.peer is not None and not self.peer.lost
+
+    @property
+    def owes(self) -> bool:
+        """Whether the conductor has not said that it has the present content."""
+        return self.acknowledged < self.generation
+
+    def told(self) -> tuple[DriverReport, ...]:
+        """What its driver answers now."""
+        if self.failing:
+            return (DriverReport(DRIVER, "its hardware does not answer (simulated)"),)
+        name = messages.host_name(self.number)
+        return (DriverReport(DRIVER, "", messages.devices(self.devices, name, f"g{self.generation}")),)
+
+    def change(self) -> None:
+        """Another content, to be reported."""
+        self.generation += 1
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Connect, talk, connect again, as `agents.host.link` does."""
+        backoff, clock = Backoff(self.pace), asyncio.get_running_loop().time
+        while True:
+            began, after = clock(), 0.0
+            try:
+                async with asyncio.timeout(2 * self.pace.open):
+                    peer = await connect(self.where, self.number, self.key, self.epoch)
+                await self._talk(peer)
+            except Refused as error:
+                after = error.retry_after
+                self.doings.refused[str(error.status or "closed")] += 1
+            except TimeoutError:
+                self.doings.refused["silence"] += 1
+            except OSError as error:
+                self.doings.refused[type(error).__name__] += 1
+            finally:
+                self._end()
+            if clock() - began >= self.pace.settled:
+                backoff.reset()
+            await asyncio.sleep(after + backoff.next())
+
+    def _end(self) -> None:
+        if self._samples:
+            self._samples.cancel()
+            self._samples = None
+        if self.peer and self.peer.transport:
+            self.peer.transport.abort()
+        self.peer = None
+
+    async def _talk(self, peer: Peer) -> None:
+        loop = asyncio.get_running_loop()
+        welcome = wire.decode_from_gateway(peer.welcome)
+        if not isinstance(welcome, wire.Welcome):
+            raise Refused(f"instead of a Welcome: {welcome}")
+        if welcome.epoch > self.epoch:
+            self.epoch, self.seq = welcome.epoch + 1, 0
+        self.peer, self._applied = peer, welcome.applied_hash
+        self._owed = Owed(welcome.beat_s, self.pace)
+        self._owed.answered = loop.time()
+        self._report_from = loop.time() + self.pace.draw() * welcome.jitter_s
+        peer.on_message, peer.on_lost = self._hear, lambda _: self._changed.set()
+        peer.send(wire.encode(wire.Hello("fleet", f"boot-{self.epoch}", (DRIVER,))))
+        beat_at, beat = loop.time() + self.pace.draw() * welcome.beat_s, 0
+        while not peer.lost:
+            now = loop.time()
+            if self._owed.overdue(now):
+                self.doings.counts["silences"] += 1
+                return
+            if now >= beat_at:
+                beat, beat_at = beat + 1, now + welcome.beat_s
+                self._owed.sent("Beat", beat, now)
+                peer.send(f'{{"type":"Beat","seq":{beat}}}')
+                self.doings.counts["beats"] += 1
+            self._report(peer, now)
+            self._changed.clear()
+            until = min(beat_at, self._owed.due(), self._report_from if now < self._report_from else beat_at)
+            timer = loop.call_at(until, self._changed.set)
+            await self._changed.wait()
+            timer.cancel()
+
+    def _report(self, peer: Peer, now: float) -> None:
+        if not self.owes or self._owed.report is not None or (now < self._report_from and not self.failing):
+            return
+        if self.oversized:
+            self.oversized = False
+            self.doings.counts["oversized"] += 1
+            peer.send(wire.encode(wire.Report(self.epoch, self.seq, "0" * 40, (), ())) + " " * OVERSIZED)
+            return
+        told = self.told()
+        content = wire.content_hash(told)
+        self.seq += 1
+        self._under_way = self.generation, self.seq, content
+        self._owed.sent("Report", self.seq, now)
+        peer.send(wire.encode(wire.Report.of(self.epoch, self.seq, content, told)))
+        self.doings.counts["reports"] += 1
+
+    def _hear(self, peer: Peer, payload: bytes) -> None:
+        message = wire.decode_from_gateway(payload)
+        if isinstance(message, wire.Ack):
+            self._owed.acknowledged(message.of, message.seq, asyncio.get_running_loop().time())
+            generation, seq, self._applied = self._under_way
+            if message.of == "Report" and message.seq == seq:
+                self.acknowledged = max(self.acknowledged, generation)
+                self.doings.counts["acknowledged"] += 1
+                if self.owes:
+                    self._changed.set()
+        elif isinstance(message, wire.Watch):
+            if self._samples:
+                self._samples.cancel()
+            end = asyncio.get_running_loop().time() + message.for_s
+            self._sample(peer, max(message.every_s, 0.5), end)
+        elif isinstance(message, wire.Probe):
+            peer.send(wire.encode(wire.Alive(message.nonce)))
+        elif isinstance(message, wire.Refuse):
+            self.doings.refused[message.code] += 1
+
+    def _sample(self, peer: Peer, every_s: float, end: float) -> None:
+        loop = asyncio.get_running_loop()
+        found = messages.devices(self.devices)
+        peer.send(wire.encode(wire.Samples(tuple(wire.DeviceLoad(one.key, LOAD) for one in found))))
+        self.doings.counts["samples"] += 1
+        self._samples = loop.call_later(every_s, self._sample, peer, every_s, end) if loop.time() < end else None
+
+    def state(self) -> tuple[str, int, int, str, str, int]:
+        """For the verdict: name, epoch, seq, hash and model of what was acknowledged last, devices; '' none."""
+        generation, seq, content = self._under_way
+        model = "" if self.failing else f"g{generation}"
+        return messages.host_name(self.number), self.epoch, seq, content, model, self.devices
+
+
+class Hosts:
+    """All of them, and the commands that `installation.Fleet` gives."""
+
+    def __init__(self) -> None:
+        self.hosts: list[Host] = []
+        self.doings = Doings()
+        self._unrest: asyncio.Task[None] | None = None
+
+    async def start(self, ports: list[int], count: int, devices: int, bad: float) -> dict[str, Any]:
+        """Make `count` hosts where there are none, give the share `bad` a bad driver, and let all connect at once."""
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if hard != resource.RLIM_INFINITY and hard < 2 * count + 200:
+            raise OSError(f"{count} agents need {2 * count + 200} open files, the limit is {hard}: raise `ulimit -Hn`")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        places = [address(port) for port in ports]
+        for number in range(len(self.hosts), count):
+            self.hosts.append(Host(number, devices, self.doings, where=places[number % len(places)]))
+        for host in self.hosts:
+            host.bad = int((host.number + 1) * bad) > int(host.number * bad)
+        return await self.on()
+
+    async def on(self) -> dict[str, Any]:
+        """Power: who is off connects, at once; a new life of the agent, with an epoch of its own."""
+        for host in self.hosts:
+            if host.task is None:
+                host.task = asyncio.get_running_loop().create_task(host.run())
+        return {}
+
+    async def off(self, share: float = 1.0) -> dict[str, Any]:
+        """No power: the sockets are gone without a word. `share` of the hosts, by chance."""
+        tasks = []
+        for host in self.hosts:
+            if host.task and random.random() < share:
+                host.task.cancel()
+                tasks.append(host.task)
+                host.task, host.epoch, host.seq = None, host.epoch + 1, 0
+        for outcome in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(outcome, Exception):
+                raise outcome
+        return {"gone": len(tasks)}
+
+    async def change(self, share: float = 1.0, good: bool = False) -> dict[str, Any]:
+        """Other content on `share` of the hosts, now; with `good` of those whose driver is not bad."""
+        chosen = [host for host in self.hosts if random.random() < share and not (good and host.bad)]
+        for host in chosen:
+            host.change()
+        return {"changed": len(chosen)}
+
+    async def unrest(self, changes_s: float = 0.0, kills_s: float = 0.0, bad_s: float = 0.0) -> dict[str, Any]:
+        """From now on: so many changes, agents killed and misdeeds of bad drivers a second; all 0: rest, every driver
+        well."""
+        if self._unrest:
+            self._unrest.cancel()
+            self._unrest = None
+        if changes_s or kills_s or bad_s:
+            self._unrest = asyncio.get_running_loop().create_task(self._restless(changes_s, kills_s, bad_s))
+        else:
+            for host in self.hosts:
+                if host.failing:
+                    host.failing = False
+                    host.change()
+        return {}
+
+    async def _restless(self, changes_s: float, kills_s: float, bad_s: float) -> None:
+        bad = [host for host in self.hosts if host.bad]
+        owed: dict[Callable[[Host], None], float] = {}
+        while True:
+            await asyncio.sleep(TICK_S)
+            for do, a_second, of in (
+                (Host.change, changes_s, self.hosts),
+                (_kill, kills_s, self.hosts),
+                (_misbehave, bad_s, bad),
+            ):
+                owed[do] = owed.get(do, 0.0) + a_second * TICK_S
+                for host in random.sample(of, min(int(owed[do]), len(of))):
+                    do(host)
+                owed[do] %= 1.0
+
+    async def look(self) -> dict[str, Any]:
+        """What there is to see."""
+        return {
+            "connected": sum(host.connected for host in self.hosts),
+            "owing": sum(host.owes for host in self.hosts),
+            "good_owing": sum(host.owes for host in self.hosts if not host.bad),
+            "counts": self.doings.counts,
+            "refused": self.doings.refused,
+        }
+
+    async def forget(self) -> dict[str, Any]:
+        """What was counted; another scenario begins."""
+        self.doings.counts.clear()
+        self.doings.refused.clear()
+        return {}
+
+    async def states(self) -> dict[str, Any]:
+        """Of every host what was acknowledged last."""
+        return {"states": [host.state() for host in self.hosts]}
+
+
+def _kill(host: Host) -> None:
+    """kill -9 of one agent, and it is started again at once."""
+    if host.task:
+        host.task.cancel()
+        host.epoch, host.seq = host.epoch + 1, 0
+        host.task = asyncio.get_running_loop().create_task(host.run())
+        host.doings.counts["kills"] += 1
+
+
+def _misbehave(host: Host) -> None:
+    """Its driver fails, comes back, flaps, or makes its agent send what no gateway takes."""
+    kind = random.choice(("error", "flapping", "oversized"))
+    host.failing = kind == "error" and not host.failing
+    host.oversized = kind == "oversized"
+    host.change()
+
+
+async def _serve() -> None:
+    hosts, loop = Hosts(), asyncio.get_running_loop()
+    while line := await loop.run_in_executor(None, sys.stdin.readline):
+        command = json.loads(line)
+        try:
+            answer = await getattr(hosts, command.pop("do"))(**command)
+        except (OSError, RuntimeError, ValueError) as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(msgspec.json.encode(answer).decode(), flush=True)
+
+
+def main() -> None:
+    """Until standard input ends."""
+    die_with_parent()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve())
+
+
+if __name__ == "__main__":
+    main()

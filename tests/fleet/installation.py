@@ -1,0 +1,180 @@
+"""The whole product on free ports with a state directory of its own, its fleet, and what is seen of both.
+
+Used by `__main__`, the bench and tests/system/test_bootstorm.py. All of it dies with the process that started it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psycopg
+
+from tests.bench.figures import cpu_s, rss_kb
+from tests.bench.lab import ROOT, CannotMeasure, Lab
+from tests.bench.whole import Whole, children, command, running, wait_for
+
+DEPTH = """
+SELECT (SELECT count(*) FROM spool), (SELECT coalesce(extract(epoch FROM now() - min(received_at)), 0) FROM spool),
+       (SELECT count(*) FROM accelerators_device d JOIN accelerators_host h ON h.id = d.host_id
+        WHERE h.name LIKE 'bench-%' AND d.state <> 'missing'),
+       (SELECT count(*) FROM accelerators_host WHERE name LIKE 'bench-%' AND stale_since IS NULL)
+"""
+
+
+@dataclass
+class Sight:
+    """One look. Of the database None while it does not answer."""
+
+    at: float
+    connected: int = 0
+    owing: int = 0
+    counts: dict[str, int] = field(default_factory=dict)
+    refused: dict[str, int] = field(default_factory=dict)
+    spool: int | None = None
+    spool_s: float = 0.0
+    devices: int | None = None
+    up: int = 0
+    cpu: dict[str, float] = field(default_factory=dict)
+    """CPU seconds so far, by process."""
+    web_kb: int = 0
+
+    @property
+    def sent_away(self) -> int:
+        """Attempts answered with a status."""
+        return sum(count for what, count in self.refused.items() if what.isdigit())
+
+
+class Fleet:
+    """The other end of `tests.fleet.hosts`: `fleet.ask("change", share=0.1)` is its command `change`."""
+
+    def __init__(self, lab: Lab) -> None:
+        with lab.log("fleet") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.fleet.hosts"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                cwd=ROOT,
+                env=os.environ | {"CYBORG_PARENT": str(os.getpid())},
+            )
+
+    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+        """Have it done; raises CannotMeasure with what went wrong."""
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write(json.dumps({"do": do} | arguments) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise CannotMeasure(f"the fleet ended in {do!r} with {self._process.wait(5)}")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise CannotMeasure(f"{do}: {answer['error']}")
+        return answer
+
+    def stop(self) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.wait()
+
+
+@dataclass
+class Installation:
+    """One product and `count` hosts that it knows, not yet switched on."""
+
+    lab: Lab
+    whole: Whole
+    fleet: Fleet
+    count: int
+    devices: int
+    seen: list[Sight] = field(default_factory=list)
+
+    def power_on(self, bad: float = 0.0) -> None:
+        """All that are off connect; `bad` is the share of hosts with a bad driver."""
+        self.fleet.ask("start", ports=[self.whole.port], count=self.count, devices=self.devices, bad=bad)
+
+    def rows(self, statement: str, *values: object) -> list[tuple[Any, ...]] | None:
+        """Ask the database; None while it does not answer within seconds."""
+        try:
+            with self.connection() as database:
+                database.execute("SET statement_timeout = '5s'")
+                return database.execute(statement, values or None).fetchall()
+        except (psycopg.OperationalError, psycopg.errors.QueryCanceled):
+            return None
+
+    def connection(self, **more: Any) -> psycopg.Connection[Any]:
+        """A connection to the product's database."""
+        return psycopg.connect(
+            host=str(self.lab.postgres.socket), user="postgres", dbname="cyborg", connect_timeout=2, **more
+        )
+
+    def look(self, database: bool = True) -> Sight:
+        """One look at everything, kept in `seen`."""
+        told = self.fleet.ask("look")
+        sight = Sight(time.monotonic(), told["connected"], told["owing"], told["counts"], told["refused"])
+        if database and (rows := self.rows(DEPTH)):
+            sight.spool, age, sight.devices, sight.up = rows[0]
+            sight.spool_s = float(age)
+        for name, word in (("web", "cyborgweb.web"), ("ingest", "cluster ingest"), ("work", "cluster work")):
+            for pid in (pid for pid in children(self.whole.supervisor) if word in command(pid)):
+                try:
+                    sight.cpu[name] = _tree_cpu(pid)
+                    if name == "web":
+                        sight.web_kb = rss_kb(pid)
+                except OSError:
+                    continue  # it has just been killed
+        self.seen.append(sight)
+        return sight
+
+    def kill(self, word: str) -> None:
+        """kill -9 of the child whose command holds `word`."""
+        os.kill(self.whole.child(word), signal.SIGKILL)
+
+    def postmaster(self) -> int:
+        """PostgreSQL's first process."""
+        return self.whole.child(str(self.lab.postgres.data))
+
+    def kill_database(self) -> int:
+        """kill -9 of it, and which it was: the supervisor starts another, which recovers from the log."""
+        pid = self.postmaster()
+        os.kill(pid, signal.SIGKILL)
+        return pid
+
+
+def _tree_cpu(pid: int) -> float:
+    """Of a process and its children."""
+    return cpu_s(pid) + sum(_tree_cpu(child) for child in children(pid))
+
+
+@contextmanager
+def installed(state: Path, count: int, devices: int, **settings: str) -> Iterator[Installation]:
+    """From nothing to a product that serves and knows `count` hosts; all of it is gone afterwards."""
+    with Lab(state) as lab:
+        lab.start_database()
+        from tests.bench import fixtures
+
+        fixtures.enrol(count)
+        lab.stop_database()
+        fleet = Fleet(lab)
+        try:
+            # The machine's own agent stays idle: what is measured is the fleet.
+            quiet = {"CYBORG_ENABLED_DRIVERS": "fake_driver", "CYBORG_PLACEMENT_ENDPOINT": "off"}
+            with running(lab, **quiet | settings) as whole:
+                there = Installation(lab, whole, fleet, count, devices)
+                wait_for(lambda: there.rows("SELECT FROM accelerators_device LIMIT 1"), "the first merge")
+                yield there
+        finally:
+            fleet.stop()
+
+
+__all__ = ["CannotMeasure", "Fleet", "Installation", "Sight", "installed", "wait_for"]

@@ -1,0 +1,145 @@
+"""What can happen to a fleet. Each scenario leaves everybody at rest and returns the lines of its own verdict."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tests.fleet import verdict
+from tests.fleet.installation import Installation, Sight
+from tests.fleet.verdict import Line
+
+LOCKED_S = 10.0
+"""Longer than a handshake may wait for the database."""
+GOOD_S = 30.0
+"""How long hosts without a fault may wait for their acknowledgement beside those with one."""
+LOCK = "LOCK TABLE spool, agents_lease IN ACCESS EXCLUSIVE MODE"
+"""What every admission and every report needs."""
+
+
+@dataclass
+class Run:
+    """A scenario under way: the installation, who watches, how long it may take until all is settled."""
+
+    there: Installation
+    shown: Callable[[Sight], None]
+    patience_s: float
+    hold_s: float
+    """How long what lasts is to last: unrest, an outage."""
+
+    def watch(self, seconds: float, database: bool = True) -> None:
+        """Look twice a second for so long."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            self.shown(self.there.look(database))
+            time.sleep(0.5)
+
+    def settled(self) -> bool:
+        """All at rest within the time."""
+        return verdict.settled(self.there, self.patience_s, self.shown)[0]
+
+    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+        """Of the fleet."""
+        return self.there.fleet.ask(do, **arguments)
+
+
+def cold_start(run: Run) -> list[Line]:
+    """A new cloud: no host has ever connected, all do at once, and report."""
+    run.there.power_on()
+    return []
+
+
+def power_return(run: Run) -> list[Line]:
+    """The power is gone everywhere at once, and comes back everywhere at once; half of what reports has changed."""
+    run.there.power_on()
+    run.settled()
+    gone = run.ask("off")["gone"]
+    run.watch(1.0)
+    run.ask("change", share=0.5)
+    began = time.monotonic()
+    run.ask("on")
+    done = run.settled()
+    took = f"{gone} agents gone and back, settled {time.monotonic() - began:.1f} s after the power"
+    return [Line("power is back", took, done and gone == run.there.count)]
+
+
+def web_restart(run: Run) -> list[Line]:
+    """kill -9 of the web process while reports come in."""
+    run.there.power_on()
+    run.settled()
+    before = run.there.whole.child("cyborgweb.web")
+    run.ask("unrest", changes_s=run.there.count / 5)
+    run.watch(run.hold_s / 4)
+    run.there.kill("cyborgweb.web")
+    run.watch(run.hold_s)
+    run.ask("unrest")
+    done = run.settled()
+    after = run.there.whole.child("cyborgweb.web")
+    return [Line("another web", f"process {before}, then {after}", done and before != after)]
+
+
+def postgres_restart(run: Run) -> list[Line]:
+    """kill -9 of PostgreSQL while reports come in and are merged; it recovers from its log."""
+    run.there.power_on()
+    run.settled()
+    run.ask("unrest", changes_s=run.there.count / 5)
+    run.watch(run.hold_s / 4)
+    before = run.there.kill_database()
+    run.watch(run.hold_s)
+    run.ask("unrest")
+    done = run.settled()
+    after = run.there.postmaster()
+    return [Line("another database", f"process {before}, then {after}", done and before != after)]
+
+
+def slow_database(run: Run) -> list[Line]:
+    """All agents come back to a database that answers no admission and stores no report for a while: locks are held."""
+    run.there.power_on()
+    run.settled()
+    run.ask("off")
+    run.ask("change")
+    with run.there.connection() as blocker:
+        blocker.execute(LOCK)
+        run.ask("on")
+        run.watch(max(LOCKED_S, run.hold_s), database=False)
+        blocked = run.there.look(database=False)
+    done = run.settled()
+    told = f"{blocked.connected} connected, {blocked.sent_away} attempts told to come back while nothing was answered"
+    return [Line("nobody waits in vain", told, done and blocked.connected == 0 and blocked.sent_away > 0)]
+
+
+def half_bad(run: Run) -> list[Line]:
+    """Half of the hosts have a bad driver: it fails, flaps, and makes its agent send more than is taken."""
+    run.there.power_on(bad=0.5)
+    run.settled()
+    run.ask("unrest", bad_s=run.there.count / 10)
+    run.watch(run.hold_s / 2)
+    began, good = time.monotonic(), run.ask("change", good=True)["changed"]
+    while run.ask("look")["good_owing"] and time.monotonic() - began < run.patience_s:
+        run.shown(run.there.look())
+        time.sleep(0.2)
+    took = time.monotonic() - began
+    run.watch(run.hold_s / 2)
+    bad = run.there.look().counts.get("oversized", 0)
+    run.ask("unrest")
+    done = run.settled()
+    found = f"{good} of them acknowledged within {took:.1f} s, while {bad} oversized reports were refused"
+    return [Line("the good are not held up", found, done and bad > 0 and took < GOOD_S)]
+
+
+SCENARIOS: dict[str, Callable[[Run], list[Line]]] = {
+    function.__name__.replace("_", "-"): function
+    for function in (cold_start, power_return, web_restart, postgres_restart, slow_database, half_bad)
+}
+
+
+def judged(name: str, run: Run) -> list[Line]:
+    """Run it to its end, and compare. The next one may follow on the same installation."""
+    run.ask("forget")
+    run.there.seen.clear()
+    before, began = run.there.look(), time.monotonic()
+    more = SCENARIOS[name](run)
+    done = run.settled()
+    return verdict.judge(run.there, done, began, before, more)

@@ -1,0 +1,88 @@
+"""The end of a run: what is acknowledged and what is in the tables, compared; a line a promise."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tests.fleet.installation import Installation, Sight
+
+STORED = """
+SELECT h.name, h.applied_hash, count(d.id) FILTER (WHERE d.state <> 'missing'),
+       coalesce(string_agg(DISTINCT d.model, ' ') FILTER (WHERE d.state <> 'missing'), '')
+FROM accelerators_host h LEFT JOIN accelerators_device d ON d.host_id = h.id
+WHERE h.name LIKE 'bench-%' GROUP BY h.id
+"""
+STUCK = """
+SELECT (SELECT count(*) FROM spool), (SELECT count(*) FROM accelerators_intent WHERE kind <> 'provider'),
+       (SELECT count(*) FROM tick WHERE at < now() - interval '30 s')
+"""
+MEMORY_KB = 96
+"""Of the web process for each agent, at most, in the worst second: a connection, its handshake and its report."""
+MEMORY_FREE_KB = 60_000
+
+
+@dataclass(frozen=True)
+class Line:
+    """One promise: what was found, and whether it holds."""
+
+    promise: str
+    found: str
+    holds: bool
+
+
+def settled(
+    there: Installation, patience_s: float, shown: Callable[[Sight], None] = lambda sight: None
+) -> tuple[bool, Sight]:
+    """Look until every agent is connected, has its acknowledgement, the spool is empty and every host up."""
+    end = time.monotonic() + patience_s
+    while True:
+        sight = there.look()
+        shown(sight)
+        done = sight.connected == there.count and not sight.owing and sight.spool == 0 and sight.up == there.count
+        if done or time.monotonic() > end:
+            return done, sight
+        time.sleep(0.5)
+
+
+def lost(there: Installation) -> list[str]:
+    """Hosts whose tables are not what was acknowledged; [] none is."""
+    stored = {name: rest for name, *rest in there.rows(STORED) or []}
+    wrong = []
+    for name, _epoch, _seq, content, model, devices in there.fleet.ask("states")["states"]:
+        applied, shown, models = stored.get(name, ("", 0, ""))
+        if applied != content or (model and (shown, models) != (devices, model)):
+            wrong.append(f"{name}: acknowledged {model or 'an error'}, stored {shown} of {models or 'nothing'}")
+    return wrong
+
+
+def judge(there: Installation, done: bool, began: float, before: Sight, more: list[Line]) -> list[Line]:
+    """The lines of every scenario, with its own (`more`) at the end."""
+    last = there.seen[-1]
+    wrong = lost(there)
+    stuck = there.rows(STUCK)
+    most = max(sight.web_kb for sight in there.seen)
+    bound = before.web_kb + MEMORY_FREE_KB + MEMORY_KB * there.count
+    tried = ", ".join(f"{count} {what}" for what, count in sorted(last.refused.items())) or "none"
+    strange = [what for what in last.refused if what.isdigit() and what != "503"]
+    acknowledged, told = last.counts.get("acknowledged", 0), f" ({'; '.join(wrong[:3])})" if wrong else ""
+    return [
+        Line("none lost", f"{acknowledged} acknowledged, {len(wrong)} hosts not in the tables{told}", not wrong),
+        Line(
+            "none stuck",
+            f"{last.connected} of {there.count} connected, {last.owing} owe a report, {last.up} up;"
+            f" spool, intents, jobs that wait: {stuck[0] if stuck else 'no answer'}",
+            done and bool(stuck) and not any(stuck[0]),
+        ),
+        Line("memory of web", f"{most / 1024:.0f} MB at most, of {bound / 1024:.0f}", most <= bound),
+        Line("only told to come back", f"attempts that failed: {tried}", not strange),
+        Line("all settled", f"{time.monotonic() - began:.1f} s", done),
+        *more,
+    ]
+
+
+def table(lines: list[Line]) -> str:
+    """Aligned, `ok` or `BROKEN` in front."""
+    width = max(len(line.promise) for line in lines)
+    return "\n".join(f"{'ok    ' if line.holds else 'BROKEN'}  {line.promise:<{width}}  {line.found}" for line in lines)

@@ -1,0 +1,67 @@
+"""What a person sees while a fleet runs: one block that is written over on a terminal, else a line now and then."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+from tests.fleet.installation import Sight
+
+EVERY_S = 5.0
+
+
+class View:
+    """`view(sight)` shows it."""
+
+    def __init__(self, title: str, count: int, devices: int, out: TextIO = sys.stdout) -> None:
+        self._title, self._count, self._devices, self._out = title, count, devices, out
+        self._began = time.monotonic()
+        self._before: Sight | None = None
+        self._said = 0.0
+        self._lines = 0
+
+    def __call__(self, sight: Sight) -> None:
+        """Show one look: on a terminal in place of the last."""
+        rate = self._rates(sight)
+        if self._out.isatty():
+            lines = self._block(sight, rate)
+            self._out.write(f"\x1b[{self._lines}F\x1b[J" if self._lines else "")
+            self._out.write("\n".join(lines) + "\n")
+            self._lines = len(lines)
+        elif sight.at - self._said >= EVERY_S:
+            self._said = sight.at
+            self._out.write("  ".join(line.strip() for line in self._block(sight, rate)) + "\n")
+        self._out.flush()
+
+    def _rates(self, sight: Sight) -> Callable[[str], str]:
+        before, self._before = self._before or sight, sight
+        took = max(sight.at - before.at, 1e-9)
+
+        def rate(name: str) -> str:
+            if name in sight.cpu:
+                busy = (sight.cpu[name] - before.cpu.get(name, sight.cpu[name])) / took
+                return f"{max(busy, 0.0):.0%}"
+            return f"{(sight.counts.get(name, 0) - before.counts.get(name, 0)) / took:.0f}/s"
+
+        return rate
+
+    def _block(self, sight: Sight, rate: Callable[[str], str]) -> list[str]:
+        full = self._count * self._devices
+        database = (
+            f"spool {sight.spool} ({sight.spool_s:.1f} s old)  devices {sight.devices} of {full}  hosts up {sight.up}"
+            if sight.spool is not None
+            else "the database does not answer"
+        )
+        cpu = "  ".join(f"{name} {rate(name)}" for name in sight.cpu)
+        acknowledged = sight.counts.get("acknowledged", 0)
+        return [
+            f"{self._title}  {sight.at - self._began:6.1f} s",
+            f"  agents   {sight.connected} of {self._count}  told to come back {sight.sent_away}"
+            f"  otherwise failed {sum(sight.refused.values()) - sight.sent_away}  owe a report {sight.owing}",
+            f"  traffic  beats {rate('beats')}  reports {rate('reports')}  acknowledged {acknowledged}"
+            f"  samples {rate('samples')}",
+            f"  tables   {database}",
+            f"  CPU      {cpu}  web {sight.web_kb / 1024:.0f} MB",
+        ]

@@ -1,0 +1,259 @@
+"""Units and load by groups, and the census: what is counted, who may see it, what it costs."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Collection
+from datetime import UTC, datetime
+from uuid import uuid4
+
+import pytest
+from django.db import connection
+from django.test.utils import CaptureQueriesContext
+
+from accelerators import conductor
+from accelerators.models import AcceleratorRequest, AttachHandle, Deployable, Device, DeviceProfile, Host
+from agents import load
+from agents.load import HostLoad, Loads
+from agents.models import Agent, Lease
+from tests.own.conftest import Ask, Fill, message, results
+from tests.support.reports import a_heard_host, a_host
+
+pytestmark = pytest.mark.django_db
+
+Heard = Callable[..., None]
+CENSUS = "/api/census/"
+GIB = 2.0**30
+
+
+@pytest.fixture
+def heard(monkeypatch: pytest.MonkeyPatch) -> Heard:
+    """`heard(host, percents, ago=0, silent=())`: what the host's devices said; the census gets it unless `mute`."""
+    known: dict[int, HostLoad] = {}
+    mute: set[int] = set()
+    away: list[str] = []
+
+    def say(host: Host, *percents: float, ago: float = 0, quiet: bool = False, silent: str = "") -> None:
+        keys = host.devices.order_by("id").values_list("key", flat=True) if percents else ()
+        more = {"memory_used_bytes": GIB, "memory_total_bytes": 4 * GIB, "power_watts": 50.0}
+        devices = {key: {"utilization_percent": n, **more} for key, n in zip(keys, percents, strict=False)}
+        known[host.pk] = HostLoad(host.pk, time.time() - ago, devices)
+        mute.update({host.pk} if quiet else ())
+        away.extend([silent] if silent else ())
+
+    def last(hosts: Collection[int] | None = None) -> Loads:
+        return Loads({pk: one for pk, one in known.items() if hosts is None or pk in hosts}, tuple(away))
+
+    def census(hosts: Collection[int], within_s: float) -> Loads:
+        return Loads({pk: known[pk] for pk in hosts if pk in known and pk not in mute}, tuple(away))
+
+    monkeypatch.setattr(load, "last", last)
+    monkeypatch.setattr(load, "census", census)
+    return say
+
+
+def ready(*hosts: Host) -> None:
+    """All their devices are offered, as enabling makes them."""
+    with conductor.writing():
+        Device.objects.filter(host__in=hosts).update(state="ready")
+        for part in Deployable.objects.filter(device__host__in=hosts):
+            Deployable.objects.filter(pk=part.pk).update(rp_uuid=uuid4())
+
+
+def by(groups: list[dict], name: str) -> dict[str, dict]:
+    return {one["group"][name]: one for one in groups}
+
+
+def test_units_and_load_by_host_and_by_class(ask: Ask, fill: Fill, heard: Heard) -> None:
+    first, second = fill(14)
+    heard(first, 10.0, 30.0)
+    heard(second, 90.0, ago=1000)
+    hosts = by(results(ask("/api/usage/?by=host")), "host")
+    assert list(hosts) == ["cmp0", "cmp1"]
+    one, two = hosts["cmp0"], hosts["cmp1"]
+    held = AcceleratorRequest.objects.filter(deployable__device__host=first).count()
+    in_offer = AcceleratorRequest.objects.filter(deployable__device__host=first, deployable__device__state="ready")
+    assert (one["total"], one["held"], one["free"]) == (20, held, 2 - in_offer.count())
+    assert one["total"] == one["held"] + one["free"] + one["reserved"]
+    assert one["load"] == {
+        "devices": 10,
+        "sampled": 2,
+        "utilization_percent_mean": 20.0,
+        "utilization_percent_max": 30.0,
+        "memory_used_bytes": 2 * GIB,
+        "memory_total_bytes": 8 * GIB,
+        "power_watts": 100.0,
+    }
+    assert (two["load"]["devices"], two["load"]["sampled"], two["load"]["utilization_percent_mean"]) == (4, 0, None)
+    (whole,) = results(ask("/api/usage/"))
+    assert (whole["group"], whole["total"]) == ({"resource_class": "FPGA"}, 28)
+    (both,) = results(ask("/api/usage/?by=type,host&host=cmp1"))
+    assert (both["group"], both["total"]) == ({"type": "FPGA", "host": "cmp1"}, 8)
+    assert results(ask("/api/usage/?by=host&resource_class=VGPU")) == []
+
+
+def test_what_cannot_be_is_not_counted(ask: Ask, fill: Fill, heard: Heard) -> None:
+    (host,) = fill(3)
+    heard(host, 1e308, -5.0, 40.0)
+    (one,) = results(ask("/api/usage/"))
+    assert (one["load"]["utilization_percent_mean"], one["load"]["sampled"]) == (40.0, 3)
+
+
+def test_x4_a_project_sees_what_it_holds_and_no_load(ask: Ask, fill: Fill, heard: Heard) -> None:
+    (host,) = fill(6)
+    heard(host, 50.0)
+    held = AcceleratorRequest.objects.filter(project_id="p1").count()
+    mine = {"group": {"project": "p1"}, "total": None, "held": held, "free": None, "reserved": 0, "load": None}
+    assert results(ask("/api/usage/", "reader")) == [mine]
+    assert results(ask("/api/usage/?by=project", "member", "p9")) == []
+    for asked in ("by=host", "by=resource_class", "by=project,host", "by=project&host=cmp0"):
+        assert "cyborg:usage:elevated" in message(ask(f"/api/usage/?{asked}", "reader"), 403)
+    everybody = by(results(ask("/api/usage/?by=project", "operator")), "project")
+    assert list(everybody) == ["p1", "p2"] and everybody["p2"]["load"]["devices"] > 0
+
+
+def test_pages_of_groups_at_a_constant_price(ask: Ask, fill: Fill, heard: Heard) -> None:
+    for host in fill(60):
+        heard(host, 5.0)
+    with CaptureQueriesContext(connection) as captured:
+        page = json.loads(ask("/api/usage/?by=host,type&limit=4&fields=group,held").content)
+    assert len(captured) <= 5
+    seen = [one["group"]["host"] for one in page["results"]]
+    assert list(page["results"][0]) == ["group", "held"]
+    rest = json.loads(ask(page["next"].removeprefix("http://testserver")).content)
+    assert seen + [one["group"]["host"] for one in rest["results"]] == [f"cmp{n}" for n in range(6)]
+    assert rest["next"] is None
+    down = results(ask("/api/usage/?by=host&ordering=-group&limit=1"))
+    assert down[0]["group"] == {"host": "cmp5"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "status", "says"),
+    [
+        ("by=colour", 400, "by: say one or two of host, type, resource_class, project"),
+        ("by=host,host", 400, "by: say one or two"),
+        ("by=host,type,project", 400, "by: say one or two"),
+        ("type=TOASTER", 400, "type"),
+        ("cursor=bm9uZQ", 404, "no cursor of this list"),
+        ("by=host&colour=red", 400, "colour: unknown here"),
+    ],
+)
+def test_what_cannot_be_asked_is_said(ask: Ask, asked: str, status: int, says: str) -> None:
+    assert says in message(ask(f"/api/usage/?{asked}"), status)
+
+
+def profile(name: str, *groups: dict[str, str]) -> None:
+    with conductor.writing():
+        DeviceProfile.objects.create(name=name, groups=list(groups))
+
+
+def test_a_census_names_who_fits_the_least_busy_first_and_who_did_not_answer(ask: Ask, heard: Heard) -> None:
+    busy, idle, full, mute, _, down = hosts = [a_heard_host(f"cmp{n}", 2) for n in range(6)]
+    a_host("cmp8")
+    ready(*hosts)
+    profile("pair", {"resources:FPGA": "2", "trait:CUSTOM_TEST": "required"})
+    with conductor.writing():
+        for handle in AttachHandle.objects.filter(deployable__device__host=full):
+            AcceleratorRequest.objects.create(
+                project_id="p1",
+                state="Bound",
+                profile=DeviceProfile.objects.get(),
+                group={},
+                deployable=handle.deployable,
+                attach_handle=handle,
+            )
+    Lease.objects.filter(host=down).delete()
+    heard(busy, 80.0, 90.0)
+    heard(idle, 0.0, 10.0)
+    heard(full, 20.0)
+    heard(mute, 1.0, quiet=True, ago=40)
+    ask("/api/usage/", "operator")  # its token is made
+    with CaptureQueriesContext(connection) as captured:
+        said = json.loads(ask(CENSUS, "operator", method="POST", data={"profile": "pair", "count": 2}).content)
+    assert len(captured) <= 5
+    found = [(row["host"]["name"], row["fits"], row["free"], row["room"]) for row in said["hosts"]]
+    assert found[:4] == [
+        ("cmp1", True, 4, 2),
+        ("cmp0", True, 4, 2),
+        ("cmp3", True, 4, 2),
+        ("cmp4", True, 4, 2),
+    ]
+    assert {row[0] for row in found[4:]} == {"cmp2", "cmp5", "cmp8"} and not any(row[1] for row in found[4:])
+    why = {row["host"]["name"]: row["why"] for row in said["hosts"]}
+    assert why["cmp2"] == "nothing free there is ready and fits"
+    assert said["hosts"][0]["load"]["utilization_percent_mean"] == 5.0 and said["hosts"][2]["load"] is None
+    missing = {one["host"]: one["why"] for one in said["missing"]}
+    assert (said["came"], said["fitting"], len(missing)) == (3, 4, 4)
+    assert missing["cmp3"].startswith("silent: no answer within 2 s; it last spoke 4")
+    assert "an older agent" in missing["cmp4"]
+    assert missing["cmp5"] == "its agent is down" == why["cmp5"]
+    assert missing["cmp8"] == "no agent has joined for it" == why["cmp8"]
+
+
+def test_a_census_of_named_hosts_counts_room_and_names_a_gateway_that_is_away(ask: Ask, heard: Heard) -> None:
+    near, far = a_heard_host("cmp0", 2), a_heard_host("cmp1", 2)
+    ready(near, far)
+    heard(near, 1.0, silent="web-2")
+    Agent.objects.filter(host=near).update(barred="revoked")
+    asked = {"hosts": ["cmp1", "cmp0"], "count": 5, "within_s": 0.2}
+    said = json.loads(ask(CENSUS, method="POST", data=asked).content)
+    assert [(row["host"]["name"], row["room"], row["why"]) for row in said["hosts"]] == [
+        ("cmp0", 4, "its agent may not connect: revoked"),
+        ("cmp1", 4, "room for 4 of 5"),
+    ]
+    assert said["missing"][1] == {
+        "host": "cmp1",
+        "why": "gateway not answering: web-2 may hold its connection",
+    }
+
+
+@pytest.mark.parametrize(
+    ("asked", "status", "says"),
+    [
+        ({"hosts": ["nope"]}, 404, "There is no host nope."),
+        ({"profile": "nope"}, 404, "There is no device profile 'nope'."),
+        ({"profile": "none"}, 400, "asks for no accelerator"),
+        ({"count": 0}, 400, "count"),
+        ({"count": 100_000}, 400, "count"),
+        ({"within_s": 11}, 400, "within_s"),
+        ({"within_s": "2"}, 400, "within_s"),
+        ({"hosts": []}, 400, "hosts"),
+        ({"colour": "red"}, 400, "colour: cannot be written"),
+    ],
+)
+def test_what_a_census_cannot_ask_is_said(ask: Ask, asked: dict, status: int, says: str) -> None:
+    profile("none", {})
+    assert says in message(ask(CENSUS, method="POST", data=asked), status)
+
+
+def test_a_census_is_for_who_runs_accelerators(ask: Ask, db: None) -> None:
+    for who, status in (("admin", 200), ("manager", 200), ("operator", 200), ("member", 403), ("", 401)):
+        assert ask(CENSUS, who, method="POST", data={}).status_code == status
+    message(ask(CENSUS), 405)
+
+
+def test_a_census_of_a_thousand_hosts_costs_what_one_of_ten_costs(ask: Ask, heard: Heard) -> None:
+    def cost() -> int:
+        with CaptureQueriesContext(connection) as captured:
+            said = ask(CENSUS, method="POST", data={"profile": "one"})
+        assert json.loads(said.content)["came"] == Host.objects.count()
+        return len(captured)
+
+    profile("one", {"resources:FPGA": "1"})
+    with conductor.writing():
+        made = Host.objects.bulk_create(Host(name=f"cmp{n}", node=f"cmp{n}") for n in range(10))
+    enrol(made, heard)
+    few = cost()
+    with conductor.writing():
+        made = Host.objects.bulk_create(Host(name=f"far{n}", node=f"far{n}") for n in range(990))
+    enrol(made, heard)
+    assert cost() <= few
+
+
+def enrol(hosts: list[Host], heard: Heard) -> None:
+    """With agents that were just heard."""
+    Agent.objects.bulk_create(Agent(host=host, public_key=f"key of {host.name}") for host in hosts)
+    for host in hosts:
+        heard(host)
+    Lease.objects.bulk_create(Lease(host=host, seen_at=datetime.now(UTC)) for host in hosts)

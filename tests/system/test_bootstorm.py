@@ -1,0 +1,48 @@
+"""A small fleet, and all that can happen to a large one: nothing acknowledged is lost, nobody is stuck, memory holds.
+
+`tests.fleet` does the work in processes of its own; here each of its verdicts is a test.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.fleet.scenarios import SCENARIOS
+from tests.fleet.verdict import Line, table
+from tests.system.product import ROOT, environment
+
+pytestmark = pytest.mark.system
+AGENTS = 150
+
+
+@pytest.fixture(scope="module")
+def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Line]]:
+    file: Path = tmp_path_factory.mktemp("fleet") / "verdicts.json"
+    words = [str(AGENTS), "--scenario", "all", "--hold", "4", "--patience", "120", "--json", str(file)]
+    # Fewer handshakes at a time than there are agents: without the door's 503 it would be no storm.
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.fleet", *words, "--handshakes", "40"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env=environment(),
+    )
+    assert file.exists(), done.stdout[-2000:] + done.stderr[-4000:]
+    return msgspec.json.decode(file.read_bytes(), type=dict[str, list[Line]])
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_storm_loses_nothing_and_leaves_nobody_behind(name: str, verdicts: dict[str, list[Line]]) -> None:
+    lines = verdicts[name]
+    assert all(line.holds for line in lines), f"\n{table(lines)}"
+
+
+def test_the_refused_were_told_when_to_come_back(verdicts: dict[str, list[Line]]) -> None:
+    found = [line.found for lines in verdicts.values() for line in lines if line.promise == "only told to come back"]
+    assert any("503" in one for one in found), found

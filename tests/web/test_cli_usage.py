@@ -1,0 +1,54 @@
+"""`cyborg usage` and `cyborg load-census`: rows, words, exit codes."""
+
+from __future__ import annotations
+
+import json
+import time
+from uuid import uuid4
+
+import pytest
+
+from accelerators import conductor
+from accelerators.models import Deployable, Device, DeviceProfile
+from agents import load
+from agents.load import HostLoad, Loads
+from tests.support.reports import a_heard_host, a_host
+from tests.web.conftest import Cyborg, refused
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+
+def test_usage_as_table_and_json(cyborg: Cyborg) -> None:
+    a_heard_host("cmp1", 2)
+    a_heard_host("cmp2", 3)
+    table = [line.split() for line in cyborg("usage", "--by", "host,type").stdout.splitlines()]
+    assert table[0][:5] == ["host", "type", "total", "held", "free"]
+    assert [line[:3] for line in table[1:]] == [["cmp1", "FPGA", "4"], ["cmp2", "FPGA", "6"]]
+    (whole,) = json.loads(cyborg("usage", "--host", "cmp2", "-f", "json").stdout)
+    assert (whole["group"], whole["reserved"]) == ({"resource_class": "FPGA"}, 6)
+    refused(cyborg("usage", "--by", "host", role="reader"), 4, "cyborg:usage:elevated")
+    assert cyborg("usage", role="member").stderr == "No units.\n"
+
+
+def test_a_census_says_who_fits_who_is_silent_and_ends_accordingly(
+    cyborg: Cyborg, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host = a_heard_host("cmp1", 2)
+    a_host("cmp2")
+    with conductor.writing():
+        Device.objects.update(state="ready")
+        for part in Deployable.objects.all():
+            Deployable.objects.filter(pk=part.pk).update(rp_uuid=uuid4())
+        DeviceProfile.objects.create(name="one", groups=[{"resources:FPGA": "1"}])
+    said = {key: {"utilization_percent": 12.0} for key in host.devices.values_list("key", flat=True)}
+    monkeypatch.setattr(load, "census", lambda hosts, within_s: Loads({host.pk: HostLoad(host.pk, time.time(), said)}))
+    fits = cyborg("load-census", "--profile", "one", "--before", "4", "--within", "0.5")
+    assert fits.exit_code == 0, fits.output
+    first, second = (line.split() for line in fits.stdout.splitlines()[1:])
+    assert first == ["cmp1", "yes", "4", "4", "12.0", "12.0"]
+    assert second[:4] == ["cmp2", "no", "0", "0"]
+    assert fits.stderr == "cmp2 did not answer: no agent has joined for it\n"
+    none = cyborg("load-census", "--count", "5", "--hosts", "cmp1", "-f", "json")
+    assert (none.exit_code, json.loads(none.stdout)["hosts"][0]["why"]) == (1, "room for 4 of 5")
+    refused(cyborg("load-census", "--hosts", "nope"), 3, "There is no host nope.")
+    refused(cyborg("load-census", role="member"), 4, "cyborg:census:create")

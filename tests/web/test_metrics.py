@@ -1,0 +1,338 @@
+"""`/metrics` as Prometheus asks for it: who may ask, what moves when something happens, what a scrape costs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from django.conf import settings
+from django.db import OperationalError, connection
+from django.test import Client
+from django.urls import get_resolver
+from keystoneauth1.exceptions import ConnectFailure, Unauthorized
+from keystoneauth1.noauth import NoAuth
+from keystoneauth1.session import Session
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parsed
+
+from accelerators import binding, conductor, profiles, slots
+from accelerators.binding import Bind
+from accelerators.caller import Caller
+from accelerators.models import AcceleratorRequest, AttachHandle, Deployable, Device, DeviceProfile, Host
+from accelerators.refusals import Refused
+from agents import credentials, enrolment, load, tasks, wire
+from agents.gateway import Gateway
+from cyborgweb.asgi import BoundedThreads, Http
+from cyborgweb.metrics import calls, page, served, snapshot
+from cyborgweb.settings.keys import Keys, keys
+from cyborgweb.wsgi import application
+from drivers.configuration import ConfigurationError
+from tests.support.reports import a_heard_host, a_host, answer, apply, card
+from tests.support.webserver import serving, until
+from tests.support.wireagent import WireAgent, ask
+
+pytestmark = pytest.mark.django_db(transaction=True)
+TOKEN = "sixteen-at-least-and-secret"
+ELSEWHERE = "192.0.2.7"
+Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+@pytest.fixture(autouse=True)
+def _afresh() -> None:
+    """What another test collected a moment ago is not told to this one."""
+    page.collected.forget()
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """The house as one process serves it, with a gateway that tells its counts at once."""
+    gateway = Gateway(Keys(lease_flush_s=0.05))
+    threads = BoundedThreads(application, 2, 20)
+    http = Http(gateway, threads, threads)
+
+    async def house(scope: Any, receive: Any, send: Any) -> None:
+        await (http if scope["type"] == "http" else gateway)(scope, receive, send)
+
+    with serving(house) as port:
+        yield port
+    gateway.stop()
+
+
+def scrape(port: int = 0) -> Series:
+    """Every sample, by its name and labels."""
+    page.collected.forget()
+    if port:
+        text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20).read().decode()
+    else:
+        text = Client().get("/metrics").content.decode()
+    return {(one.name, frozenset(one.labels.items())): one.value for family in parsed(text) for one in family.samples}
+
+
+def value(series: Series, name: str, **labels: str) -> float:
+    """One of them; 0 while nothing has been counted."""
+    return series.get((name, frozenset(labels.items())), 0.0)
+
+
+def moved(before: Series, after: Series) -> Callable[..., float]:
+    """By how much one of them went up."""
+    return lambda name, **labels: value(after, name, **labels) - value(before, name, **labels)
+
+
+def test_what_agents_and_callers_do_is_seen_in_the_next_scrape(port: int) -> None:
+    before = scrape(port)
+    made = enrolment.make_token("cmp1", address="http://x", hours=1, created_by="t")
+    agent = WireAgent(port, token=credentials.parse_join_string(made).secret)
+    drivers = (answer(card(1), card(2)),)
+    with agent.connect() as socket:
+        assert ask(socket, wire.Beat(1)) == wire.Ack(1, "Beat")
+        assert ask(socket, wire.Report(1, 2, wire.content_hash(drivers), drivers)) == wire.Ack(2, "Report")
+        assert WireAgent(port, host="cmp2").refused()[0] == 403
+        assert Client().get(f"/api/devices/{uuid4()}/").status_code == 401
+        until(lambda: moved(before, scrape(port))("cyborg_agent_reports_total") == 1)
+        during = scrape(port)
+        tasks.merge()
+        after = moved(before, scrape(port))
+    assert value(during, "cyborg_spool_reports") == 1
+    assert value(during, "cyborg_agents", state="up") == 1
+    assert after("cyborg_agent_handshakes_total") == after("cyborg_agent_beats_total") == 1
+    assert after("cyborg_agent_refusals_total", code="not-enrolled") == 1
+    assert after("cyborg_spool_reports") == 0
+    assert after("cyborg_merge_devices_sum") == 2 and after("cyborg_merge_seconds_count") == 1
+    assert after("cyborg_devices", state="inactive", type="FPGA", health="ok") == 2
+    route = {"route": "/api/devices/{uuid}", "method": "GET"}
+    assert after("cyborg_http_requests_total", status="4xx", **route) == 1
+    assert after("cyborg_http_request_seconds_count", **route) == 1
+    until(lambda: moved(before, scrape(port))("cyborg_agent_connections") == 0)
+
+
+def test_binds_are_counted_by_what_became_of_them() -> None:
+    nova, rp = Caller("nova", "n", frozenset({"member"}), "p1", service=True), str(uuid4())
+    apply(a_host(), answer(card(1, handles=2)))
+    with conductor.writing():
+        Device.objects.update(state="ready")
+        Deployable.objects.update(rp_uuid=rp)
+        first, _ = AttachHandle.objects.order_by("id")
+        AttachHandle.objects.exclude(id=first.id).update(attach_type="MDEV")
+        DeviceProfile.objects.create(name="one", groups=[{"resources:FPGA": "1"}])
+    profiles.forget()
+    before = scrape()
+
+    def bind() -> None:
+        (uuid,) = binding.create("one", nova)
+        binding.bind([Bind(uuid, "cmp1", rp, str(uuid4()))], nova)
+
+    bind()
+    bind()
+    with pytest.raises(Refused):
+        bind()
+    with conductor.writing():
+        AcceleratorRequest.objects.filter(state="BindStarted").update(deadline="2020-01-01T00:00:00Z")
+    binding.expire()
+    after = moved(before, scrape())
+    assert [after("cyborg_binds_total", outcome=word) for word in ("bound", "started", "failed")] == [1, 1, 2]
+    assert after("cyborg_bind_answer_seconds_count", outcome="reserved") == 2
+    assert after("cyborg_bind_answer_seconds_count", outcome="none free") == 1
+    assert after("cyborg_bind_host_seconds_count", outcome="failed") == 1
+    assert after("cyborg_requests", state="Bound") == 1
+
+
+def test_calls_to_the_cloud_are_counted_by_service_and_by_what_came_of_them(port: int) -> None:
+    before, session = scrape(), calls.counted(Session(auth=NoAuth()))
+    session.get(f"http://127.0.0.1:{port}/healthz", endpoint_filter={"service_type": "placement"})
+    with pytest.raises(Unauthorized):
+        session.get(f"http://127.0.0.1:{port}/nowhere", endpoint_filter={"service_type": "compute"})
+    with pytest.raises(ConnectFailure):
+        session.post("http://127.0.0.1:1/auth/tokens", connect_retries=0)
+    after = moved(before, scrape())
+    assert after("cyborg_cloud_calls_total", service="placement", method="GET", status="200") == 1
+    assert after("cyborg_cloud_calls_total", service="nova", method="GET", status="401") == 1
+    assert after("cyborg_cloud_calls_total", service="keystone", method="POST", status="unreachable") == 1
+    assert after("cyborg_cloud_call_seconds_count", service="nova", method="GET") == 1
+
+
+@pytest.mark.parametrize(
+    ("caller", "status"),
+    [
+        ({"REMOTE_ADDR": "127.0.0.1"}, 200),
+        ({"REMOTE_ADDR": "::1"}, 200),
+        ({"REMOTE_ADDR": ELSEWHERE}, 403),
+        ({"REMOTE_ADDR": ""}, 403),
+        ({"REMOTE_ADDR": "127.0.0.1", "HTTP_X_FORWARDED_FOR": "127.0.0.1"}, 403),
+        ({"REMOTE_ADDR": "127.0.0.1", "HTTP_FORWARDED": "for=127.0.0.1"}, 403),
+        ({"REMOTE_ADDR": ELSEWHERE, "HTTP_AUTHORIZATION": f"Bearer {TOKEN}"}, 200),
+        ({"REMOTE_ADDR": "127.0.0.1", "HTTP_VIA": "1.1 proxy", "HTTP_AUTHORIZATION": f"bearer {TOKEN}"}, 200),
+        ({"REMOTE_ADDR": ELSEWHERE, "HTTP_AUTHORIZATION": f"Basic {TOKEN}"}, 403),
+        ({"REMOTE_ADDR": ELSEWHERE, "HTTP_AUTHORIZATION": "Bearer sixteen-at-least-é"}, 403),
+    ],
+)
+def test_this_machine_may_ask_and_who_has_the_token(
+    client: Client, monkeypatch: pytest.MonkeyPatch, caller: dict[str, str], status: int
+) -> None:
+    monkeypatch.setattr(settings, "KEYS", replace(settings.KEYS, metrics_token=TOKEN))
+    answered = client.get("/metrics", **caller)
+    assert answered.status_code == status
+    assert status == 200 or "CYBORG_METRICS_TOKEN" in answered.content.decode()
+
+
+def test_without_a_token_none_opens(client: Client) -> None:
+    for said in ("Bearer ", "Bearer", ""):
+        assert client.get("/metrics", REMOTE_ADDR=ELSEWHERE, HTTP_AUTHORIZATION=said).status_code == 403
+
+
+def test_who_asks_for_openmetrics_gets_it(client: Client) -> None:
+    answered = client.get("/metrics", HTTP_ACCEPT="application/openmetrics-text;version=1.0.0,text/plain;q=0.5")
+    assert answered["Content-Type"].startswith("application/openmetrics-text; version=1.0.0")
+    assert "cyborg_binds" in {family.name for family in openmetrics(answered.content.decode())}
+
+
+def test_a_scrape_is_as_many_statements_at_any_size_and_ten_scrapers_cost_one(
+    client: Client, django_assert_max_num_queries: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settings, "KEYS", replace(settings.KEYS, metrics_devices=True))
+    spent = []
+    for hosts in (["cmp1"], [f"cmp{n}" for n in range(2, 8)]):
+        for name in hosts:
+            a_heard_host(name, 10)
+        load.forget()
+        page.collected.forget()
+        with django_assert_max_num_queries(10) as context:
+            client.get("/metrics")
+        spent.append(len(context))
+    assert spent[0] == spent[1]
+    with django_assert_max_num_queries(0):
+        for _ in range(10):
+            client.get("/metrics")
+
+
+def test_without_the_database_it_says_so_and_tells_what_was_counted(client: Client) -> None:
+    client.get("/healthz")
+
+    def away(*_: object) -> None:
+        raise OperationalError("the server closed the connection")
+
+    with connection.execute_wrapper(away):
+        told = scrape()
+    assert value(told, "cyborg_database_up") == 0
+    assert value(told, "cyborg_http_requests_total", route="/healthz", method="GET", status="2xx") >= 1
+    assert not [name for name, _ in told if name == "cyborg_hosts"]
+    assert value(scrape(), "cyborg_database_up") == 1
+
+
+def test_what_devices_have_to_do_is_told_where_that_is_wanted_and_no_more_than_is_bearable(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = enrolment.make_token("cmp1", address="http://x", hours=1, created_by="t")
+    agent = WireAgent(port, token=credentials.parse_join_string(made).secret)
+    with agent.connect() as socket:
+        apply(Host.objects.get(), answer(card(1)))
+        device = Device.objects.get()
+        loads = (wire.DeviceLoad(device.key, {"power_watts": 71.5, "utilization_percent": 40.0}),)
+        socket.send(wire.encode(wire.Samples((*loads, wire.DeviceLoad("pci:gone", {"power_watts": 1.0})))))
+        ask(socket, wire.Beat(1))
+        before = scrape(port)
+        monkeypatch.setattr(settings, "KEYS", replace(settings.KEYS, metrics_devices=True))
+        after = scrape(port)
+        monkeypatch.setattr(snapshot, "MOST_SERIES", 1)
+        bounded = scrape(port)
+    labels = {"host": "cmp1", "device": str(device.uuid), "type": "FPGA", "metric": "power_watts"}
+    assert not [name for name, _ in before if name.startswith("cyborg_device_load")]
+    assert value(after, "cyborg_device_load", **labels) == 71.5
+    assert value(after, "cyborg_device_load_left_out") == 1
+    assert len([name for name, _ in bounded if name == "cyborg_device_load"]) == 1
+    assert value(bounded, "cyborg_device_load_left_out") == 2
+
+
+def test_every_route_has_a_template_that_people_can_read() -> None:
+    def routes(of: Any, before: str = "") -> Iterator[str]:
+        for pattern in of.url_patterns:
+            route = before + str(pattern.pattern)
+            yield from routes(pattern, route) if hasattr(pattern, "url_patterns") else [route]
+
+    made = {route: served.template(route) for route in routes(get_resolver())}
+    assert not [pair for pair in made.items() if not re.fullmatch(r"(?:/[\w.{}-]*)+|\(none\)", pair[1])]
+    assert {"/v2/devices/{uuid}", "/api/hosts/{uuid}", "/admin/accelerators/device/", "/healthz"} <= {*made.values()}
+    assert "/v2/deployables/{uuid}/program" in made.values()
+
+
+COUNTING = """
+import json, os, signal, sys
+from pathlib import Path
+from accelerators import meters, slots
+where = slots.folder()
+done, now = meters.counter("cyborg_done_total", "Done.", "by"), meters.gauge("cyborg_now", "Now.")
+
+def told():
+    return {sample.name: sample.value for metric in meters.counted() for sample in metric.samples
+            if sample.name in ("cyborg_done_total", "cyborg_now")} | {"files": len(list(where.iterdir()))}
+
+def children(count):
+    # Each counts and says what it has now, then waits; what is told while they live, and after they are killed.
+    ready_r, ready_w = os.pipe()
+    pids = []
+    for _ in range(count):
+        if not (pid := os.fork()):
+            done.labels("child").inc(10)
+            now.set(1)
+            os.write(ready_w, b"x")
+            signal.pause()
+        pids.append(pid)
+    while count:
+        count -= len(os.read(ready_r, count))
+    alive = told()
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    return [alive, told()]
+
+done.labels("child").inc()
+found = [children(3), children(3)]
+slots.clear(where)
+print(json.dumps([*found, told()]))
+"""
+
+
+def test_what_forks_count_is_added_up_and_outlives_them_in_no_more_files(tmp_path: Path) -> None:
+    said = subprocess.run(
+        [sys.executable, "-c", COUNTING],
+        env=os.environ | {slots.VARIABLE: str(tmp_path / "metrics"), "CYBORG_STATE_DIR": str(tmp_path)},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    first, second, cleared = json.loads(said.stdout)
+    assert [told["cyborg_done_total"] for told in (*first, *second)] == [31, 31, 61, 61]
+    assert [told["cyborg_now"] for told in (*first, *second)] == [3, 0, 3, 0]
+    assert first[1]["files"] == second[1]["files"], "a process that is gone leaves its files to the next"
+    assert cleared["cyborg_done_total"] == 1, "what the living one counted"
+
+
+def test_a_folder_that_cannot_be_used_costs_no_more_than_the_sum(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    code = "from accelerators import meters as m; m.counter('a_total', 'A.').inc(); print(len(list(m.counted())) > 0)"
+    environ = os.environ | {slots.VARIABLE: str(tmp_path / "file")}
+    said = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
+    assert said.stdout == "True\n" and slots.VARIABLE in said.stderr
+
+
+def test_agents_commands_and_the_supervisor_do_not_load_it() -> None:
+    modules = "agents.host.main, cyborgweb.cli.main, cyborgweb.serve, placement_sync.direct, sys"
+    code = f"import {modules}; print('prometheus_client' in sys.modules)"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert said.stdout == "False\n"
+
+
+def test_a_token_that_could_be_guessed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CYBORG_METRICS_TOKEN", "short")
+    with pytest.raises(ConfigurationError, match="16 characters"):
+        keys.__wrapped__()
