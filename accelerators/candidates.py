@@ -13,19 +13,16 @@ from uuid import UUID
 from django.db import connection
 
 from accelerators import groups
+from accelerators.binding_sql import FREE
 from accelerators.models import Host
 from accelerators.refusals import Reason, Refused
 
-FREE = """
+OF_HOST = f"""
 SELECT p.rp_uuid::text,
   coalesce((SELECT a.value FROM accelerators_attribute a WHERE a.deployable_id = p.id AND a.key = 'rc'), ''),
   ARRAY(SELECT a.value FROM accelerators_attribute a WHERE a.deployable_id = p.id AND a.key LIKE 'trait%%'),
   count(*), array_agg(DISTINCT t.attach_type::text)
-FROM accelerators_device d JOIN accelerators_deployable p ON p.device_id = d.id
-JOIN accelerators_attachhandle t ON t.deployable_id = p.id
-WHERE d.host_id = %(host)s AND (%(device)s::uuid IS NULL OR d.uuid = %(device)s::uuid) AND d.state = 'ready'
-  AND d.busy_with IS NULL AND p.rp_uuid IS NOT NULL AND p.missing_since IS NULL AND t.missing_since IS NULL
-  AND NOT EXISTS (SELECT FROM accelerators_acceleratorrequest r WHERE r.attach_handle_id = t.id)
+{FREE} AND d.host_id = %(host)s AND (%(device)s::uuid IS NULL OR d.uuid = %(device)s::uuid) AND p.rp_uuid IS NOT NULL
 GROUP BY p.id ORDER BY p.id
 """
 
@@ -62,7 +59,7 @@ class Choice:
 def of(host: Host, device: UUID | None = None) -> list[Candidate]:
     """What is free on a host, or of one device there; one statement."""
     with connection.cursor() as cursor:
-        cursor.execute(FREE, {"host": host.pk, "device": device})
+        cursor.execute(OF_HOST, {"host": host.pk, "device": device})
         return [
             Candidate(provider, name, frozenset(traits), free, frozenset(types))
             for provider, name, traits, free, types in cursor.fetchall()
