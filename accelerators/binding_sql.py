@@ -45,13 +45,15 @@ SELECT q.instance_uuid::text FROM accelerators_acceleratorrequest q
 WHERE q.instance_uuid = ANY(%(instances)s::uuid[]) AND {VISIBLE} LIMIT 1
 """
 
-_FREE = """
+FREE = """
 FROM accelerators_attachhandle t
 JOIN accelerators_deployable p ON p.id = t.deployable_id JOIN accelerators_device d ON d.id = p.device_id
-WHERE p.rp_uuid = %(rp)s::uuid AND p.missing_since IS NULL AND t.missing_since IS NULL AND d.state = 'ready'
-  AND d.busy_with IS NULL AND t.attach_type <> 'DEV'
+WHERE p.missing_since IS NULL AND t.missing_since IS NULL AND d.state = 'ready' AND d.busy_with IS NULL
+  AND t.attach_type <> 'DEV'
   AND NOT EXISTS (SELECT FROM accelerators_acceleratorrequest r WHERE r.attach_handle_id = t.id)
 """
+"""The handles `t` that a request can get now, with their deployables `p` and devices `d`."""
+_FREE = f"{FREE} AND p.rp_uuid = %(rp)s::uuid"
 
 _RESERVE = f"""
 SELECT t.id, t.attach_type, p.id, p.bitstream_id::text, d.id {_FREE} ORDER BY t.id LIMIT %(count)s::bigint

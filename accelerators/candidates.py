@@ -14,20 +14,17 @@ from uuid import UUID
 from django.db import connection
 
 from accelerators import groups
+from accelerators.binding_sql import FREE
 from accelerators.models import Host
 from accelerators.refusals import Reason, Refused
 
-FREE = """
+OF_HOSTS = f"""
 SELECT d.host_id, p.rp_uuid::text,
   coalesce((SELECT a.value FROM accelerators_attribute a WHERE a.deployable_id = p.id AND a.key = 'rc'), ''),
   ARRAY(SELECT a.value FROM accelerators_attribute a WHERE a.deployable_id = p.id AND a.key LIKE 'trait%%'),
   count(*), array_agg(DISTINCT t.attach_type::text)
-FROM accelerators_device d JOIN accelerators_deployable p ON p.device_id = d.id
-JOIN accelerators_attachhandle t ON t.deployable_id = p.id
-WHERE d.host_id = ANY(%(hosts)s::bigint[]) AND (%(device)s::uuid IS NULL OR d.uuid = %(device)s::uuid)
-  AND d.state = 'ready' AND d.busy_with IS NULL AND p.rp_uuid IS NOT NULL AND p.missing_since IS NULL
-  AND t.missing_since IS NULL
-  AND NOT EXISTS (SELECT FROM accelerators_acceleratorrequest r WHERE r.attach_handle_id = t.id)
+{FREE} AND d.host_id = ANY(%(hosts)s::bigint[]) AND (%(device)s::uuid IS NULL OR d.uuid = %(device)s::uuid)
+  AND p.rp_uuid IS NOT NULL
 GROUP BY d.host_id, p.id ORDER BY p.id
 """
 
@@ -70,7 +67,7 @@ def at(hosts: Collection[int], device: UUID | None = None) -> defaultdict[int, l
     """What is free on each of these hosts; one statement."""
     found = defaultdict(list)
     with connection.cursor() as cursor:
-        cursor.execute(FREE, {"hosts": list(hosts), "device": device})
+        cursor.execute(OF_HOSTS, {"hosts": list(hosts), "device": device})
         for host, provider, name, traits, free, types in cursor.fetchall():
             found[host].append(Candidate(provider, name, frozenset(traits), free, frozenset(types)))
     return found

@@ -24,10 +24,6 @@ REBOOT = (
     " Where the flavor names a device profile, and all that the instance has is PCI, a hard reboot by Nova plugs it,"
     " too."
 )
-NODE = (
-    "It is claimed and bound, and nothing more: it is a node below /dev of {host}, which Nova and libvirt's hostdev do"
-    " not know. Whoever runs the guest or the container there has to pass it on."
-)
 TEST = "It is claimed and bound: a handle for tests, with no device behind it. There is nothing to plug."
 _HEX = re.compile(r"[0-9a-f]{1,4}")
 
@@ -47,7 +43,6 @@ def sentence(handles: Sequence[Handle], host: str) -> str:
     said = {
         HandleType.PCI: PLUG + REBOOT,
         HandleType.MDEV: PLUG,
-        HandleType.DEV: NODE,
         HandleType.TEST_PCI: TEST,
     }
     return " ".join(text.format(host=host) for kind, text in said.items() if kind in types)

@@ -146,8 +146,8 @@ class Service(Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 class Backend(Struct, frozen=True, omit_defaults=True, gc=False):
-    """A part of a driver that answers by itself. With an `error` its devices are not in the report, and what was known
-    of them before stays known (shown stale)."""
+    """A part of a driver that answers by itself. With an `error` the driver names none of its devices; the agent tells
+    those it had before (shown stale)."""
 
     name: Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.-]+$")]
     kind: BackendKind
@@ -160,9 +160,9 @@ class DriverReport(Struct, frozen=True, omit_defaults=True, gc=False):
     """What one driver answered. `error` empty means *ok*: `devices` is then its complete list, but for those of
     `backends` with an error.
 
-    With an error `devices` is empty, and what was known before stays known (shown stale). The last three fields are the
-    agent's: the driver's own version, why it does not answer ('' when it is asked, else `quarantined`, `disabled` or
-    `absent`), and the generation of the wish it runs by, 0 where the host's own configuration decides.
+    With an error the driver names no devices; the agent tells those it had before (shown stale). The last three fields
+    are the agent's: the driver's own version, why it does not answer ('' when it is asked, else `quarantined`,
+    `disabled` or `absent`), and the generation of the wish it runs by, 0 where the host's own configuration decides.
     """
 
     driver: Word

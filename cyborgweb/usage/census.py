@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -16,7 +16,6 @@ from accelerators import candidates, groups, profiles
 from accelerators.candidates import Candidate
 from accelerators.models import Host
 from accelerators.refusals import Reason, Refused
-from accelerators.states import HandleType
 from accelerators.usage import Load, Said
 from agents import load
 from agents.load import Loads
@@ -31,7 +30,6 @@ MOST = groups.MAX_REQUESTS
 WITHIN_S, LONGEST_S = 2.0, 10.0
 SPEAK = ("up", "late")
 """Agents that stand so are asked; the others could not answer."""
-NODES = frozenset({HandleType.DEV.value})
 
 
 @dataclass(frozen=True)
@@ -89,10 +87,7 @@ def take(question: Question) -> Census:
     asked = [key for key, word in words.items() if word in SPEAK]
     loads = load.census(asked, question.within_s) if asked else Loads({})
     said = _said(loads)
-    rows = [
-        _row(host, words[host.pk], _offered(there[host.pk]), wanted, question.count, said.get(host.pk))
-        for host in hosts
-    ]
+    rows = [_row(host, words[host.pk], there[host.pk], wanted, question.count, said.get(host.pk)) for host in hosts]
     missing = _missing([host for host in hosts if host.pk not in said], words, loads, question.within_s)
     took = time.monotonic() - began
     return Census(len(said), missing, sorted(rows, key=lambda row: row.order), took, left_out)
@@ -125,11 +120,6 @@ def _word(host: Host) -> str:
     """How its agent stands; '' where none has joined."""
     agent = getattr(host, "agent", None)
     return word_of(agent) if agent else ""
-
-
-def _offered(there: Iterable[Candidate]) -> list[Candidate]:
-    """Without device nodes, which no guest gets."""
-    return [one for one in there if one.types != NODES]
 
 
 def _row(

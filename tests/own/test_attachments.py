@@ -189,5 +189,4 @@ def test_what_libvirt_wants() -> None:
     )
     assert 'managed="no"' in second and 'bus="0x3b"' in second
     assert "There is nothing to plug" in hotplug.sentence([test], "cmp1")
-    assert "a node below /dev of cmp1" in hotplug.sentence([node], "cmp1")
     assert hotplug.sentence([], "cmp1") == ""
