@@ -33,7 +33,7 @@ def buttons(client: Client, device: Device) -> list[str]:
 
 def sentence(answered: object) -> str:
     """The one message of the page that was come to."""
-    (said,) = re.findall(r'role="status">([^<]+)<', answered.content.decode())  # type: ignore[attr-defined]
+    (said,) = re.findall(r'<p class="message[^"]*" role="status">([^<]+)<', answered.content.decode())  # type: ignore[attr-defined]
     return said
 
 
