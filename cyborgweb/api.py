@@ -20,10 +20,14 @@ from accelerators.api.own import errors
 from accelerators.api.own.routes import RESOURCES
 from accelerators.api.own.views import Collection
 from agents.api import AgentView
+from cyborgweb.notify.api import DeliveryView, InboxView, SubscriptionView
 from placement_sync.api import DiscrepancyView
 
 COLLECTIONS: Mapping[str, type[Collection]] = (
-    {"hosts": RESOURCES["hosts"], "agents": AgentView} | RESOURCES | {"discrepancies": DiscrepancyView}
+    {"hosts": RESOURCES["hosts"], "agents": AgentView}
+    | RESOURCES
+    | {"discrepancies": DiscrepancyView}
+    | {"subscriptions": SubscriptionView, "deliveries": DeliveryView, "inbox": InboxView}
 )
 ON_LIST = {"get": "list", "post": "create"}
 ON_MEMBER = {"get": "retrieve", "patch": "partial_update", "delete": "destroy"}

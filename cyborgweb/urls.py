@@ -5,7 +5,7 @@ from django.db import DatabaseError, connection
 from django.http import HttpRequest, HttpResponse, JsonResponse
 from django.urls import include, path, re_path
 
-from cyborgweb.pages import lists, refusals, search
+from cyborgweb.pages import inbox, lists, refusals, search
 
 
 def healthz(request: HttpRequest) -> HttpResponse:
@@ -23,7 +23,7 @@ def readyz(request: HttpRequest) -> HttpResponse:
     return JsonResponse({"status": "ok"})
 
 
-OURS = "admin|api|healthz|metrics|readyz|static|ws"
+OURS = "admin|api|healthz|help|metrics|readyz|static|ws"
 """First segments that v2, which answers everything else (contract section 1.4), never captures."""
 
 urlpatterns = [
@@ -32,7 +32,10 @@ urlpatterns = [
     re_path("^admin/.*\0", refusals.nowhere),
     path("admin/find/", admin.site.admin_view(search.find), name="find"),
     path("admin/lists/<str:model>/", admin.site.admin_view(lists.keep), name="list_keep"),
+    path("admin/inbox/", admin.site.admin_view(inbox.inbox), name="inbox"),
+    path("admin/inbox/unread/", admin.site.admin_view(inbox.unread), name="inbox_unread"),
     path("admin/", admin.site.urls),
+    path("help/", include("cyborgweb.help.views")),
     re_path(r"^api(?:/|$)", include("cyborgweb.api")),
     re_path(r"^accelerator(?:/|$)", include("accelerators.api.v2.urls")),
     re_path(rf"^(?!(?:{OURS})(?:/|$))", include("accelerators.api.v2.urls")),
