@@ -72,6 +72,9 @@ docs: $(VENV)/dev  ## write what is generated from the code
 	$(BIN)/python manage.py openapi_page > docs/openapi.yaml
 	$(BIN)/python manage.py policy_sample > docs/policy.yaml.sample
 
+manual: $(VENV)/server  ## the manual as files that need no server, into build/manual
+	$(BIN)/python manage.py manual build/manual
+
 lock: $(VENV)/dev  ## resolve the locked requirements anew (needs uv)
 	uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --no-annotate pyproject.toml -o requirements/agent.txt
 	uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --no-annotate pyproject.toml requirements/build.in --extra server -o requirements/server.txt
@@ -79,4 +82,4 @@ lock: $(VENV)/dev  ## resolve the locked requirements anew (needs uv)
 	uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --no-annotate requirements/browser.in -c requirements/dev.txt -o requirements/browser.txt
 	for name in requirements/system/*.in; do uv pip compile -q --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --no-annotate $$name -o $${name%.in}.txt || exit 1; done
 
-.PHONY: help up test test-system test-qemu test-browser deps-browser deps-sim environments lint bench bench-full fleet docs lock
+.PHONY: help up test test-system test-qemu test-browser deps-browser deps-sim environments lint bench bench-full fleet docs manual lock

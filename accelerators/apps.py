@@ -11,6 +11,7 @@ class AcceleratorsConfig(AppConfig):
         from accelerators import ticks
 
         ticks.register("sweep", "accelerators.sweep.run", cluster="work")
+        ticks.register("seals", "accelerators.retention.run", cluster="work")
         ticks.register("deadlines", "accelerators.binding.run_deadlines", cluster="work", timely=True)
         ticks.register("commands", "accelerators.outcomes.run", cluster="work", timely=True)
         ticks.register("images", "accelerators.fetching.run", cluster="work", timely=True)

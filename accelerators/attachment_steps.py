@@ -149,6 +149,7 @@ def forget(now: datetime | None = None) -> None:
     if uuids := list(old.values_list("pk", flat=True)[:BATCH]):
         with conductor.writing():
             Attachment.objects.filter(pk__in=uuids).delete()
+            conductor.forgot("attachment", len(uuids), REMEMBERED)
 
 
 @contextmanager

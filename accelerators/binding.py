@@ -62,6 +62,7 @@ class _Request:
     instance_uuid: str | None
     handle: int | None
     attach_type: str | None
+    project_id: str
 
     @classmethod
     def of(cls, row: tuple[Any, ...]) -> _Request:
@@ -344,6 +345,7 @@ def _asked(request: _Request, one: Bind, caller: Caller) -> dict[str, Any]:
         "rp": one.device_rp_uuid,
         "instance": one.instance_uuid,
         "project": one.project_id or caller.project_id,
+        "had_project": request.project_id,
     }
 
 

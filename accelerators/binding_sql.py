@@ -20,7 +20,8 @@ WITH made AS (
     _EVENT.format(
         source="'api'",
         action="'created'",
-        changes="jsonb_build_object('project_id', jsonb_build_array(NULL, m.project_id),"
+        changes="jsonb_build_object('state', jsonb_build_array(NULL, 'Initial'),"
+        " 'project_id', jsonb_build_array(NULL, m.project_id),"
         " 'group', jsonb_build_array(NULL, m.group_id))",
         reason="''",
         rows="made",
@@ -32,7 +33,8 @@ LOCK_INSTANCES = "SELECT pg_advisory_xact_lock(%(lock)s::int, hashtext(i)) FROM 
 """One bind at a time for an instance; the ids come sorted, so two binds never wait for each other."""
 
 _FOUND = """
-SELECT q.uuid::text, q.id, q.state, q."group", q.instance_uuid::text, q.attach_handle_id, t.attach_type
+SELECT q.uuid::text, q.id, q.state, q."group", q.instance_uuid::text, q.attach_handle_id, t.attach_type,
+  q.project_id
 FROM accelerators_acceleratorrequest q LEFT JOIN accelerators_attachhandle t ON t.id = q.attach_handle_id
 """
 
@@ -76,7 +78,7 @@ MOVE = f"""
 WITH x AS (SELECT x.*, (SELECT hostname FROM accelerators_acceleratorrequest r WHERE r.id = x.id) AS had_hostname
   FROM jsonb_to_recordset(%(rows)s::jsonb) AS x(id bigint, was text, state text, hostname text,
     rp uuid, instance uuid, project text, deployable bigint, handle bigint, wait int, fault text, had_instance uuid,
-    had_handle bigint) LIMIT %(count)s::bigint),
+    had_handle bigint, had_project text) LIMIT %(count)s::bigint),
 moved AS (
   UPDATE accelerators_acceleratorrequest q SET state = x.state, hostname = x.hostname, device_rp_uuid = x.rp,
     instance_uuid = x.instance, project_id = coalesce(x.project, q.project_id), deployable_id = x.deployable,
@@ -84,7 +86,7 @@ moved AS (
     fault = coalesce(x.fault, ''), updated_at = now()
   FROM x WHERE q.id = x.id AND q.state = x.was
   RETURNING q.uuid, x.was, q.state, q.fault, coalesce(q.hostname, x.had_hostname) AS hostname, x.had_instance,
-    q.instance_uuid, x.had_handle, q.attach_handle_id,
+    q.instance_uuid, x.had_handle, q.attach_handle_id, x.had_project, q.project_id,
     (SELECT name FROM accelerators_deviceprofile f WHERE f.id = q.profile_id) AS profile_name)
 {
     _EVENT.format(
@@ -93,7 +95,10 @@ moved AS (
         " ELSE lower(m.state) END",
         changes="jsonb_build_object('state', jsonb_build_array(m.was, m.state),"
         " 'instance_uuid', jsonb_build_array(m.had_instance, m.instance_uuid),"
-        " 'attach_handle', jsonb_build_array(m.had_handle, m.attach_handle_id))",
+        " 'attach_handle', jsonb_build_array(m.had_handle, m.attach_handle_id))"
+        " || CASE WHEN m.had_project <> m.project_id"
+        " THEN jsonb_build_object('project_id', jsonb_build_array(m.had_project, m.project_id))"
+        " ELSE jsonb_build_object() END",
         reason="m.fault",
         rows="moved",
     )

@@ -256,4 +256,6 @@ def forget(now: datetime | None = None) -> bool:
     old = Q(state=BulkState.DRAFT, created_at__lt=now - FORGOTTEN) | Q(ended_at__lt=now - REMEMBERED)
     with conductor.writing():
         oldest = Bulk.objects.exclude(UNDER_WAY).filter(old).order_by("id").values("pk")[:1]
-        return bool(Bulk.objects.filter(pk__in=oldest).delete()[0])
+        count = Bulk.objects.filter(pk__in=oldest).delete()[1].get("accelerators.Bulk", 0)
+        conductor.forgot("bulk", count, REMEMBERED)
+        return bool(count)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any, TypedDict, Unpack
 from uuid import UUID
 
@@ -140,6 +140,13 @@ def record_all(events: list[dict[str, Any]]) -> None:
     """Write many events in one statement: rows of `sql.EVENTS`, where source 'agent' and no request id go unsaid."""
     with writing():
         cursor().execute(sql.EVENTS, [_encode(events).decode()])
+
+
+def forgot(kind: str, count: int, after: timedelta) -> None:
+    """Write the event that rows of old were deleted, if any were: what happened to them is in their own events."""
+    if count:
+        reason = f"they ended more than {after.days} days ago"
+        record(f"{kind}.forgotten", Source.SYSTEM, "sweep", changes={"number": [count, 0]}, reason=reason)
 
 
 def intend(kind: str, payloads: Mapping[str, Mapping[str, Any]]) -> None:

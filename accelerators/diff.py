@@ -42,6 +42,8 @@ DEVICE_FIELDS = (
     "bridges",
 )
 """What a report says of a device, in the order of `StoredDevice.facts`."""
+FOUND = ("key", "driver", "type", "vendor", "model", "address", "status")
+"""What is told of a device when it is found; of the others what changes later is."""
 _facts = attrgetter(*DEVICE_FIELDS[1:])
 DRIVER, MODEL, BACKEND = (DEVICE_FIELDS.index(name) for name in ("driver", "model", "backend"))
 
@@ -238,6 +240,8 @@ def _device(host: StoredHost, driver: str, device: Device, old: StoredDevice | N
         if old is not None:
             pairs = zip(DEVICE_FIELDS, old.facts, facts, strict=True)
             changes = {name: [was, is_now] for name, was, is_now in pairs if was != is_now}
+        else:
+            changes = {name: [None, row[name]] for name in FOUND if row[name]} | {"state": [None, "inactive"]}
     known = {d.name: d for d in old.deployables} if old else {}
     named = {d.name: d for d in device.deployables}
     for name, deployable in named.items():
@@ -256,6 +260,7 @@ def _device(host: StoredHost, driver: str, device: Device, old: StoredDevice | N
             {"uuid": device_uuid, "state": state, "returns_to": None, "reason": "seen again by its driver"}
         )
         changes |= {"state": ["missing", state], "state_since": [old.state_since, now]}
+        changes["returns_to"] = [old.returns_to, None]
     if old is None:
         into.found.append((host, row))
     if old is None or changes:
@@ -325,7 +330,8 @@ def _handles(
 
 def _missing(host: StoredHost, device: StoredDevice, reason: str, now: str, into: Changes) -> None:
     into.moves.append({"uuid": device.uuid, "state": "missing", "returns_to": device.state, "reason": reason})
-    changes = {"state": [device.state, "missing"], "state_since": [device.state_since, now]}
+    changes: dict[str, Any] = {"state": [device.state, "missing"], "state_since": [device.state_since, now]}
+    changes["returns_to"] = [None, device.state]
     into.events.append(_event(host, "device.missing", device.uuid, str(device.facts[MODEL]), changes, reason))
 
 

@@ -211,4 +211,6 @@ def _receive(chunks: Iterable[bytes], size: int, file: IO[bytes]) -> str:
 
 
 def _record(action: str, image: Image, source: Source, actor: str, reason: str) -> None:
-    conductor.record(action, source, actor, subject=(image.uuid, str(image)), reason=reason)
+    facts = {"size": image.size, "sha256": image.sha256}
+    changes = {name: [value, None] if action == "image.removed" else [None, value] for name, value in facts.items()}
+    conductor.record(action, source, actor, subject=(image.uuid, str(image)), changes=changes, reason=reason)

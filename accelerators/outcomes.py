@@ -16,11 +16,11 @@ from django.db import transaction
 from django.db.models import F, Max, Q, QuerySet
 from django.db.models.functions import Now
 
-from accelerators import binding, commands, conductor, delegation, intents, meters, ticks, wishes
+from accelerators import binding, commands, conductor, delegation, intents, meters, programming, ticks, wishes
 from accelerators import commands_sql as sql
 from accelerators.binding import End, Waiting
 from accelerators.lifecycle import Step, standing, store
-from accelerators.models import Command, Deployable, Device
+from accelerators.models import Command, Device
 from accelerators.models.commands import OPEN
 from accelerators.states import CommandState, DeviceState, Source
 
@@ -207,8 +207,6 @@ def _programmed(one: Ended, device: Device, into: _Consequences) -> None:
     command = one.command
     name = command.arguments.get("deployable", "")
     if one.succeeded and "image" in command.arguments:
-        from accelerators import programming
-
         programming.programmed(device, name, command.arguments["image"], command.actor)
     elif one.touched:
         into.unclear.append((device.id, name))
@@ -233,8 +231,7 @@ def _write(into: _Consequences) -> None:
     steps = {step.device.id: step for step in sorted(into.steps, key=lambda step: step.now != step.after)}
     store([*steps.values()], Source.AGENT)
     for device, name in into.unclear:
-        parts = Deployable.objects.filter(device=device, bitstream_id__isnull=False)
-        (parts.filter(name=name) if name else parts).update(bitstream_id=None, updated_at=Now())
+        programming.unclear(device, name)
     if into.ends:
         binding.resolve(into.ends, Source.AGENT, "commands")
     conductor.intend(binding.PROGRAMMED, into.told_first)

@@ -66,7 +66,8 @@ def create(name: str, groups: list[Group], description: str | None, uuid: UUID |
     try:
         with conductor.writing():
             DeviceProfile.objects.create(uuid=chosen, name=name, groups=groups, description=description)
-            _record("created", chosen, name, caller, {"name": [None, name], "groups": [None, groups]})
+            told = {"name": name, "groups": groups} | ({} if description is None else {"description": description})
+            _record("created", chosen, name, caller, {field: [None, value] for field, value in told.items()})
             _changed()
     except IntegrityError as error:
         raise _taken(error, name, chosen) from None

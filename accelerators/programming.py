@@ -63,6 +63,24 @@ def _programmed(part: Deployable, image: Mapping[str, Any], actor: str) -> None:
     conductor.providers_changed([device.host])
 
 
+def unclear(device: int, deployable_name: str) -> None:
+    """Nobody knows what a device's deployables hold now; one of them, or '' for all. Inside `conductor.writing()`."""
+    parts = Deployable.objects.filter(device=device, bitstream_id__isnull=False).select_related("device__host")
+    held = list(parts.filter(name=deployable_name) if deployable_name else parts)
+    Deployable.objects.filter(id__in=[part.pk for part in held]).update(bitstream_id=None, updated_at=datetime.now(UTC))
+    if held:
+        about = held[0].device
+        conductor.record(
+            "device.unclear",
+            Source.SYSTEM,
+            commands.JOB,
+            host=about.host,
+            subject=(about.uuid, str(about)),
+            changes={f"{part.name} bitstream": [str(part.bitstream_id), None] for part in held},
+            reason="it was being programmed, and how that ended cannot be told",
+        )
+
+
 _waiting: dict[str, list[threading.Event]] = {}
 _lock = threading.Lock()
 _subscribed = False

@@ -126,7 +126,9 @@ def forget(now: datetime | None = None) -> bool:
     """Delete the oldest of those that ended long ago; True when there may be more. Their events stay."""
     with conductor.writing():
         old = Rollout.objects.filter(ended_at__lt=(now or datetime.now(UTC)) - REMEMBERED).order_by("id")
-        return bool(Rollout.objects.filter(pk__in=old.values("pk")[:1]).delete()[0])
+        count = Rollout.objects.filter(pk__in=old.values("pk")[:1]).delete()[1].get("accelerators.Rollout", 0)
+        conductor.forgot("rollout", count, REMEMBERED)
+        return bool(count)
 
 
 def counts(rollout: Rollout) -> Counter[str]:
@@ -191,8 +193,12 @@ def _order(rollout: Rollout, waiting: RolloutStep) -> None:
 
 
 def _end(one: RolloutStep, state: StepState, text: str) -> None:
+    was, rollout = one.state, one.rollout
     one.state, one.text, one.ended_at = state.value, text[:4096], datetime.now(UTC)
     one.save(update_fields=["state", "text", "ended_at"])
+    about: Any = {"host_name": one.host_name, "subject": (rollout.uuid, str(rollout)), "reason": one.text}
+    changes = {"step": [was, one.state]}
+    conductor.record(f"rollout.host_{state}", Source(rollout.source), rollout.actor, changes=changes, **about)
 
 
 def _halt(rollout: Rollout, state: RolloutState, text: str) -> None:

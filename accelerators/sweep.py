@@ -45,6 +45,7 @@ def forget_commands(now: datetime | None = None) -> bool:
     if old:
         with conductor.writing():
             Command.objects.filter(id__in=old).delete()
+            conductor.forgot("command", len(old), REMEMBERED)
     return len(old) == BATCH
 
 
@@ -61,6 +62,7 @@ def remove_missing(now: datetime | None = None) -> bool:
                 Source.SYSTEM,
                 "sweep",
                 host=device.host,
+                subject=(device.uuid, str(device)),
                 changes={"device": [str(device.uuid), None], "model": [device.model, None], "key": [device.key, None]},
                 reason=f"missing since {device.state_since:%Y-%m-%d %H:%M}, and free",
             )

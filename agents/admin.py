@@ -12,7 +12,7 @@ from django.http import HttpRequest
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
-from accelerators.admin import marks
+from accelerators.admin import marks, permits
 from accelerators.admin.listing import Listing, ReadOnly
 from accelerators.refusals import Refused
 from agents import trust
@@ -110,7 +110,7 @@ class AgentAdmin(ReadOnly):
 
     def has_decide_permission(self, request: HttpRequest) -> bool:
         """Whoever may change agents, decides about them; their rows stay read only."""
-        return request.user.has_perm("agents.change_agent")
+        return permits.may(request, permits.AGENTS, "agents.change_agent")
 
     @admin.action(description="Revoke: close their connections, let them in no more", permissions=["decide"])
     def revoke(self, request: HttpRequest, agents: QuerySet[Agent]) -> None:

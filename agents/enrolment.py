@@ -135,6 +135,9 @@ def make_token(host: str, *, address: str, hours: int, created_by: str, fingerpr
         created_by=created_by,
         expires_at=datetime.now(UTC) + timedelta(hours=hours),
     )
+    source = Source.SYSTEM if created_by == MACHINE else Source.PERSON
+    changes = {"join token": [None, f"valid for {hours} hours"]}
+    conductor.record("agent.invited", source, created_by or "join token", host_name=host, changes=changes)
     return credentials.join_string(address, fingerprint, host, secret)
 
 

@@ -18,10 +18,14 @@ from unfold.forms import AdminPasswordChangeForm, UserChangeForm, UserCreationFo
 from accelerators.admin import marks
 from accelerators.admin.listing import Listing
 from accelerators.models import AcceleratorRequest, Device, Host
-from cyborgweb.models import ApiToken
+from cyborgweb.admin_maintenance import MaintenanceAdmin
+from cyborgweb.models import ApiToken, Maintenance
+from cyborgweb.notify.admin import DeliveryAdmin, SubscriptionAdmin
+from cyborgweb.notify.models import Delivery, Subscription
 from cyborgweb.pages.device import DevicePage
 from cyborgweb.pages.host import HostPage
 from cyborgweb.pages.request import RequestPage
+from cyborgweb.recorded import Recorded
 from placement_sync.admin_writer import WriterAdmin
 from placement_sync.models import Writer
 
@@ -33,12 +37,16 @@ admin.site.register(Host, HostPage)
 admin.site.register(Device, DevicePage)
 admin.site.register(AcceleratorRequest, RequestPage)
 admin.site.register(Writer, WriterAdmin)
+admin.site.register(Subscription, SubscriptionAdmin)
+admin.site.register(Delivery, DeliveryAdmin)
+admin.site.register(Maintenance, MaintenanceAdmin)
 
 
 @admin.register(User)
-class UserAdmin(StockUserAdmin, Listing):
+class UserAdmin(Recorded, StockUserAdmin, Listing):
     """People who log in to the console, and the owners of API tokens."""
 
+    kind = "user"
     form, add_form, change_password_form = UserChangeForm, UserCreationForm, AdminPasswordChangeForm
     list_display = ("username", "email", "access", "shown_login")
     list_filter = ("is_staff", "is_superuser", "is_active")
@@ -59,16 +67,18 @@ class UserAdmin(StockUserAdmin, Listing):
 
 
 @admin.register(Group)
-class GroupAdmin(StockGroupAdmin, Listing):
+class GroupAdmin(Recorded, StockGroupAdmin, Listing):
     """Permissions that several users share."""
 
+    kind = "group"
     list_display = ("name",)
 
 
 @admin.register(ApiToken)
-class ApiTokenAdmin(Listing):
+class ApiTokenAdmin(Recorded, Listing):
     """Tokens for `X-Auth-Token`. Made by `manage.py api_token`, which shows it once; deleting one revokes it."""
 
+    kind = "token"
     list_display = ("name", "user", "shown_roles", "project_id", "created")
     list_select_related = ("user",)
     search_fields = ("name__icontains", "user__username__icontains", "project_id__startswith")

@@ -20,11 +20,15 @@ from accelerators.api.own import errors
 from accelerators.api.own.routes import RESOURCES
 from accelerators.api.own.views import Collection
 from agents.api import AgentView, DeviceUsageView
+from cyborgweb.notify.api import DeliveryView, InboxView, SubscriptionView
 from cyborgweb.usage.api import CensusView, UsageView
 from placement_sync.api import DiscrepancyView
 
 COLLECTIONS: Mapping[str, type[Collection]] = (
-    {"hosts": RESOURCES["hosts"], "agents": AgentView} | RESOURCES | {"discrepancies": DiscrepancyView}
+    {"hosts": RESOURCES["hosts"], "agents": AgentView}
+    | RESOURCES
+    | {"discrepancies": DiscrepancyView}
+    | {"subscriptions": SubscriptionView, "deliveries": DeliveryView, "inbox": InboxView}
 )
 ASKED: Mapping[str, tuple[type[Collection], dict[str, str], str]] = {
     "usage": (UsageView, {"get": "list"}, "usage"),

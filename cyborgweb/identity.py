@@ -20,8 +20,8 @@ from rest_framework.request import Request
 from accelerators import conductor
 from accelerators.caller import Caller
 from cyborgweb import keystone
-from cyborgweb.login import session_caller
 from cyborgweb.models import digest
+from cyborgweb.roles import session_caller
 from cyborgweb.settings.keys import keys
 from cyborgweb.tokens import PAUSE_S, Unavailable
 from drivers.configuration import ConfigurationError

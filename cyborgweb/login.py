@@ -1,7 +1,7 @@
 """The console's door where Keystone vouches for people: name, password, domain and project (docs/adr/0004).
 
 Named by the settings when `CYBORG_AUTH=keystone`; then no local password opens anything. Neither password nor token is
-kept: a session holds roles and project. `session_caller` also tells the APIs who a person with a session is.
+kept: a session holds roles and project; `cyborgweb.roles` makes a caller of them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from django import forms
 from django.contrib.auth import get_user_model
 from django.contrib.auth.backends import ModelBackend
 from django.contrib.auth.hashers import make_password
-from django.contrib.auth.models import Group, Permission
 from django.contrib.auth.signals import user_logged_in
 from django.db import connection, transaction
 from django.dispatch import receiver
@@ -22,20 +21,14 @@ from django.utils import timezone
 from django.views.decorators.debug import sensitive_variables
 from unfold.forms import AuthenticationForm
 
-from accelerators.caller import ADMIN, Caller
-from cyborgweb import keystone
+from accelerators.caller import ADMIN
+from cyborgweb import keystone, roles
 from cyborgweb.models import KeystoneUser
 from cyborgweb.settings.keys import keys
 from cyborgweb.tokens import Unavailable
 
 log = logging.getLogger(__name__)
 
-LOCAL_PROJECT = "local"
-LOCAL_ROLES = {True: frozenset({ADMIN, "manager", "member", "reader"}), False: frozenset({"reader"})}
-"""Of a superuser, and of others who may enter the console, where there is no Keystone."""
-ADMINISTRATORS, VIEWERS = "administrators", "viewers"
-SEEN_BY_VIEWERS = ("accelerators", "agents", "placement_sync")
-SESSION = "keystone"
 
 REFUSED = "Keystone does not accept this name, password, domain and project together."
 AWAY = "Keystone cannot be asked now; try again in a few seconds."
@@ -84,7 +77,7 @@ class LoginForm(AuthenticationForm):
             raise forms.ValidationError(REFUSED)
         self.user_cache = admit(person)
         if self.user_cache is None:
-            wanted = " or ".join(dict.fromkeys((ADMIN, *keys().console_viewer_roles)))
+            wanted = " or ".join(dict.fromkeys((ADMIN, *keys().console_viewer_roles, *keys().console_tenant_roles)))
             raise forms.ValidationError(f"The console needs the role {wanted} in the project; you do not have it.")
         return data
 
@@ -94,8 +87,8 @@ def admit(person: keystone.Person) -> Any:
 
     It is found by Keystone's id: a name may mean somebody else tomorrow, or in another domain.
     """
-    roles = person.caller.roles
-    group = ADMINISTRATORS if ADMIN in roles else VIEWERS if roles & set(keys().console_viewer_roles) else ""
+    caller, seen_by = person.caller, (keys().console_viewer_roles, keys().console_tenant_roles)
+    group = roles.of_keystone(caller.roles, caller.project_id, *seen_by)
     users = get_user_model().objects
     with transaction.atomic():
         with connection.cursor() as cursor:  # two first logins at once
@@ -107,23 +100,13 @@ def admit(person: keystone.Person) -> Any:
         user.username = wanted = f"{person.caller.name}@{person.domain}"[:140]
         if users.filter(username=wanted).exclude(pk=user.pk).exists():
             user.username = f"{wanted} {person.caller.user_id[:8]}"
-        user.is_staff, user.is_superuser = bool(group), group == ADMINISTRATORS
+        user.is_staff, user.is_superuser = bool(group), group == roles.ADMINISTRATORS.group
         user.save()
         if known is None:
             KeystoneUser.objects.create(keystone_id=person.caller.user_id, user=user)
-        user.groups.set([_group(group)] if group else [])
+        user.groups.set([roles.group(group)] if group else [])
     user.backend, user.keystone_caller = BACKEND, person.caller
     return user if group and user.is_active else None
-
-
-def session_caller(user: Any, session: Any) -> Caller | None:
-    """Who a logged-in person is to the APIs; None for who may not enter the console."""
-    if not user.is_staff:
-        return None
-    if keys().auth != "keystone":
-        return Caller(user.get_username(), str(user.pk), LOCAL_ROLES[user.is_superuser], LOCAL_PROJECT)
-    facts = session.get(SESSION)
-    return Caller(facts["name"], facts["id"], frozenset(facts["roles"]), facts["project"]) if facts else None
 
 
 @receiver(user_logged_in)
@@ -131,13 +114,5 @@ def _begin(sender: Any, request: Any, user: Any, **_: Any) -> None:
     """A session by Keystone ends at a fixed time, and knows for which project it is."""
     if caller := getattr(user, "keystone_caller", None):
         facts = {"name": caller.name, "id": caller.user_id, "project": caller.project_id, "roles": sorted(caller.roles)}
-        request.session[SESSION] = facts
+        request.session[roles.SESSION] = facts
         request.session.set_expiry(timezone.now() + timedelta(hours=keys().console_session_h))
-
-
-def _group(name: str) -> Group:
-    group, _ = Group.objects.get_or_create(name=name)
-    if name == VIEWERS:
-        seen = Permission.objects.filter(codename__startswith="view_", content_type__app_label__in=SEEN_BY_VIEWERS)
-        group.permissions.set(seen)
-    return group

@@ -13,6 +13,10 @@ from django.contrib.postgres.fields import ArrayField
 from django.db import models
 from django.db.models.functions import Now
 
+from cyborgweb.notify.models import Delivery, Reader, Subscription
+
+__all__ = ["ApiToken", "Delivery", "KeystoneUser", "Maintenance", "Reader", "SavedView", "Subscription", "digest"]
+
 
 class ApiToken(models.Model):
     """A token of a local user. Only its hash is stored. `roles` are Keystone's words: admin, member, service…"""
@@ -66,6 +70,21 @@ class SavedView(models.Model):
 
     def __str__(self) -> str:
         return self.name
+
+
+class Maintenance(models.Model):
+    """There is this one row while nobody is to change anything."""
+
+    since = models.DateTimeField(db_default=Now(), help_text="Since when nothing can be changed.")
+    by = models.CharField(max_length=255, help_text="Who said so.")
+    reason = models.CharField(max_length=4096, blank=True, help_text="Why; shown to everybody who is refused.")
+
+    class Meta:
+        verbose_name_plural = "maintenance"
+        constraints = [models.CheckConstraint(condition=models.Q(id=1), name="maintenance_is_one")]
+
+    def __str__(self) -> str:
+        return f"read only since {self.since:%Y-%m-%d %H:%M}"
 
 
 def digest(secret: str) -> str:

@@ -21,6 +21,7 @@ from drf_spectacular.validation import validate_schema
 
 from accelerators import groups
 from accelerators.api.own.errors import SENTENCES
+from cyborgweb.help import fields
 
 ERRORS = {
     "400": "Something in the query or the body cannot be used; the message names it, and what can.",
@@ -198,12 +199,20 @@ def complete(result: dict[str, Any], **_: Any) -> dict[str, Any]:
         for response in operation["responses"].values():
             response.get("content", {}).pop("text/html", None)
     for name, schema in components["schemas"].items():
+        _describe(name, schema)
         if f"#/components/schemas/{name}" in bodies:
             schema["additionalProperties"] = False
         elif name != "Error" and not name.startswith("Paginated"):
             # Whoever chooses fields gets no others.
             schema.pop("required", None)
     return result
+
+
+def _describe(name: str, schema: dict[str, Any]) -> None:
+    """Give fields of which the code says nothing the manual's sentence."""
+    for field, said in schema.get("properties", {}).items():
+        if said.keys().isdisjoint({"$ref", "description"}) and (sentence := fields.of_api(name, field)):
+            said["description"] = sentence
 
 
 def _operations(result: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:

@@ -20,7 +20,8 @@ from rest_framework.permissions import BasePermission
 from rest_framework.request import Request
 
 from accelerators.caller import Caller
-from cyborgweb.rules import OPERATOR, RULES, Rule
+from cyborgweb import maintenance
+from cyborgweb.rules import AUDITOR, OPERATOR, RULES, Rule
 from cyborgweb.settings.keys import keys
 
 log = logging.getLogger(__name__)
@@ -29,10 +30,13 @@ LOOK_EVERY_S = 1.0
 MAX_DECISIONS = 20_000
 MAX_FILE_BYTES = 1_048_576
 LIKE_A_GET = ("HEAD", "OPTIONS")
+READS = ("GET", *LIKE_A_GET)
 RANKS = ("reader", "member", "manager", "admin")
 ROLES = {role: frozenset(RANKS[: n + 1]) for n, role in enumerate(RANKS)}
 ROLES[OPERATOR] = frozenset({OPERATOR, *RANKS[:2]})
-"""The usual roles, each with those that it brings along in Keystone; and the operator's, who is a member, too."""
+ROLES[AUDITOR] = frozenset({AUDITOR, *RANKS[:1]})
+"""The usual roles, each with those that it brings along in Keystone; the operator's, who is a member, too; and the
+auditor's, who reads."""
 
 
 class Denied(PermissionDenied):
@@ -51,6 +55,8 @@ class RulePermission(BasePermission):
         rules = getattr(view, "policy_rules", {})
         rule = rules.get(request.method) or (rules.get("GET") if request.method in LIKE_A_GET else None)
         if rule and allows(request.user, rule):
+            if request.method not in READS:
+                maintenance.refuse()
             return True
         raise Denied(rule, remedy(request.user, rule) if rule else "")
 
@@ -64,11 +70,15 @@ def remedy(caller: Caller, rule: str) -> str:
     """What a caller who was denied needs, as the rules in force have it: one sentence."""
     if not caller.project_id or caller.system_scope or caller.domain_id:
         return "Ask with a token of a project."
-    least = (*RANKS[:3], OPERATOR, "admin")
-    lowest = (role for role in least if allows(replace(caller, roles=ROLES[role]), rule))
-    if role := next(lowest, ""):
+    if role := least(caller, rule):
         return f"The role {role} would do."
     return "None of the usual roles would do; the policy file says who may."
+
+
+def least(caller: Caller, rule: str) -> str:
+    """The first of the usual roles that would do, '' where none would."""
+    usual = (*RANKS[:3], OPERATOR, "admin")
+    return next((role for role in usual if allows(replace(caller, roles=ROLES[role]), rule)), "")
 
 
 @lru_cache(maxsize=1)

@@ -1,4 +1,6 @@
-"""Every answer bears a request id, and whoever writes an event can ask for it."""
+"""Every answer bears a request id, and whoever writes an event can ask for it. Nothing is posted to a console that is
+read only.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,12 @@ from collections.abc import Callable
 from django.http import HttpRequest, HttpResponse
 
 from accelerators.caller import request_id
+from cyborgweb import maintenance
+from cyborgweb.pages import refusals
+from cyborgweb.policy import READS
+
+ALWAYS = ("/admin/login/", "/admin/logout/", "/admin/cyborgweb/maintenance/")
+"""What is posted there is no change of ours, or ends the maintenance."""
 
 
 class RequestIdMiddleware:
@@ -25,3 +33,17 @@ class RequestIdMiddleware:
             request_id.reset(token)
         response["x-openstack-request-id"] = made
         return response
+
+
+class ReadOnlyMiddleware:
+    """503 and the reason for what would be posted to the console while everything is read only. The APIs ask by
+    themselves (`cyborgweb.policy`)."""
+
+    def __init__(self, get_response: Callable[[HttpRequest], HttpResponse]) -> None:
+        self.get_response = get_response
+
+    def __call__(self, request: HttpRequest) -> HttpResponse:
+        posts = request.method not in READS and request.path.startswith("/admin/")
+        if posts and not request.path.startswith(ALWAYS) and (now := maintenance.current()):
+            return refusals.read_only(request, maintenance.sentence(now))
+        return self.get_response(request)

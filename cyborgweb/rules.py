@@ -17,8 +17,10 @@ STRICT_MEMBER = "rule:project_member_api or rule:admin_api"
 ELEVATED = "rule:elevated"
 OPERATOR = "accelerator_operator"
 """The role of who runs accelerators without being an administrator."""
-STRICT_MANAGER = f"rule:project_manager_api or rule:admin_api or {ELEVATED}"
-"""What `project_manager_or_admin` says, without the legacy alternative that lets everyone in; and operators."""
+AUDITOR = "auditor"
+"""The role of who sees everything and changes nothing."""
+STRICT_MANAGER = f"rule:project_manager_api or rule:admin_api or {ELEVATED} or role:{AUDITOR}"
+"""What `project_manager_or_admin` says, without the legacy alternative that lets everyone in; operators, auditors."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,31 @@ OWN = (
     Rule("cyborg:attach_handle:get_one", STRICT_MANAGER, "Show who holds it.", ("GET /api/attach_handles/{uuid}/",)),
     Rule("cyborg:event:get_all", READER, "List events, of one's own project's requests.", ("GET /api/events/",)),
     Rule("cyborg:event:get_one", READER, "Show such an event.", ("GET /api/events/{id}/",)),
+    Rule("cyborg:seal:get_all", STRICT_MANAGER, "List the seals over events.", ("GET /api/seals/",)),
+    Rule("cyborg:seal:get_one", STRICT_MANAGER, "Show a seal.", ("GET /api/seals/{number}/",)),
+    Rule("cyborg:subscription:get_all", READER, "List subscriptions.", ("GET /api/subscriptions/",)),
+    Rule("cyborg:subscription:get_one", READER, "Show a subscription.", ("GET /api/subscriptions/{uuid}/",)),
+    Rule("cyborg:subscription:create", STRICT_MEMBER, "Subscribe to messages.", ("POST /api/subscriptions/",)),
+    Rule(
+        "cyborg:subscription:update",
+        STRICT_MEMBER,
+        "Change a subscription, test it, give it another secret; see the whole URL it leads to.",
+        ("PATCH /api/subscriptions/{uuid}/", "POST /api/subscriptions/{uuid}/{test,rotate}/"),
+    ),
+    Rule("cyborg:subscription:delete", STRICT_MEMBER, "Unsubscribe.", ("DELETE /api/subscriptions/{uuid}/",)),
+    Rule(
+        "cyborg:subscription:elevated",
+        ELEVATED,
+        "Subscribe to what happens to every device and request, not only to one's own project's.",
+        ("POST /api/subscriptions/ (scope: cloud)",),
+    ),
+    Rule("cyborg:delivery:get_all", READER, "List what was brought to subscriptions.", ("GET /api/deliveries/",)),
+    Rule("cyborg:delivery:get_one", READER, "Show a delivery.", ("GET /api/deliveries/{uuid}/",)),
+    Rule("cyborg:delivery:update", STRICT_MEMBER, "Bring it again.", ("POST /api/deliveries/{uuid}/replay/",)),
+    Rule("cyborg:inbox:get_all", READER, "List one's own messages.", ("GET /api/inbox/",)),
+    Rule("cyborg:inbox:get_one", READER, "Show one's own message.", ("GET /api/inbox/{uuid}/",)),
+    Rule("cyborg:inbox:update", READER, "Mark it read.", ("POST /api/inbox/{uuid}/read/",)),
+    Rule("cyborg:inbox:read_all", READER, "Mark all of them read.", ("POST /api/inbox/read_all/",)),
     Rule("cyborg:accelerator:get_all", READER, "List what is attached.", ("GET /api/accelerators/",)),
     Rule("cyborg:accelerator:get_one", READER, "Show what is attached.", ("GET /api/accelerators/{uuid}/",)),
     Rule("cyborg:accelerator:update", STRICT_MEMBER, "Label what is attached.", ("PATCH /api/accelerators/{uuid}/",)),

@@ -6,7 +6,7 @@ from django.http import HttpRequest, HttpResponse, JsonResponse
 from django.urls import include, path, re_path
 
 from cyborgweb.metrics import page
-from cyborgweb.pages import census, lists, refusals, search, usage
+from cyborgweb.pages import census, inbox, lists, refusals, search, usage
 
 
 def healthz(request: HttpRequest) -> HttpResponse:
@@ -24,7 +24,7 @@ def readyz(request: HttpRequest) -> HttpResponse:
     return JsonResponse({"status": "ok"})
 
 
-OURS = "admin|api|healthz|metrics|readyz|static|ws"
+OURS = "admin|api|healthz|help|metrics|readyz|static|ws"
 """First segments that v2, which answers everything else (contract section 1.4), never captures."""
 
 urlpatterns = [
@@ -36,7 +36,10 @@ urlpatterns = [
     path("admin/census/", admin.site.admin_view(census.page), name="census"),
     path("admin/find/", admin.site.admin_view(search.find), name="find"),
     path("admin/lists/<str:model>/", admin.site.admin_view(lists.keep), name="list_keep"),
+    path("admin/inbox/", admin.site.admin_view(inbox.inbox), name="inbox"),
+    path("admin/inbox/unread/", admin.site.admin_view(inbox.unread), name="inbox_unread"),
     path("admin/", admin.site.urls),
+    path("help/", include("cyborgweb.help.views")),
     re_path(r"^api(?:/|$)", include("cyborgweb.api")),
     re_path(r"^accelerator(?:/|$)", include("accelerators.api.v2.urls")),
     re_path(rf"^(?!(?:{OURS})(?:/|$))", include("accelerators.api.v2.urls")),

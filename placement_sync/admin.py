@@ -17,7 +17,7 @@ from django.utils.safestring import SafeString
 from unfold.decorators import display
 
 from accelerators import conductor
-from accelerators.admin import marks
+from accelerators.admin import marks, permits
 from accelerators.admin.listing import ReadOnly, as_uuid
 from accelerators.intents import STUCK
 from accelerators.models import Host, Intent
@@ -102,8 +102,9 @@ class TreeAdmin(ReadOnly):
     def ask_view(self, request: HttpRequest, object_id: str) -> HttpResponse:
         """The two buttons: `compare` asks Placement now and writes nothing; `retry` has the job look now."""
         tree = self.get_object(request, object_id)
-        if request.method != "POST" or not self.has_look_permission(request):
+        if request.method != "POST":
             raise PermissionDenied
+        permits.require(request, permits.RESCAN, "accelerators.change_host")
         if tree is None:
             return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
         if request.POST.get("op") == "compare":
@@ -130,9 +131,9 @@ class TreeAdmin(ReadOnly):
             "stuck": bool(intent and intent.attempts >= STUCK),
             "writer": _writer(host),
             "faults": [(_kind(one.kind), one) for one in faults.at(host.pk)],
-            "may": self.has_look_permission(request),
             "asked": asked,
         }
+        context |= permits.page(request, permits.RESCAN, "accelerators.change_host")
         return TemplateResponse(request, "placement_sync/tree.html", context)
 
     @display(description="Host", ordering="host__name")
@@ -157,7 +158,7 @@ class TreeAdmin(ReadOnly):
 
     def has_look_permission(self, request: HttpRequest) -> bool:
         """Whoever may change hosts."""
-        return request.user.has_perm("accelerators.change_host")
+        return permits.may(request, permits.RESCAN, "accelerators.change_host")
 
     @admin.action(description="Compare with Placement now", permissions=["look"])
     def look_now(self, request: HttpRequest, trees: QuerySet[Tree]) -> None:

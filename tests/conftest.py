@@ -1,23 +1,44 @@
-"""The guard of the single-writer rule, around every test; what was skipped for want of simulated hardware."""
+"""The guards of the single-writer rule and of the audit, around every test; what was skipped for want of simulated
+hardware."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 
+@pytest.fixture(scope="session")
+def django_db_setup(django_db_setup: None, django_db_blocker: Any) -> None:
+    """Tests may empty what the product never empties: Django truncates all tables after those that commit."""
+    from tests.support import emptying
+
+    with django_db_blocker.unblock():
+        emptying.allow()
+
+
 @pytest.fixture(autouse=True)
 def _single_writer() -> Iterator[None]:
-    """Any statement that writes inventory outside `conductor.writing()` fails its test."""
+    """Any statement that writes inventory outside `conductor.writing()` fails its test; so does one that no event
+    tells about."""
     from django.db import connection
 
+    from tests.support.audit import audited, watch
     from tests.support.writeguard import guard
 
-    with connection.execute_wrapper(guard):
+    with connection.execute_wrapper(guard), connection.execute_wrapper(watch), audited():
         yield
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_read_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As every process knows from its first question on, for a few seconds; so that no test counts that statement."""
+    from cyborgweb import maintenance
+
+    monkeypatch.setattr(maintenance, "_known", (float("inf"), None))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

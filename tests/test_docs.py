@@ -1,4 +1,7 @@
-"""The pages below docs/ against the code: what they name exists, and every link leads somewhere."""
+"""The pages below docs/ against the code: what they name and quote exists, and every link leads somewhere.
+
+The manual that is made of them is looked at in `tests/web/test_help.py`.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,10 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from django.core.management import get_commands
+
+from cyborgweb.cli.main import cli
+from cyborgweb.help import contents
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -20,6 +27,9 @@ TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 ARROW = re.compile(r"^\s+\w+--?(?:>>|x)\w+:", re.MULTILINE)
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+ROOMS = ("drivers", "accelerators", "agents", "placement_sync", "cyborgweb")
+MOST_BYTES = 150_000
+"""Of a picture."""
 
 
 @cache
@@ -80,3 +90,47 @@ def test_every_step_of_a_flow_is_a_row_with_code_and_a_test() -> None:
 def test_the_pictures_can_be_drawn() -> None:
     for picture in re.findall(r"^```mermaid\n(.*?)^```$", FLOWS, re.MULTILINE | re.DOTALL):
         assert ";" not in picture, "Mermaid takes it for the end of the line"
+
+
+def test_the_contents_have_every_page_once_and_no_other() -> None:
+    there = {str(page.relative_to(contents.DOCS).with_suffix("")) for page in PAGES[1:]} | {contents.FIELDS}
+    named = [entry.name for entry in contents.entries()]
+    assert sorted(named) == sorted(there), "docs/contents.toml names each page of docs/ once"
+
+
+def test_pictures_are_small_and_all_are_shown() -> None:
+    text = "".join(page.read_text() for page in PAGES)
+    for picture in sorted((ROOT / "docs/images").iterdir()):
+        assert picture.stat().st_size <= MOST_BYTES, f"{picture.name}: too large"
+        assert f"images/{picture.name})" in text, f"{picture.name}: nobody shows it"
+    assert not re.findall(r"!\[\]\(", text), "a picture without words"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_commands_a_page_names_are_there(page: Path) -> None:
+    text = page.read_text()
+    assert not set(re.findall(r"manage\.py ([a-z_]{3,})", text)) - set(get_commands())
+    assert not set(re.findall(r"\bcyborg ([a-z]+-[a-z-]+)", text)) - set(cli.commands)
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert not set(re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE)) - targets
+
+
+@cache
+def code() -> str:
+    """Every line of the product."""
+    return "\n".join(path.read_text() for room in ROOMS for path in sorted((ROOT / room).rglob("*.py")))
+
+
+def test_the_sentences_that_troubleshooting_quotes_are_the_products_own() -> None:
+    text = (ROOT / "docs/troubleshooting.md").read_text()
+    quoted = re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE)
+    assert len(quoted) > 15
+    assert not [sentence for sentence in quoted if sentence not in code()]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_key_a_page_names_is_one(page: Path) -> None:
+    named = re.findall(r"\bCYBORG_[A-Z_]*[A-Z]\b", page.read_text())
+    options = [f"--{key.removeprefix('CYBORG_').lower()}" for key in named]
+    known = [key in code() or option in code() for key, option in zip(named, options, strict=True)]
+    assert all(known), dict(zip(named, known, strict=True))

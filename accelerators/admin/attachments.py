@@ -16,7 +16,7 @@ from django.utils.safestring import SafeString
 from unfold.decorators import display
 
 from accelerators import attachments, hotplug
-from accelerators.admin import decisions, marks
+from accelerators.admin import decisions, marks, permits
 from accelerators.admin.listing import ReadOnly
 from accelerators.lifecycle import MAX_REASON
 from accelerators.models import Attachment, DeviceProfile, Intent
@@ -50,7 +50,7 @@ class AttachmentAdmin(ReadOnly):
     empty = "Nothing was attached to a running instance yet. Nova's own requests are below Requests."
 
     def has_view_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
-        return super().has_view_permission(request, obj) or decisions.may(request)
+        return super().has_view_permission(request, obj) or permits.may(request, permits.ATTACH)
 
     @display(description="Attachment", ordering="uuid")
     def shown_uuid(self, row: Attachment) -> SafeString:
@@ -82,8 +82,7 @@ class AttachmentAdmin(ReadOnly):
 
     def ask_view(self, request: HttpRequest) -> HttpResponse:
         """GET: the form. POST: have it attached, and show how far it is."""
-        if not decisions.may(request):
-            raise PermissionDenied
+        permits.require(request, permits.ATTACH)
         if request.method == "POST":
             try:
                 row = _ask(request)
@@ -124,14 +123,14 @@ class AttachmentAdmin(ReadOnly):
             "waiting": waiting,
             "hotplug": hotplug.sentence(handles, row.host),
             "libvirt": hotplug.elements(handles),
-            "may": decisions.may(request) and row.state not in attachments.TAKEN_BACK,
+            "open": row.state not in attachments.TAKEN_BACK,
             "longest": MAX_REASON,
         }
+        context |= permits.page(request, permits.DETACH)
         return TemplateResponse(request, "accelerators/attachment.html", context)
 
     def _detach(self, request: HttpRequest, row: Attachment) -> HttpResponse:
-        if not decisions.may(request):
-            raise PermissionDenied
+        permits.require(request, permits.DETACH)
         try:
             attachments.detach(row.uuid, decisions.person(request), request.POST.get("reason", ""), Source.PERSON)
         except Refused as refused:

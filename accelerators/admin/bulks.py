@@ -19,7 +19,7 @@ from django.utils.safestring import SafeString
 from unfold.decorators import display
 
 from accelerators import asks, bulks, lifecycle, safety
-from accelerators.admin import decisions, marks
+from accelerators.admin import decisions, marks, permits
 from accelerators.admin.listing import ReadOnly
 from accelerators.models import Bulk, BulkItem, Device
 from accelerators.refusals import Refused
@@ -47,7 +47,7 @@ class BulkAdmin(ReadOnly):
     empty = "No bulk actions yet. Choose devices in their list, and what is to be done with them."
 
     def has_view_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
-        return super().has_view_permission(request, obj) or decisions.may(request)
+        return super().has_view_permission(request, obj) or permits.may(request)
 
     @display(description="State", ordering="state")
     def shown_state(self, bulk: Bulk) -> SafeString:
@@ -93,15 +93,14 @@ class BulkAdmin(ReadOnly):
             return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
         context = standing(bulk)
         if request.method == "POST":
-            if not decisions.may(request):
-                raise PermissionDenied
+            permits.require(request)
             try:
                 return self._posted(request, bulk)
             except Refused as refused:
                 messages.error(request, refused.text)
                 context["reason"] = request.POST.get("reason", "")
         context |= self.admin_site.each_context(request) | {"title": what(bulk), "opts": self.opts}
-        context |= {"may": decisions.may(request), "longest": lifecycle.MAX_REASON}
+        context |= permits.page(request) | {"longest": lifecycle.MAX_REASON}
         context |= {"mine": bulk.actor == decisions.person(request).name}
         draft = bulk.state == BulkState.DRAFT
         context |= _question(bulk) if draft else {}
@@ -143,7 +142,7 @@ class BulkItemAdmin(ReadOnly):
     empty = "No devices here. The page of a bulk action leads to its own."
 
     def has_view_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
-        return super().has_view_permission(request, obj) or decisions.may(request)
+        return super().has_view_permission(request, obj) or permits.may(request)
 
     @display(description="Device", ordering="device_name")
     def shown_device(self, item: BulkItem) -> SafeString | str:

@@ -18,7 +18,7 @@ from django.template.response import TemplateResponse
 
 from accelerators import actions, acts, bulks, lifecycle, safety
 from accelerators.actions import Action, Standing
-from accelerators.admin import marks
+from accelerators.admin import marks, permits
 from accelerators.caller import Caller
 from accelerators.lifecycle import Seen
 from accelerators.models import Bulk, Device
@@ -51,6 +51,17 @@ class Choice:
         if self.then is Drain.RETIRED:  # of what is free and out of offer already, it were the same as to retire it
             return changes and (bool(now.held) or now.here in actions.OFFERED)
         return changes and not (self.action is Action.RETIRE and now.held)
+
+    def why_not(self, now: Standing) -> str:
+        """Why it is not offered."""
+        try:
+            if actions.decide(self.action, now, self.then) == now:
+                return f"It is {now.state} already."
+        except IllegalMove as error:
+            return f"It {error}."
+        if self.action is Action.RETIRE and now.held:
+            return f"{now.held} of its units are held: drain it first, then it is retired by itself."
+        return "It is out of offer and free: retire it at once."
 
 
 CHOICES = {
@@ -101,20 +112,21 @@ def choice_of(bulk: Bulk) -> Choice | Ask:
     return next(c for c in every if c.action == bulk.action and c.then == bulk.then)
 
 
-def may(request: HttpRequest) -> bool:
-    """Whether this person decides about devices: Django's permission to change them."""
-    return bool(request.user.has_perm("accelerators.change_device"))
-
-
 def person(request: HttpRequest) -> Caller:
     """Who decides, for events."""
     return Caller(request.user.get_username(), str(request.user.pk), frozenset(), "")
 
 
-def possible(request: HttpRequest, device: Device, held: int) -> list[Choice]:
-    """The buttons of a device's page for this person."""
+def possible(device: Device, held: int) -> list[Choice]:
+    """The buttons of a device's page."""
     now = lifecycle.standing(device, held)
-    return [choice for choice in CHOICES.values() if may(request) and choice.offered(now)]
+    return [choice for choice in CHOICES.values() if choice.offered(now)]
+
+
+def impossible(device: Device, held: int) -> list[tuple[str, str]]:
+    """The choices that are not offered now, each with the reason."""
+    now = lifecycle.standing(device, held)
+    return [(choice.label, choice.why_not(now)) for choice in CHOICES.values() if not choice.offered(now)]
 
 
 def one(admin: Any, request: HttpRequest, device: Device) -> HttpResponse:
@@ -125,9 +137,10 @@ def one(admin: Any, request: HttpRequest, device: Device) -> HttpResponse:
     """
     if request.method != "POST":
         return HttpResponseNotAllowed(["POST"])
+    permits.require(request)
     choice = CHOICES.get(request.POST.get("choice", ""))
-    if choice is None or not may(request):
-        raise PermissionDenied
+    if choice is None:
+        raise PermissionDenied("There is no such choice; go back and try again.")
     holders = safety.requests(device).holders
     typed = request.POST.get("typed", "").strip()
     if (choice.danger or holders) and "sure" not in request.POST:

@@ -17,7 +17,7 @@ from django.utils.safestring import SafeString
 from unfold.decorators import display
 
 from accelerators import lifecycle
-from accelerators.admin import cards, commands, decisions, marks, orders, picture, stored, timeline, units
+from accelerators.admin import cards, commands, decisions, marks, orders, permits, picture, stored, timeline, units
 from accelerators.admin.filters import Draining, Driver, Freshness
 from accelerators.admin.listing import ReadOnly
 from accelerators.models import AttachHandle, Deployable, Device, Event
@@ -98,7 +98,7 @@ class DeviceAdmin(ReadOnly):
 
     def has_decide_permission(self, request: HttpRequest) -> bool:
         """Asked by Django about every action of the list."""
-        return decisions.may(request)
+        return permits.may(request)
 
     def get_urls(self) -> list[Any]:
         decide, order = (self.admin_site.admin_view(view) for view in (self.decide_view, self.order_view))
@@ -140,7 +140,7 @@ class DeviceAdmin(ReadOnly):
         (card,) = cards.of([device], HANDLES)
         held = card.held
         offered = orders.possible(request, device, held)
-        deployables = _inside(device, card)
+        deployables, may = _inside(device, card), permits.page(request)
         context = self.admin_site.each_context(request) | {
             "title": device.model,
             "opts": self.opts,
@@ -160,17 +160,17 @@ class DeviceAdmin(ReadOnly):
             "held": held,
             "total": card.counts.total(),
             "draining": marks.draining(device.drain_to, held),
-            "choices": decisions.possible(request, device, held),
+            "choices": decisions.possible(device, held) if may["may"] else [],
+            "impossible": decisions.impossible(device, held) if may["may"] else [],
             "to_install": device.to_install.splitlines(),
             "acts": offered,
-            "may": decisions.may(request),
             "images": orders.images(offered),
             "longest": lifecycle.MAX_REASON,
             "signals": stored.signals(request, device),
             "stored": stored.inventory(device, deployables),
             "events": timeline.rows(events),
         }
-        context |= commands.of(request, device) | units.of_device(request, device)
+        context |= may | commands.of(request, device) | units.of_device(request, device)
         return TemplateResponse(request, "accelerators/device.html", context | self.beside(device))
 
     def beside(self, device: Device) -> dict[str, Any]:

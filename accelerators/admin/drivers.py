@@ -20,7 +20,7 @@ from django.utils.text import Truncator
 from unfold.decorators import display
 
 from accelerators import rollouts
-from accelerators.admin import decisions, marks, timeline
+from accelerators.admin import decisions, marks, permits, timeline
 from accelerators.admin.listing import ReadOnly
 from accelerators.commands import MAX_REASON
 from accelerators.models import Event, HostDriver, Rollout, RolloutStep
@@ -124,12 +124,12 @@ class DriverAdmin(ReadOnly):
             "reason": request.POST.get("reason", ""),
             "runs": row.state not in ("disabled", "absent"),
             "since": marks.ago((row.said or {}).get("since")),
-            "may": decisions.may(request),
             "longest": MAX_REASON,
             "parallel": rollouts.PARALLEL,
             "rollouts": [(rollout, state(rollout)) for rollout in _of(row)],
             "events": timeline.rows(Event.objects.filter(subject=row.wish.uuid)[: timeline.ROWS] if row.wish else []),
         }
+        context |= permits.page(request, permits.ROLLOUT)
         return TemplateResponse(request, "accelerators/driver.html", context)
 
 
@@ -192,12 +192,11 @@ class RolloutAdmin(ReadOnly):
         if not self.has_view_permission(request, rollout):
             raise PermissionDenied
         if request.method == "POST":
-            if not decisions.may(request):
-                raise PermissionDenied
+            permits.require(request, permits.ROLLOUT)
             rollouts.cancel(rollout, decisions.person(request))
             return HttpResponseRedirect(marks.page("rollout", rollout.uuid))
         context = self.admin_site.each_context(request) | standing(rollout)
-        context |= {"title": str(rollout), "opts": self.opts, "may": decisions.may(request)}
+        context |= {"title": str(rollout), "opts": self.opts} | permits.page(request, permits.ROLLOUT)
         context |= {"settings": "" if rollout.settings is None else json.dumps(rollout.settings, indent=2)}
         return TemplateResponse(request, "accelerators/rollout.html", context)
 
@@ -269,8 +268,9 @@ def _of(row: HostDriver) -> QuerySet[Rollout]:
 
 def _begin(request: HttpRequest, row: HostDriver) -> Rollout:
     """What a button of a driver's page asks for. Raises Refused."""
-    if request.POST.get("do") not in BUTTONS or not decisions.may(request):
-        raise PermissionDenied
+    permits.require(request, permits.ROLLOUT)
+    if request.POST.get("do") not in BUTTONS:
+        raise PermissionDenied("That cannot be asked here; go back and try again.")
     op, enabled = BUTTONS[request.POST["do"]]
     text = request.POST.get("settings", "").strip()
     settings = None

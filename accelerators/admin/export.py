@@ -51,7 +51,7 @@ class Export(StreamingHttpResponse):
 
 
 def respond(admin: Any, request: HttpRequest, form: str) -> HttpResponse | StreamingHttpResponse:
-    """The list as `form`: csv, json or yaml (else 404); 503 while `AT_ONCE` others are under way."""
+    """The list as `form`: csv, json, jsonl or yaml (else 404); 503 while `AT_ONCE` others are under way."""
     if form not in FORMS:
         raise Http404(f"There is no export as {form!r}: ask for {', '.join(FORMS)}.")
     if not admin.has_view_permission(request):
@@ -148,6 +148,11 @@ def _json(names: list[str], parts: Iterator[list[Sequence[Any]]]) -> Iterator[by
     yield b"[]\n" if before == b"[\n" else b"\n]\n"
 
 
+def _jsonl(names: list[str], parts: Iterator[list[Sequence[Any]]]) -> Iterator[bytes]:
+    for part in parts:
+        yield b"".join(_json_of(names, row) + b"\n" for row in part)
+
+
 def _yaml(names: list[str], parts: Iterator[list[Sequence[Any]]]) -> Iterator[str]:
     written = False
     for part in parts:
@@ -163,5 +168,6 @@ DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 FORMS: dict[str, tuple[str, Callable[..., Any]]] = {
     "csv": ("text/csv; charset=utf-8", _csv),
     "json": ("application/json", _json),
+    "jsonl": ("application/x-ndjson", _jsonl),
     "yaml": ("application/yaml", _yaml),
 }

@@ -17,7 +17,7 @@ from django.utils.safestring import SafeString
 from unfold.decorators import display
 
 from accelerators import seen
-from accelerators.admin import cards, commands, decisions, marks, orders, picture, timeline
+from accelerators.admin import cards, commands, marks, orders, permits, picture, timeline
 from accelerators.admin.listing import ReadOnly
 from accelerators.lifecycle import MAX_REASON
 from accelerators.models import Device, Event, Host
@@ -137,10 +137,10 @@ class HostAdmin(ReadOnly):
             "devices": [_device(*pair) for pair in zip(devices, drawn, strict=True)],
             "devices_url": devices_of(host),
             "events": timeline.rows(Event.objects.filter(host=host.name)[: timeline.ROWS]),
-            "may": decisions.may(request),
+            "orders": permits.may(request, permits.ORDER),
             "longest": MAX_REASON,
         }
-        context |= commands.of(request, host)
+        context |= permits.page(request, permits.RESCAN) | commands.of(request, host)
         return TemplateResponse(request, "accelerators/host.html", context | self.beside(host) | (extra_context or {}))
 
     def beside(self, host: Host) -> dict[str, Any]:

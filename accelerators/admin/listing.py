@@ -110,6 +110,8 @@ class Listing(ModelAdmin):
     empty = "None has been made."
     exports: ClassVar[Mapping[str, Sequence[str]]] = {}
     """Of columns that are none or several fields: the fields that stand for them in an export."""
+    of_project: ClassVar[str] = ""
+    """The field that says whose a row is, where that matters."""
 
     def _get_obj_does_not_exist_redirect(self, request: HttpRequest, opts: Any, object_id: str) -> NoReturn:
         """Django's would say so on the first page, as if that had been asked for."""
@@ -158,6 +160,12 @@ class Listing(ModelAdmin):
             wanted |= Q(**{name: uuid})
         return queryset.filter(wanted), False
 
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
+        """Of one project for who sees one (promise X4): lists, pages, exports and the live feed all begin here."""
+        rows: QuerySet[Any] = super().get_queryset(request)
+        project = import_string(settings.CONSOLE_PROJECT)(request.user) if self.of_project else ""
+        return rows.filter(**{self.of_project: project}) if project else rows
+
     def get_urls(self) -> list[Any]:
         name = f"{self.opts.app_label}_{self.opts.model_name}_export"
         return [path("export.<str:form>", self.admin_site.admin_view(self.export_view), name=name), *super().get_urls()]
@@ -170,6 +178,13 @@ class Listing(ModelAdmin):
     def action_checkbox(self, obj: Model) -> SafeString:
         """A row's, from a template that is rendered once."""
         return format_html(_checkbox(), obj.pk)
+
+    def formfield_for_dbfield(self, db_field: Any, request: HttpRequest, **kwargs: Any) -> Any:
+        """With the manual's sentence (`FIELD_SENTENCE`) where the model has none of its own."""
+        made = super().formfield_for_dbfield(db_field, request, **kwargs)
+        if made and not made.help_text:
+            made.help_text = import_string(settings.FIELD_SENTENCE)(self.opts.model_name, db_field.name)
+        return made
 
     def heading(self, column: str) -> str:
         """What stands above a column."""

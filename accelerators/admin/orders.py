@@ -17,7 +17,7 @@ from django.template.response import TemplateResponse
 
 from accelerators import acts, commands, safety
 from accelerators.acts import Act
-from accelerators.admin import decisions, marks
+from accelerators.admin import decisions, marks, permits
 from accelerators.lifecycle import MAX_REASON
 from accelerators.models import Command, Device, Host, Image
 from accelerators.refusals import Reason, Refused
@@ -30,7 +30,7 @@ DONE = {"uninstall": "uninstalled", "program": "programmed", "partition": "parti
 
 def possible(request: HttpRequest, device: Device, held: int) -> list[Act]:
     """What this person can ask of a device now."""
-    if not decisions.may(request):
+    if not permits.may(request, permits.ORDER):
         return []
     return list(acts.possible(device, held))
 
@@ -47,8 +47,9 @@ def post(admin: Any, request: HttpRequest, about: Device | Host) -> HttpResponse
         return HttpResponseNotAllowed(["POST"])
     act = acts.ACTS.get(request.POST.get("op", ""))
     of = "device" if isinstance(about, Device) else "host"
-    if act is None or act.of != of or not decisions.may(request):
-        raise PermissionDenied
+    if act is None or act.of != of:
+        raise PermissionDenied("That cannot be asked here; go back and try again.")
+    permits.require(request, permits.RESCAN if act.op == "rescan" else permits.ORDER)
     page = marks.page(of, about.pk)
     try:
         said = _said(request, act)

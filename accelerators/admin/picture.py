@@ -64,6 +64,8 @@ SHAPES = {
     "": "M3 9h30v17H3zM6 26v5M10 26v5M14 26v5M18 26v5M22 26v5",
 }
 """One shape per type of device, 36 wide and high; '' for what is not here."""
+CELLS = "a cell for each function. The tables below say the same."
+"""What the picture is, for who does not see it."""
 NODE = "M5 5h14v14H5zM9 9h6v6H9zM9 2v3M15 2v3M9 19v3M15 19v3M2 9h3M2 15h3M19 9h3M19 15h3"
 
 
@@ -233,13 +235,14 @@ def host(cards: Iterable[Card], name: str) -> SafeString:
     if not areas:
         return SafeString()
     height = max(area.y + area.height for area in areas)
-    return _svg(WIDTH, height, f"The accelerators of {name}", "".join(_area(area) for area in areas))
+    inside = "".join(_area(area) for area in areas)
+    return _svg(WIDTH, height, f"The accelerators of {name}", f"Cards by NUMA node and bus; {CELLS}", inside)
 
 
 def device(card: Card) -> SafeString:
     """One card as an SVG."""
     placed = Placed(card, 0, 0)
-    return _svg(WHOLE, placed.height, f"The parts of {card.name}", _card(placed))
+    return _svg(WHOLE, placed.height, f"The parts of {card.name}", f"One card, {CELLS}", _card(placed))
 
 
 def legend(cards: Iterable[Card]) -> Iterator[tuple[SafeString, str, int]]:
@@ -256,11 +259,11 @@ def mark(state: str) -> SafeString:
     return marks.mark(state, TONES[state])
 
 
-def _svg(width: int, height: int, name: str, inside: str) -> SafeString:
+def _svg(width: int, height: int, name: str, more: str, inside: str) -> SafeString:
     # Half a unit around it: lines on the edge are whole.
     box = f'viewBox="-1 -1 {width + 2} {height + 2}" width="{width + 2}" height="{height + 2}"'
-    svg = f'<svg class="picture" {box} role="group" aria-label="{escape(name)}">{inside}</svg>'
-    return SafeString(svg)
+    svg = f'<svg class="picture" {box} role="group" aria-label="{escape(name)}">'
+    return SafeString(f"{svg}<desc>{escape(more)}</desc>{inside}</svg>")
 
 
 def _area(area: Area) -> str:
@@ -312,7 +315,7 @@ def _bridges(hung: Hung, cards: int) -> str:
     shown = found if len(found) < 3 else (found[0], "…", found[-1])
     said = f"{name}: {' › '.join(found)}, {cards} cards behind it"
     return (
-        f'<g class="bridges"><title>{escape(said)}</title>'
+        f'<g class="bridges" role="img"><title>{escape(said)}</title>'
         f'<rect x="{x}" y="{hung.y - BOX // 2}" width="{hung.right - x}" height="{BOX}" rx="6"/>'
         f'<text class="mono" x="{x + 12}" y="{hung.y + 4}">{escape(" › ".join(shown))}</text>'
         f'<text class="end" x="{hung.right - RIGHT}" y="{hung.y + 4}">{name} · {cards} cards</text></g>'
@@ -324,7 +327,7 @@ def _pill(branch: Branch, x: int, y: int) -> str:
     said = f"PCI bus {bus}" if bus else "not on PCI"
     behind = f", behind {' › '.join(branch.bridges)}" if branch.bridges else ""
     return (
-        f'<g class="bus"><title>{escape(said + behind)}</title>'
+        f'<g class="bus" role="img"><title>{escape(said + behind)}</title>'
         f'<rect x="{x - 14}" y="{y - 9}" width="28" height="18" rx="9"/>'
         f'<text x="{x}" y="{y + 4}">{escape(bus.rpartition(":")[2] or "–")}</text></g>'
     )

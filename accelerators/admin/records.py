@@ -14,6 +14,7 @@ from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
+from accelerators import sealing
 from accelerators.admin import marks, timeline
 from accelerators.admin.listing import ChipList, ReadOnly, as_uuid
 from accelerators.models import Event, Intent
@@ -21,6 +22,20 @@ from accelerators.models.records import saying
 
 STUCK_AFTER = 10
 """Failures after which an intent is shown as stuck."""
+KINDS = (
+    *("device", "command", "driver", "backend", "host", "agent", "report", "request", "instance", "attachment"),
+    *("profile", "rule", "image", "rollout", "bulk", "placement", "discrepancy", "events", "user", "token", "list"),
+)
+EXACTLY = {
+    "actor": "actor",
+    "host": "host",
+    "kind": "subject_type",
+    "action": "action",
+    "request": "request_id",
+    "since": "at__gte",
+    "until": "at__lt",
+}
+"""What a word with a colon asks for: `actor:olga`, `since:2026-11-01T10:30`."""
 MOST_WORDS, LATELY = 10, 10
 """So many words are searched for; so many other events of its subject are shown with an event."""
 
@@ -57,8 +72,7 @@ class Subject(admin.SimpleListFilter):
     title, parameter_name = "subject", "about"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
-        words = "device", "command", "driver", "backend", "host", "agent", "request", "profile", "list"
-        return [(word, word) for word in words]
+        return [(word, word) for word in KINDS]
 
     def queryset(self, request: HttpRequest, queryset: QuerySet[Event]) -> QuerySet[Event]:
         return queryset.filter(subject_type=self.value()) if self.value() else queryset
@@ -74,7 +88,7 @@ class EventAdmin(ReadOnly):
     ordering = ("-at", "-id")
     sortable_by = ()
     search_fields = ("subject_name",)
-    search_help_text = "beginnings of subject, host, action, actor, request id; a uuid"
+    search_help_text = "beginnings of subject, host, action, actor, request id; a uuid; actor:… host:… kind:… since:…"
     exports = {
         "time": ("at",),
         "shown_action": ("action",),
@@ -92,8 +106,15 @@ class EventAdmin(ReadOnly):
     def get_search_results(
         self, request: HttpRequest, queryset: QuerySet[Event], search_term: str
     ) -> tuple[QuerySet[Event], bool]:
-        """By index, whatever is asked: a uuid is the subject's, other words begin what `saying` names."""
+        """By index, whatever is asked: a uuid is the subject's, other words begin what `saying` names, and one of
+        EXACTLY is all of it. Raises ValueError for a time that is none."""
         terms = search_term.split()[:MOST_WORDS]
+        for name, _, value in [term.partition(":") for term in terms if _exactly(term)]:
+            said = value[:255]
+            queryset = queryset.filter(**{EXACTLY[name]: _moment(said) if name in ("since", "until") else said})
+            if name in ("actor", "request", "action"):  # what only the index of words finds
+                queryset = queryset.filter(saying(said))
+        terms = [term for term in terms if not _exactly(term)]
         for uuid in filter(None, map(as_uuid, terms)):
             queryset = queryset.filter(subject=uuid)
         words = [term[:255] for term in terms if as_uuid(term) is None]
@@ -123,6 +144,7 @@ class EventAdmin(ReadOnly):
             "host": timeline.host(event),
             "by": timeline.by(event),
             "changed": marks.before_after(event.changes),
+            "seal": sealing.seal_of(event),
             "along": timeline.rows(along[: timeline.ROWS]) if along is not None else [],
             "lately": timeline.rows(others.filter(subject=event.subject)[:LATELY]) if event.subject else [],
         }
@@ -153,6 +175,17 @@ class EventAdmin(ReadOnly):
         changes = marks.changes(event.changes, most=2) if event.changes else ""
         reason = format_html('<span class="reason">{}</span>', event.reason) if event.reason else ""
         return format_html("{}{}", changes, reason) if changes or reason else marks.NOTHING
+
+
+def _exactly(term: str) -> bool:
+    name, _, value = term.partition(":")
+    return bool(value) and name in EXACTLY
+
+
+def _moment(text: str) -> datetime:
+    """A time as people write it, in UTC unless it says otherwise."""
+    moment = datetime.fromisoformat(text)
+    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
 
 
 class Stuck(admin.SimpleListFilter):

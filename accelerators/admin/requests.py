@@ -59,6 +59,7 @@ class AcceleratorRequestAdmin(ReadOnly):
         "handle",
         "created",
     )
+    of_project = "project_id"
     list_filter = ("state",)
     list_select_related = ("profile", "attach_handle__deployable")
     ordering = ("-id",)
@@ -90,7 +91,7 @@ class AcceleratorRequestAdmin(ReadOnly):
             raise PermissionDenied
         events = list(Event.objects.filter(subject=arq.uuid)[: course.EVENTS])
         commands = Command.objects.filter(request=arq.uuid).select_related("host").order_by("-id")
-        siblings = AcceleratorRequest.objects.filter(instance_uuid=arq.instance_uuid).exclude(pk=arq.pk)
+        siblings = self.get_queryset(request).filter(instance_uuid=arq.instance_uuid).exclude(pk=arq.pk)
         steps = course.steps(events, commands[: course.COMMANDS])
         context = self.admin_site.each_context(request) | {
             "title": f"Request {str(arq.uuid)[:8]}",

@@ -15,7 +15,7 @@ from django.utils.safestring import SafeString
 from unfold.decorators import display
 
 from accelerators import rules
-from accelerators.admin import decisions, marks
+from accelerators.admin import decisions, marks, permits
 from accelerators.admin.listing import Listing
 from accelerators.models import AdmissionRule
 from accelerators.refusals import Refused
@@ -91,7 +91,8 @@ class AdmissionRuleAdmin(Listing):
 
     def apply_view(self, request: HttpRequest) -> HttpResponse:
         """GET: how many devices that are inactive now each rule would move. POST: move them."""
-        if not decisions.may(request) or not self.has_view_permission(request):
+        permits.require(request, permits.RULES)
+        if not self.has_view_permission(request):
             raise PermissionDenied
         if request.method == "POST":
             moved = sum(rules.apply(decisions.person(request)))

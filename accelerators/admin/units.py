@@ -9,14 +9,13 @@ from typing import Any
 from uuid import UUID
 
 from django.contrib import messages
-from django.core.exceptions import PermissionDenied
 from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
 from django.urls import reverse
 
 from accelerators import acts, units
-from accelerators.admin import decisions, marks
+from accelerators.admin import decisions, marks, permits
 from accelerators.lifecycle import MAX_REASON
 from accelerators.models import Device
 from accelerators.refusals import Reason, Refused
@@ -42,15 +41,14 @@ of_list.allowed_permissions = ("decide",)  # type: ignore[attr-defined]
 
 def of_device(request: HttpRequest, device: Device) -> dict[str, Any]:
     """What the page of a device says of its units, to whom may change them; nothing when they cannot be chosen."""
-    if not (device.sized_by and decisions.may(request)):
+    if not (device.sized_by and permits.may(request, permits.UNITS)):
         return {}
     return {"units": units.numbers([device])[device.pk], "units_url": f"{_address()}?device={device.uuid}"}
 
 
 def view(admin: Any, request: HttpRequest) -> HttpResponse:
     """GET: the devices as they are, and what can be asked. POST: order it, and say what became of each."""
-    if not decisions.may(request):
-        raise PermissionDenied
+    permits.require(request, permits.UNITS)
     devices = _chosen(request)
     if not devices:
         messages.error(request, "Choose devices of which the number of units can be chosen.")

@@ -1,4 +1,5 @@
-"""What happened (events), what is still to be told (intents), which job was woken (ticks), what moved (generations)."""
+"""What happened (events, and the seals over them), what is still to be told (intents), which job was woken (ticks),
+what moved (generations)."""
 
 from __future__ import annotations
 
@@ -24,6 +25,11 @@ class Event(models.Model):
     host = fields.name(default="", blank=True)
     changes = models.JSONField(default=dict, help_text="Per field: [before, after].")
     reason = models.TextField(default="", blank=True)
+    tx = models.BigIntegerField(
+        db_default=Func(function="accelerators_event_tx"),
+        editable=False,
+        help_text="The database's transaction that wrote it.",
+    )
 
     class Meta:
         ordering = ["-at", "-id"]
@@ -51,6 +57,37 @@ def saying(*words: str) -> Func:
     return Func(
         WORDS, query, arg_joiner=" @@ ", template="(%(expressions)s::tsquery)", output_field=models.BooleanField()
     )
+
+
+class Seal(models.Model):
+    """A link of the hash chain over events (`accelerators.sealing`): about those after the seal before, up to its last
+    one. Append-only by trigger, but for `marks`, which go with the events (migration 0014)."""
+
+    number = models.BigIntegerField(primary_key=True)
+    month = models.CharField(max_length=7, db_collation="C", help_text="Of its events; none has those of two.")
+    tx = models.BigIntegerField(help_text="Transaction of its last event.")
+    event = models.BigIntegerField(help_text="Its last event, in the order of transaction and id.")
+    events = models.IntegerField(help_text="How many it is about.")
+    digest = models.CharField(max_length=64, db_collation="C", help_text="Over all of them.")
+    drops = models.CharField(
+        max_length=7,
+        db_collation="C",
+        default="",
+        blank=True,
+        help_text="The month whose events were dropped with it.",
+    )
+    sealed_at = models.DateTimeField()
+    hash = models.CharField(
+        max_length=64, db_collation="C", help_text="Over what stands here and the hash of the seal before."
+    )
+    marks = models.BinaryField(default=b"", help_text="Four bytes an event, to find the one that does not fit.")
+
+    class Meta:
+        ordering = ["-number"]
+        indexes = [models.Index(fields=["tx", "event"], name="seal_last")]
+
+    def __str__(self) -> str:
+        return f"№{self.number}"
 
 
 class Intent(fields.Row):

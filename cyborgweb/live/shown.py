@@ -21,6 +21,8 @@ from django.urls import reverse
 from django.urls.base import resolve
 from unfold.templatetags.unfold_list import items_for_result
 
+from cyborgweb.roles import project_of
+
 COUNTED = {
     "accelerators_host": "hosts",
     "accelerators_device": "devices",
@@ -65,7 +67,7 @@ class Shown:
         tables = set(TABLE.findall(str(self.rows.query)))
         self.collections = {COUNTED[table] for table in tables if table in COUNTED}
         self.counted = tables <= COUNTED.keys()
-        self.alike = (self.admin.opts.label_lower, query, self.columns)
+        self.alike = (self.admin.opts.label_lower, query, self.columns, project_of(user))
         """What is rendered for one of these, is for all."""
         self.first = {row.pk for row in self._changelist.result_list}
         """The keys this page of the list had just now."""

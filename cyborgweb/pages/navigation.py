@@ -52,6 +52,7 @@ GROUPS: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
             ("Join tokens", "vpn_key", "agents.jointoken"),
             ("API tokens", "key", "cyborgweb.apitoken"),
             ("Users", "group", "auth.user"),
+            ("Maintenance", "build", "cyborgweb.maintenance"),
         ),
     ),
 )
@@ -69,6 +70,11 @@ def groups(request: HttpRequest) -> list[dict[str, Any]]:
     for title, entries in GROUPS:
         if items := [_item(*entry) for entry in entries if _may_view(request, entry[2])]:
             shown.append({"title": title, "items": items})
+    own = ("Inbox", "inbox", "inbox"), ("Subscriptions", "notifications", "admin:cyborgweb_subscription_changelist")
+    own += (("Deliveries", "outbox", "admin:cyborgweb_delivery_changelist"),)
+    messages = [{"title": title, "icon": icon, "link": reverse(name)} for title, icon, name in own]
+    shown.append({"title": "Messages", "items": messages})
+    shown.append({"items": [{"title": "Manual", "icon": "help", "link": reverse("help")}]})
     return shown
 
 

@@ -13,10 +13,13 @@ from django.http import Http404, HttpRequest, HttpResponse
 from django.shortcuts import render
 from django.views import defaults
 
+from cyborgweb.maintenance import RETRY_S
+
 WORDS = {
     400: ("Not understood", "The address or the form has a part that this page does not know. Go back and try again."),
-    403: ("Not allowed", "Your account may not do this. An administrator can give it the permission."),
+    403: ("Not allowed", "Your account may not see this. An administrator can put it into a group that may."),
     404: ("Not found", "There is nothing at this address, or no longer."),
+    503: ("Read only", ""),
 }
 
 
@@ -38,6 +41,13 @@ def permission_denied(request: HttpRequest, exception: Exception) -> HttpRespons
 def not_found(request: HttpRequest, exception: Exception) -> HttpResponse:
     """404."""
     return _shown(request, exception, 404) or defaults.page_not_found(request, exception)
+
+
+def read_only(request: HttpRequest, sentence: str) -> HttpResponse:
+    """503 with Retry-After: nobody changes anything now."""
+    answer = _shown(request, PermissionDenied(sentence), 503) or HttpResponse(sentence, status=503)
+    answer["Retry-After"] = str(RETRY_S)
+    return answer
 
 
 def _shown(request: HttpRequest, exception: Exception, status: int) -> HttpResponse | None:

@@ -86,7 +86,8 @@ def _hits(request: HttpRequest, term: str) -> Iterator[dict[str, Any]]:
     asked = [
         (kind, rows)
         for kind in KINDS
-        if request.user.has_perm(f"accelerators.view_{kind.name}") and (rows := _rows(kind, term)) is not None
+        if request.user.has_perm(f"accelerators.view_{kind.name}")
+        and (rows := _rows(kind, term, admin.site._registry[kind.model].get_queryset(request))) is not None
     ]
     if not asked:
         return
@@ -107,8 +108,8 @@ def _hits(request: HttpRequest, term: str) -> Iterator[dict[str, Any]]:
         }
 
 
-def _rows(kind: Kind, term: str) -> QuerySet[Any, tuple[Any, ...]] | None:
-    """What of this kind is so called, `EACH` and one more; None where nothing of it can be."""
+def _rows(kind: Kind, term: str, rows: QuerySet[Any]) -> QuerySet[Any, tuple[Any, ...]] | None:
+    """What of these is so called, `EACH` and one more; None where nothing can be."""
     exact, begins = [], []
     if bounds := uuid_bounds(term):
         begins += [Q(**{f"{field}__range": bounds}) for field in kind.uuids]
@@ -122,7 +123,7 @@ def _rows(kind: Kind, term: str) -> QuerySet[Any, tuple[Any, ...]] | None:
     whole = Case(When(reduce(or_, exact), then=True), default=False) if exact else Value(False)
     text = CharField()
     return (
-        kind.model.objects.filter(reduce(or_, begins))
+        rows.filter(reduce(or_, begins))
         .order_by()
         .values_list(
             Value(kind.name, text),

@@ -92,6 +92,7 @@ MIDDLEWARE = [
     "django.middleware.common.CommonMiddleware",
     "django.middleware.csrf.CsrfViewMiddleware",
     "django.contrib.auth.middleware.AuthenticationMiddleware",
+    "cyborgweb.requests.ReadOnlyMiddleware",
     "django.contrib.messages.middleware.MessageMiddleware",
     "django.middleware.clickjacking.XFrameOptionsMiddleware",
 ]
@@ -131,6 +132,10 @@ AUTH_PASSWORD_VALIDATORS = [
 SECURE_REFERRER_POLICY = "same-origin"
 X_FRAME_OPTIONS = "DENY"
 DATA_UPLOAD_MAX_MEMORY_SIZE = 1_048_576
+EMAIL_HOST, EMAIL_PORT, DEFAULT_FROM_EMAIL = KEYS.mail_host, KEYS.mail_port, KEYS.mail_from
+EMAIL_USE_TLS, EMAIL_USE_SSL = KEYS.mail_tls == "starttls", KEYS.mail_tls == "tls"
+EMAIL_HOST_USER, EMAIL_TIMEOUT = KEYS.mail_user, 10
+EMAIL_HOST_PASSWORD = KEYS.mail_password
 CHANNEL_LAYERS: dict[str, object] = {}
 
 REST_FRAMEWORK = {
@@ -166,8 +171,14 @@ SPECTACULAR_SETTINGS = {
 }
 SERVICE_SESSION = "cyborgweb.keystone.service_session"
 """Makes the keystoneauth1 session with which other rooms speak to the cloud."""
+CONSOLE_WHY_NOT = "cyborgweb.roles.why_not"
+"""Tells whether the person at the console may do something, and if not, why."""
+CONSOLE_PROJECT = "cyborgweb.roles.project_of"
+"""Tells the one project whose requests a person sees; '' for all."""
 LIST_MEMORY = "cyborgweb.pages.lists.remembered"
 """Tells the console's lists which columns a person chose and what views were saved."""
+FIELD_SENTENCE = "cyborgweb.help.fields.sentence"
+"""Tells what a field is: what a form says below it where its model says nothing."""
 AGENTS_DOOR = "cyborgweb.tls.door"
 """Tells where agents reach us, and which certificate they are to pin."""
 

@@ -6,6 +6,7 @@ import os
 import re
 from dataclasses import dataclass
 from functools import lru_cache
+from ipaddress import ip_network
 from pathlib import Path
 
 from drivers.configuration import ConfigurationError, key, load
@@ -114,6 +115,11 @@ class Keys:
     missing_retention_s: int = key(
         "CYBORG_MISSING_RETENTION_S", 86_400, "How long a missing, free device is kept before it is removed."
     )
+    event_retention_months: int = key(
+        "CYBORG_EVENT_RETENTION_MONTHS",
+        0,
+        "How many whole months of events are kept beside the present one; older ones are dropped. 0: for ever.",
+    )
     join_token_hours: int = key("CYBORG_JOIN_TOKEN_HOURS", 24, "How long a join token is valid.")
     auth: str = key(
         "CYBORG_AUTH",
@@ -158,12 +164,39 @@ class Keys:
         "With Keystone: roles that may look at the console, where every project's requests are seen; `admin` may act.",
         "`manager`",
     )
+    console_tenant_roles: tuple[str, ...] = key(
+        "CYBORG_CONSOLE_TENANT_ROLES",
+        (),
+        "With Keystone: roles that may see their own project's requests in the console, and nothing else.",
+        "*(none)*",
+    )
     environment: str = key(
         "CYBORG_ENVIRONMENT",
         "",
         "Which cloud this is, for example `prod` or `staging`: a strip on every page of the console says it.",
         "*(absent: no strip)*",
     )
+    webhook_allow_http: bool = key(
+        "CYBORG_WEBHOOK_ALLOW_HTTP", False, "Bring messages to webhooks by http, unencrypted, as well.", "`off`"
+    )
+    webhook_networks: tuple[str, ...] = key(
+        "CYBORG_WEBHOOK_NETWORKS",
+        (),
+        "Networks (`10.1.0.0/16`) where webhooks may be beside public addresses, separated by commas.",
+        "*(none)*",
+    )
+    mail_host: str = key("CYBORG_MAIL_HOST", "", "The SMTP server that takes our mail.", "*(absent: no mail)*")
+    mail_port: int = key("CYBORG_MAIL_PORT", 25, "Its port.")
+    mail_tls: str = key("CYBORG_MAIL_TLS", "off", "How it is spoken to: `off`, `starttls` or `tls`.")
+    mail_from: str = key("CYBORG_MAIL_FROM", "accelerators@localhost", "Who our mail comes from.")
+    mail_domains: tuple[str, ...] = key(
+        "CYBORG_MAIL_DOMAINS",
+        (),
+        "Domains of addresses that may be subscribed, separated by commas; `*`: any.",
+        "*(that of `CYBORG_MAIL_FROM`)*",
+    )
+    mail_user: str = key("CYBORG_MAIL_USER", "", "The name to log in with there.", "*(absent: no login)*")
+    mail_password_file: str = key("CYBORG_MAIL_PASSWORD_FILE", "", "The file with its password.", "*(absent)*")
     allowed_hosts: tuple[str, ...] = key(
         "CYBORG_ALLOWED_HOSTS", ("*",), "Host names the web answers to, separated by commas.", "`*`"
     )
@@ -192,6 +225,14 @@ class Keys:
         return bool(self.cloud or os.environ.get("OS_CLOUD") or os.environ.get("OS_AUTH_URL"))
 
     @property
+    def mail_password(self) -> str:
+        """The mail server's; raises ConfigurationError when its file cannot be read."""
+        try:
+            return Path(self.mail_password_file).read_text().strip() if self.mail_password_file else ""
+        except OSError as error:
+            raise ConfigurationError(f"CYBORG_MAIL_PASSWORD_FILE cannot be read: {error.strerror}") from None
+
+    @property
     def policies(self) -> Path:
         """The file with overrides of policy rules; it need not exist."""
         return Path(self.policy_file).absolute() if self.policy_file else self.state / "policy.yaml"
@@ -205,6 +246,15 @@ def keys() -> Keys:
         raise ConfigurationError(f"CYBORG_AUTH={read.auth!r} is not usable: write local or keystone")
     if read.console_session_h <= 0:
         raise ConfigurationError(f"CYBORG_CONSOLE_SESSION_H={read.console_session_h} is not usable: write a time")
+    _check_agents(read)
+    _check_outside(read)
+    if len(read.environment) > 40 or not read.environment.isprintable():
+        raise ConfigurationError("CYBORG_ENVIRONMENT is not usable: write one or two words")
+    return read
+
+
+def _check_agents(read: Keys) -> None:
+    """What concerns agents and gateways; raises ConfigurationError."""
     for name, value in (("HANDSHAKES", read.handshakes), ("AGENT_CONNECTIONS", read.agent_connections)):
         if value < 1:
             raise ConfigurationError(f"CYBORG_{name}={value} is not usable: write a number above 0")
@@ -213,13 +263,20 @@ def keys() -> Keys:
             f"CYBORG_PENDING_REPORT_BYTES={read.pending_report_bytes} is not usable: write no less than"
             f" CYBORG_MAX_MESSAGE_BYTES ({read.max_message_bytes}), or no report gets through"
         )
-    if read.metrics_token and not re.fullmatch(r"[!-~]{16,}", read.metrics_token):
-        raise ConfigurationError("CYBORG_METRICS_TOKEN is not usable: write 16 characters or more, without blanks")
     if read.gateway_url and not re.fullmatch(r"https?://[^/?#@\s]{1,200}", read.gateway_url):
         raise ConfigurationError("CYBORG_GATEWAY_URL is not usable: write http://ADDRESS:PORT, without a path")
-    if len(read.environment) > 40 or not read.environment.isprintable():
-        raise ConfigurationError("CYBORG_ENVIRONMENT is not usable: write one or two words")
-    return read
+
+
+def _check_outside(read: Keys) -> None:
+    """What concerns who asks for metrics and who is told things; raises ConfigurationError."""
+    if read.metrics_token and not re.fullmatch(r"[!-~]{16,}", read.metrics_token):
+        raise ConfigurationError("CYBORG_METRICS_TOKEN is not usable: write 16 characters or more, without blanks")
+    if read.mail_tls not in ("off", "starttls", "tls"):
+        raise ConfigurationError(f"CYBORG_MAIL_TLS={read.mail_tls!r} is not usable: write off, starttls or tls")
+    try:
+        [ip_network(word) for word in read.webhook_networks]
+    except ValueError as error:
+        raise ConfigurationError(f"CYBORG_WEBHOOK_NETWORKS is not usable: {error}") from None
 
 
 def listen_address(listen: str, name: str = "CYBORG_LISTEN") -> tuple[str, int]:

@@ -1,5 +1,6 @@
-"""What surrounds every page: `{% environment %}`, a strip that says which cloud this is (`CYBORG_ENVIRONMENT`), and the
-words of the stock pages' breadcrumbs, `{% crumb %}`.
+"""What surrounds every page: `{% environment %}`, a strip that says which cloud this is (`CYBORG_ENVIRONMENT`), `{%
+read_only %}`, one that says that nothing can be changed, the words of the stock pages' breadcrumbs, `{% crumb %}`, and
+the way to the manual, `{% manual %}`.
 """
 
 from __future__ import annotations
@@ -8,10 +9,14 @@ from typing import Any
 
 from django import template
 from django.db.models import Model
+from django.template import Context
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from django.utils.text import capfirst
 
+from cyborgweb import maintenance
+from cyborgweb.help.places import place
+from cyborgweb.help.site import SERVED
 from cyborgweb.pages.navigation import word_of
 from cyborgweb.settings.keys import keys
 
@@ -29,6 +34,26 @@ def environment() -> SafeString | str:
         return ""
     tone = TONES.get(word.lower(), "calm")
     return format_html('<p class="environment {}" role="note"><span class="sr">Environment: </span>{}</p>', tone, word)
+
+
+@register.simple_tag
+def read_only() -> SafeString | str:
+    """A strip that says since when nobody changes anything, and why."""
+    now = maintenance.current()
+    return format_html('<p class="environment warn" role="status">{}</p>', maintenance.sentence(now)) if now else ""
+
+
+@register.simple_tag(takes_context=True)
+def manual(context: Context) -> SafeString:
+    """A link to what the manual says of this page."""
+    url = SERVED.address(place(context["request"]))
+    title = "What the manual says of this page"
+    return format_html(
+        '<a class="manual-link" href="{}" title="{}" aria-label="{}"><span aria-hidden="true">?</span></a>',
+        url,
+        title,
+        title,
+    )
 
 
 @register.simple_tag

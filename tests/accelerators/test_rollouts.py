@@ -99,7 +99,7 @@ def test_a_driver_is_installed_changed_and_uninstalled_on_one_host() -> None:
     told = Event.objects.filter(action="driver.wanted").order_by("id").values_list("changes__generation", flat=True)
     assert [*told] == [[None, 1], [None, 2], [None, 3]]
     ended = Event.objects.filter(subject=installing.uuid).order_by("id").values_list("action", flat=True)
-    assert [*ended] == ["rollout.started", "rollout.done"]
+    assert [*ended] == ["rollout.started", "rollout.host_done", "rollout.done"]
 
 
 def test_what_is_so_already_is_not_told_again() -> None:

@@ -8,6 +8,7 @@ from accelerators import conductor
 from accelerators.models import Host
 from agents.models import Agent
 from tests.bench import messages
+from tests.support import emptying
 
 INVENTORY = ("attachhandle", "attribute", "deployable", "device", "event", "intent")
 
@@ -29,6 +30,7 @@ def enrol(count: int, applied_hash: str = "") -> list[int]:
 def empty_inventory() -> None:
     """No devices, no events, nothing applied; hosts and agents stay."""
     tables = ", ".join(f"accelerators_{name}" for name in INVENTORY)
+    emptying.allow()
     with connection.cursor() as cursor:
         cursor.execute(f"TRUNCATE {tables}, spool, tick, django_q_ormq CASCADE")
         cursor.execute(

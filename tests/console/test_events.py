@@ -6,17 +6,19 @@ import json
 from importlib import import_module
 
 import pytest
+from django.contrib.auth.models import User
 from django.db import connection
 from django.test import Client
 from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 
-from accelerators import conductor, lifecycle
+from accelerators import conductor, lifecycle, sealing
 from accelerators.actions import Action
 from accelerators.caller import Caller, request_id
-from accelerators.models import Device, Event
+from accelerators.models import Device, Event, Seal
 from accelerators.models.records import saying
 from accelerators.states import Source
+from cyborgweb.models import ApiToken
 from tests.console.conftest import Fill
 
 pytestmark = pytest.mark.django_db
@@ -59,6 +61,12 @@ def events(fill: Fill) -> list[Event]:
         ("issing", set()),
         ("x" * 3000, set()),
         ("n o v a " * 40, set()),
+        ("actor:Olga", {"device.missing"}),
+        ("actor:Olg", set()),
+        ("kind:device h100 since:2020-01-01 until:2100-01-01T10:30+02:00", {"device.missing", "device.back"}),
+        ("kind:device until:2020-01-01", set()),
+        ("action:device.back h100", {"device.back"}),
+        ("host:", set()),
     ],
 )
 def test_all_words_that_are_typed_begin_one_of_the_events(
@@ -69,7 +77,7 @@ def test_all_words_that_are_typed_begin_one_of_the_events(
     assert {event.action for event in shown.context["cl"].result_list} == found
 
 
-@pytest.mark.parametrize("asked", ["a\0b", "😀" * 300])
+@pytest.mark.parametrize("asked", ["a\0b", "😀" * 300, "since:yesterday", "until:9999-99-99", "actor:a\0b"])
 def test_what_no_database_can_hold_is_no_error_of_ours(operator: Client, events: list[Event], asked: str) -> None:
     assert operator.get(LIST, {"q": asked}).status_code in (200, 400)
 
@@ -113,6 +121,36 @@ def test_what_an_event_holds_is_text(operator: Client, events: list[Event]) -> N
         conductor.record("device.changed", Source.API, evil, subject=(None, evil), changes=said, reason=evil)
     shown = operator.get(page(Event.objects.get(reason=evil))).content.decode()
     assert evil not in shown and json.dumps(evil)[1:-1] not in shown
+
+
+@pytest.mark.django_db(transaction=True)
+def test_the_page_of_an_event_says_under_which_seal_it_is(operator: Client, fill: Fill) -> None:
+    fill(1)
+    event = Event.objects.get(action="device.found")
+    assert "not yet" in operator.get(page(event)).content.decode()
+    sealing.seal()
+    seal = Seal.objects.get()
+    assert f"in №{seal.number}" in (shown := operator.get(page(event)).content.decode()) and seal.hash in shown
+
+
+def test_whom_a_person_lets_in_is_an_event_without_secrets(operator: Client) -> None:
+    add = {"username": "vera", "password1": "Xu7-secret-x", "password2": "Xu7-secret-x", "usable_password": "true"}
+    assert operator.post(reverse("admin:auth_user_add"), add).status_code == 302
+    vera = User.objects.get(username="vera")
+    address, at = reverse("admin:auth_user_change", args=[vera.pk]), "1979-01-01"
+    about = {"username": "vera", "is_active": "on", "is_staff": "on", "date_joined_0": at, "date_joined_1": "10:00"}
+    assert operator.post(address, about).status_code == 302
+    anew = {"password1": "Yu8-secret-y", "password2": "Yu8-secret-y", "usable_password": "true"}
+    assert operator.post(reverse("admin:auth_user_password_change", args=[vera.pk]), anew).status_code == 302
+    assert operator.post(reverse("admin:auth_user_delete", args=[vera.pk]), {"post": "yes"}).status_code == 302
+    ApiToken.make("nova", User.objects.get(), ["service"], "p1")
+    token = reverse("admin:cyborgweb_apitoken_delete", args=[ApiToken.objects.get().pk])
+    assert operator.post(token, {"post": "yes"}).status_code == 302
+    told = list(Event.objects.filter(actor="olga").order_by("id"))
+    actions = ["user.created", "user.changed", "user.changed", "user.deleted", "token.deleted"]
+    assert [event.action for event in told] == actions and {event.source for event in told} == {"person"}
+    assert told[1].changes["is_staff"] == [False, True] and told[2].changes == {"password": [None, "another one"]}
+    assert "secret" not in str([event.changes for event in told])
 
 
 @pytest.mark.django_db(transaction=True)

@@ -23,6 +23,7 @@ from accelerators.models import (
     Host,
     Image,
     Rollout,
+    Seal,
 )
 from cyborgweb.models import ApiToken
 from placement_sync.models import Discrepancy, Kind
@@ -96,6 +97,8 @@ def fill(db: None) -> Fill:
             Rollout.objects.create(op="install", driver="far_driver", total=0, actor="olga", source="api")
             Attachment.objects.create(instance=INSTANCES[0], project_id="p1", host="cmp0", actor="olga")
             Image.objects.create(name="shell", size=1, sha256="0" * 64, source="upload")
+            facts = {"month": "2026-01", "tx": 0, "event": 0, "events": 0, "sealed_at": datetime.now(UTC)}
+            Seal.objects.get_or_create(number=1, defaults=facts | {"digest": "0" * 64, "hash": "0" * 64})
             commands.place([commands.Order("rescan", host=host.id, actor="olga") for host in hosts])
         seen = dict.fromkeys(("since", "seen_at"), datetime.now(UTC))
         for host in hosts:

@@ -7,7 +7,7 @@ import json
 import pytest
 from django.test import Client
 
-from accelerators import conductor
+from accelerators import conductor, sealing
 from accelerators.api.own import instances
 from accelerators.models import AcceleratorRequest, Event
 from accelerators.states import Source
@@ -15,10 +15,15 @@ from tests.own.conftest import INSTANCES, Ask, Fill, message, results
 
 pytestmark = pytest.mark.django_db
 
-INFRASTRUCTURE = ("hosts", "agents", "devices", "deployables", "attach_handles", "commands", "images", "discrepancies")
+INFRASTRUCTURE = (
+    *("hosts", "agents", "devices", "deployables", "attach_handles", "commands", "images", "discrepancies", "seals"),
+)
 RUN = ("backends", "services", "drivers", "rollouts", "attachments")
 """Who may what there: tests/web/test_roles.py."""
 FOR_PROJECTS = ("accelerators", "requests", "profiles", "events")
+
+MESSAGES = ("subscriptions", "deliveries", "inbox")
+"""Who sees which: tests/notify/test_api.py."""
 
 
 def test_infrastructure_is_for_managers_and_admins(ask: Ask, fill: Fill) -> None:
@@ -48,6 +53,15 @@ def test_x4_a_project_sees_its_own_requests_accelerators_and_events(ask: Ask, fi
     message(ask(f"/api/events/{Event.objects.get(subject=foreign.uuid).id}/", "reader"), 404)
     timeline = json.loads(ask(f"/api/requests/{own.uuid}/", "reader").content)["timeline"]
     assert [(event["action"], event["actor"]) for event in timeline] == [("request.bound", "nova")]
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_seal_is_shown_with_its_hash(ask: Ask, fill: Fill) -> None:
+    fill(1)
+    sealing.seal()
+    seal, *_ = results(ask("/api/seals/", "manager"))
+    assert seal["events"] == Event.objects.count() and len(seal["hash"]) == 64 and "marks" not in seal
+    assert json.loads(ask(seal["url"].removeprefix("http://testserver"), "operator").content) == seal
 
 
 def test_the_elevated_see_every_projects_accelerators_but_not_its_requests(ask: Ask, fill: Fill) -> None:
@@ -97,7 +111,8 @@ def test_a_refusal_has_one_shape_and_says_what_to_do(
 
 def test_the_root_says_what_there_is_to_anybody(client: Client) -> None:
     found = json.loads(client.get("/api/").content)
-    assert set(found) == {*INFRASTRUCTURE, *FOR_PROJECTS, *RUN, "usage", "census", "rules", "schema", "docs"}
+    rest = {"usage", "census", "rules", "schema", "docs"}
+    assert set(found) == {*INFRASTRUCTURE, *FOR_PROJECTS, *RUN, *MESSAGES, *rest}
     assert client.get("/api").content == client.get("/api/").content
     assert client.get(found["hosts"]).status_code == 401
 

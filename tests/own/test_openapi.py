@@ -42,6 +42,9 @@ def test_every_operation_names_its_refusals_and_its_parameters() -> None:
 def test_what_is_answered_has_the_fields_it_says(ask: Ask, fill: Fill) -> None:
     fill(2)
     ask("/api/rules/", method="POST", data={"name": "all", "action": "inactive"})
+    inbox = {"name": "mine", "kinds": ["request.bound"], "way": "inbox"}
+    mine = json.loads(ask("/api/subscriptions/", method="POST", data=inbox).content)
+    ask(f"/api/subscriptions/{mine['uuid']}/test/", method="POST")
     document = openapi.document()
     for address, methods in document["paths"].items():
         if "{" not in address and "get" in methods:

@@ -15,7 +15,7 @@ from django.contrib.sessions.models import Session
 from django.http import HttpResponse
 from django.test import Client
 
-from cyborgweb import login
+from cyborgweb import roles
 from cyborgweb.keystone import tokens
 from cyborgweb.login import AWAY, BACKEND, REFUSED, LoginForm
 from cyborgweb.models import KeystoneUser
@@ -89,7 +89,7 @@ def test_an_administrator_may_do_everything(client: Client, keystone: Keystone) 
     assert log_in(client, "admin") == ""
     user = user_of(keystone, "admin")
     assert (user.username, user.is_superuser, user.has_usable_password()) == ("admin@Default", True, False)
-    assert [group.name for group in user.groups.all()] == [login.ADMINISTRATORS]
+    assert [group.name for group in user.groups.all()] == [roles.ADMINISTRATORS.group]
     assert client.get("/admin/").status_code == 200
 
 
@@ -114,13 +114,24 @@ def test_which_roles_may_look_is_configured(client: Client, console: None) -> No
     with vouching(CYBORG_CONSOLE_VIEWER_ROLES="manager,reader") as keystone:
         keystone.users.append(Person("rita", PASSWORD, {"p1": ["reader"]}))
         assert log_in(client, "rita") == ""
-        assert [group.name for group in user_of(keystone, "rita").groups.all()] == [login.VIEWERS]
+        assert [group.name for group in user_of(keystone, "rita").groups.all()] == [roles.VIEWERS.group]
+
+
+def test_each_of_keystone_s_roles_has_its_place(client: Client, console: None) -> None:
+    places = {"accelerator_operator": "operators", "auditor": "auditors", "manager": "viewers", "member": "project:p1"}
+    with vouching(CYBORG_CONSOLE_TENANT_ROLES="member") as keystone:
+        for role, place in places.items():
+            keystone.users.append(Person(f"one {role}", PASSWORD, {"p1": [role, "reader"]}))
+            assert log_in(client, f"one {role}") == ""
+            assert [group.name for group in user_of(keystone, f"one {role}").groups.all()] == [place]
+            seen = client.get("/admin/accelerators/device/").status_code
+            assert seen == (403 if role == "member" else 200)
 
 
 def test_roles_are_mapped_afresh_at_every_login(client: Client, keystone: Keystone) -> None:
     person = next(user for user in keystone.users if user.name == "admin")
-    for roles, superuser, groups in ((ROLES["admin"], True, 1), (ROLES["manager"], False, 1), (["member"], False, 0)):
-        person.roles = {"p1": roles}
+    for words, superuser, groups in ((ROLES["admin"], True, 1), (ROLES["manager"], False, 1), (["member"], False, 0)):
+        person.roles = {"p1": words}
         assert (log_in(client, "admin") == "") is bool(groups)
         user = user_of(keystone, "admin")
         assert (user.is_superuser, user.is_staff, user.groups.count()) == (superuser, bool(groups), groups)
@@ -186,7 +197,7 @@ def test_a_session_ends_at_a_fixed_time_and_holds_no_secret(client: Client, cons
         session = Session.objects.get()
         assert before + timedelta(hours=2) <= session.expire_date <= datetime.now(UTC) + timedelta(hours=2)
         held = session.get_decoded()
-        assert held[login.SESSION] == {
+        assert held[roles.SESSION] == {
             "name": "admin",
             "id": keystone.users[-1].id,
             "project": "p1",

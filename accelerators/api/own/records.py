@@ -1,17 +1,18 @@
-"""Events: who changed what, when and why. A project sees what happened to its own requests."""
+"""Events: who changed what, when and why, and the seals over them. A project sees what happened to its own requests."""
 
 from __future__ import annotations
 
 from datetime import UTC, datetime
 
 import django_filters as filters
-from django.db.models import QuerySet
+from django.db.models import F, QuerySet
 from rest_framework import serializers
 from rest_framework.exceptions import ParseError
 
 from accelerators.api.own.representation import Chosen, Url
 from accelerators.api.own.views import Collection
-from accelerators.models import AcceleratorRequest, Event
+from accelerators.models import AcceleratorRequest, Event, Seal
+from accelerators.models.records import saying
 from accelerators.states import Source
 
 
@@ -30,12 +31,19 @@ class EventFilter(filters.FilterSet):
     """By what it happened to, where, when, and by whom."""
 
     subject = filters.UUIDFilter(help_text="The uuid of a host, device or request.")
+    subject_type = filters.CharFilter(help_text="For example device, request, rule.")
+    actor = filters.CharFilter(method="by", help_text="Exactly this person, host or rule.")
     host = filters.CharFilter(help_text="Exactly this host name.")
     action = filters.CharFilter(help_text="For example device.missing.")
     source = filters.MultipleChoiceFilter(choices=[(word, word) for word in Source], distinct=False)
     request_id = filters.CharFilter(help_text="x-openstack-request-id of the answer to whoever asked for it.")
     since = Moment(field_name="at", lookup_expr="gte", help_text="Not before this moment.")
     until = Moment(field_name="at", lookup_expr="lt", help_text="Before this moment.")
+
+    def by(self, rows: QuerySet[Event], name: str, value: str) -> QuerySet[Event]:
+        """By the index of words; then exactly."""
+        words = value.split()[:10]
+        return rows.filter(saying(*words), actor=value) if words else rows.filter(actor=value)
 
 
 class EventSerializer(Chosen):
@@ -83,3 +91,26 @@ class EventView(Collection):
             return super().get_queryset()
         own = AcceleratorRequest.objects.filter(project_id=self.caller.project_id)
         return super().get_queryset().filter(subject__in=own.values("uuid"))
+
+
+class SealSerializer(Chosen):
+    """A link of the hash chain over events."""
+
+    url = Url("seals", source="number")
+
+    class Meta:
+        model = Seal
+        fields = ("number", "url", "sealed_at", "month", "events", "tx", "event", "digest", "drops", "hash")
+        read_only_fields = fields
+
+
+class SealView(Collection):
+    """Seals over events, newest first; `manage.py verify_events` computes them anew."""
+
+    policy = "seal"
+    orders = {"number": "number"}
+    default_order = "-number"
+    lookup_field = "number"
+    lookup_value_regex = "[0-9]{1,18}"
+    serializer_class = SealSerializer
+    queryset = Seal.objects.defer("marks").annotate(id=F("number"))  # by which pages go on

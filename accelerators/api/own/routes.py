@@ -13,7 +13,7 @@ from accelerators.api.own.drivers import DriverView
 from accelerators.api.own.images import ImageView
 from accelerators.api.own.inventory import AttachHandleView, DeployableView, DeviceView, HostView
 from accelerators.api.own.profiles import ProfileView
-from accelerators.api.own.records import EventView
+from accelerators.api.own.records import EventView, SealView
 from accelerators.api.own.rollouts import RolloutView
 from accelerators.api.own.rules import RuleView
 from accelerators.api.own.views import Collection
@@ -35,4 +35,5 @@ RESOURCES: Mapping[str, type[Collection]] = {
     "commands": CommandView,
     "images": ImageView,
     "events": EventView,
+    "seals": SealView,
 }

@@ -8,6 +8,9 @@ from typing import Any
 from django.contrib.auth import get_user_model
 from django.core.management.base import BaseCommand, CommandError
 
+from accelerators import conductor
+from accelerators.management import shell
+from accelerators.states import Source
 from cyborgweb.models import ApiToken
 from cyborgweb.rules import OPERATOR
 
@@ -38,5 +41,7 @@ class Command(BaseCommand):
             user.save()
         roles = IMPLIED.get(role, [role])
         secret = ApiToken.make(name, user, roles, options["project"])
+        changes = {"roles": [None, roles], "project": [None, options["project"]]}
+        conductor.record("token.created", Source.PERSON, shell.person().name, subject=(None, name), changes=changes)
         self.stdout.write(f"Token {name!r} with the roles {', '.join(roles)} in project {options['project']!r}:")
         self.stdout.write(secret)

@@ -15,12 +15,13 @@ from django.core.management import call_command
 from django.core.management.base import BaseCommand
 from django.db import connection
 
-from accelerators import rules, ticks
+from accelerators import conductor, rules, ticks
 from accelerators.caller import Caller
 from accelerators.models import AdmissionRule, Event, Host
 from accelerators.states import Source
 from agents import enrolment
 from agents.host.settings import AgentSettings, host_of
+from cyborgweb import roles
 from cyborgweb.settings.keys import keys
 from drivers.configuration import load
 
@@ -43,6 +44,10 @@ class Command(BaseCommand):
         with connection.cursor() as cursor:
             cursor.execute("SELECT pg_advisory_lock(%s)", [MIGRATION_LOCK])
         call_command("migrate", verbosity=0, interactive=False, stdout=sys.stderr, skip_checks=True)
+        with connection.cursor() as cursor:  # the database may have been restored elsewhere
+            cursor.execute("SELECT accelerators_event_renumber()")
+        for role in roles.ROLES:
+            roles.group(role.group)
         if options["sample_rules"]:
             _sample_rules()
         path = keys().state / "first-login"
@@ -68,6 +73,8 @@ def _first_login(path: Path) -> str:
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(f"admin / {password}\n")
     users.objects.create_superuser("admin", password=password)
+    changes = {"is_superuser": [None, True]}
+    conductor.record("user.created", Source.SYSTEM, "prepare", subject=(None, "admin"), changes=changes)
     return f"admin / {password}"
 
 

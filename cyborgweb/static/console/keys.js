@@ -33,6 +33,14 @@ function dialog(title, ...inside) {
   return shown;
 }
 
+// The stock pages have no way past their navigation.
+if (!document.querySelector(".skip")) {
+  const skip = make("a", "Skip to content");
+  skip.className = "skip";
+  skip.href = "#content";
+  document.body.prepend(skip);
+}
+
 function help() {
   const list = make("dl");
   for (const [keys, what] of HELP) list.append(make("dt", "", make("kbd", keys)), make("dd", what));
@@ -41,7 +49,11 @@ function help() {
 
 function palette() {
   const input = make("input"), list = make("ul"), all = links();
-  input.setAttribute("aria-label", "Go to, or search for");
+  const about = { "aria-label": "Go to, or search for", role: "combobox", "aria-expanded": "true", "aria-controls": "places", "aria-autocomplete": "list" };
+  for (const [name, said] of Object.entries(about)) input.setAttribute(name, said);
+  list.id = "places";
+  list.setAttribute("role", "listbox");
+  list.setAttribute("aria-label", "Pages");
   input.placeholder = "A page's name, or what to search for";
   let at = 0;
   function show() {
@@ -51,16 +63,22 @@ function palette() {
     list.replaceChildren(...found.map((one, place) => {
       const link = make("a", one.name);
       link.href = one.url;
-      if (place === at) link.setAttribute("aria-selected", "true");
-      return make("li", "", link);
+      link.id = `place-${place}`;
+      link.tabIndex = -1;
+      link.setAttribute("role", "option");
+      link.setAttribute("aria-selected", String(place === at));
+      const item = make("li", "", link);
+      item.setAttribute("role", "none");
+      return item;
     }));
-    list.querySelector("[aria-selected]")?.scrollIntoView({ block: "nearest" });
+    input.setAttribute("aria-activedescendant", `place-${at}`);
+    list.querySelector("[aria-selected=true]")?.scrollIntoView({ block: "nearest" });
   }
   input.addEventListener("input", () => { at = 0; show(); });
   input.addEventListener("keydown", event => {
     const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
     if (step) { event.preventDefault(); at += step; show(); }
-    if (event.key === "Enter") list.querySelector("[aria-selected]")?.click();
+    if (event.key === "Enter") list.querySelector("[aria-selected=true]")?.click();
   });
   dialog("Go to", input, list);
   show();

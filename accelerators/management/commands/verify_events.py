@@ -1,0 +1,99 @@
+"""`manage.py verify_events`: proves that events are what was sealed; for people, and for scripts (`--json`, status)."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from django.core.management.base import CommandError
+
+from accelerators import proof, sealing
+from accelerators.management import shell
+
+TEACHING = """\
+Every minute the events of all finished transactions are put under a seal, a hash over them and over the seal before.
+This computes all seals anew and names the first event and the first seal that does not fit. What is not sealed yet is
+counted.
+
+Whoever may change everything in the database can make the whole chain anew. So keep the newest seal elsewhere now and
+then, and hold the chain against what was kept:
+
+  manage.py verify_events --anchor >> /elsewhere/anchors
+  manage.py verify_events --seal-file /elsewhere/anchors
+
+Exit status 1: something does not fit. docs/audit.md says how to compute it without this program.
+"""
+ANCHOR = re.compile(r"(\d{1,18}) ([0-9a-f]{64})")
+WIDTH = 40
+
+
+class Command(shell.Taught):
+    teaching = TEACHING
+    help = "Verify the hash chain over events, or print its newest link to be kept elsewhere."
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--from", dest="first", type=int, default=1, metavar="N", help="begin with this seal")
+        parser.add_argument("--to", dest="last", type=int, metavar="N", help="end with this seal")
+        parser.add_argument("--seal-file", type=Path, help="anchors that were kept: a number and a hash a line")
+        parser.add_argument("--anchor", action="store_true", help="verify nothing, print the newest seal")
+        parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+    def handle(self, *args: Any, **options: Any) -> None:
+        if options["anchor"]:
+            last = sealing.newest()
+            if not last.number:
+                raise CommandError("no event is sealed yet: the job `seals` does so within a minute")
+            self.stdout.write(f"{last.number} {last.hash}")
+            return
+        if options["first"] < 1 or (options["last"] or options["first"]) < options["first"]:
+            raise CommandError("--from and --to: seals are numbered from 1 on")
+        anchors = _anchors(options["seal_file"]) if options["seal_file"] else {}
+        found = proof.verify(options["first"], options["last"], anchors, self._progress)
+        if options["json"]:
+            self.stdout.write(json.dumps(asdict(found) | {"ok": not found.findings}))
+        else:
+            self._tell(found)
+        if found.findings:
+            sys.exit(1)
+
+    def _tell(self, found: proof.Proof) -> None:
+        for finding in found.findings:
+            self.stdout.write(f"! {finding.text}")
+        dropped = f", {found.dropped} dropped by retention" if found.dropped else ""
+        self.stdout.write(
+            f"{found.seals} seals, {found.events} events{dropped}, {found.unsealed} not sealed yet: "
+            + ("they do not fit" if found.findings else "they fit")
+        )
+        if found.number:
+            self.stdout.write(f"newest seal: {found.number} {found.hash}")
+
+    def _progress(self, done: int, of: int) -> None:
+        if sys.stderr.isatty() and of > sealing.MOST:
+            filled = WIDTH * min(done, of) // of
+            end = "\n" if done >= of else ""
+            sys.stderr.write(f"\r[{'█' * filled}{' ' * (WIDTH - filled)}] {done}/{of} events{end}")
+            sys.stderr.flush()
+
+
+def _anchors(path: Path) -> dict[int, str]:
+    """What was kept, by number. Raises CommandError for what is no anchor, and for two that contradict each other."""
+    try:
+        lines = path.read_text().split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CommandError(f"{path} cannot be read: {error}") from None
+    found: dict[int, str] = {}
+    for line in filter(None, map(str.strip, lines)):
+        match = ANCHOR.fullmatch(line)
+        if match is None:
+            raise CommandError(f"{path}: {line[:80]!r} is no line of `verify_events --anchor`: a number and a hash")
+        number, kept = int(match[1]), match[2]
+        if found.setdefault(number, kept) != kept:
+            raise CommandError(f"{path}: two different hashes are kept of seal {number}")
+    if not found:
+        raise CommandError(f"{path} is empty: there is nothing to compare with")
+    return found

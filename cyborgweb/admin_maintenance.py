@@ -1,0 +1,46 @@
+"""The switch that makes everything read only, in the console: one page. Called by Django's admin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.contrib import messages
+from django.db.models import Model
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
+from django.template.response import TemplateResponse
+
+from accelerators.admin import decisions, marks
+from accelerators.admin.listing import ReadOnly
+from accelerators.commands import MAX_REASON
+from accelerators.refusals import Refused
+from accelerators.states import Source
+from cyborgweb import maintenance
+
+CHANGE = "cyborgweb.change_maintenance"
+
+
+class MaintenanceAdmin(ReadOnly):
+    """Whoever may change it may change it always, also while nothing else can be changed."""
+
+    def has_change_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
+        return bool(request.user.has_perm(CHANGE))
+
+    def changelist_view(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
+        """GET: whether, since when, by whom, why. POST: switch it."""
+        if request.method == "POST" and self.has_change_permission(request):
+            said = request.POST.get("reason", ""), Source.PERSON
+            try:
+                maintenance.switch("on" in request.POST, decisions.person(request), *said)
+            except Refused as refused:
+                messages.error(request, refused.text)
+            return HttpResponseRedirect(request.path)
+        now = maintenance.current()
+        context = self.admin_site.each_context(request) | {
+            "title": "Maintenance",
+            "opts": self.opts,
+            "now": now,
+            "since": marks.ago(now.since) if now else "",
+            "may": self.has_change_permission(request),
+            "longest": MAX_REASON,
+        }
+        return TemplateResponse(request, "console/maintenance.html", context)

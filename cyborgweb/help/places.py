@@ -1,0 +1,48 @@
+"""Which part of the manual is about which page of the console. Asked by the tag `{% manual %}` in every header."""
+
+from __future__ import annotations
+
+from django.http import HttpRequest
+
+DEFAULT = "index.md"
+PLACES = {
+    "index": "first-day.md#find-your-way",
+    "find": "first-day.md#see-who-holds-what",
+    "accelerators_host": "first-day.md#look-at-what-was-found",
+    "accelerators_device": "first-day.md#admit-devices",
+    "accelerators_deployable": "words.md#hardware",
+    "accelerators_hostdriver": "first-day.md#drivers",
+    "accelerators_attachhandle": "words.md#hardware",
+    "accelerators_admissionrule": "first-day.md#admit-devices",
+    "accelerators_acceleratorrequest": "first-day.md#see-who-holds-what",
+    "accelerators_attachment": "first-day.md#give-one-to-an-instance-that-runs",
+    "accelerators_deviceprofile": "first-day.md#offer-them-to-tenants",
+    "accelerators_bulk": "first-day.md#admit-devices",
+    "accelerators_bulkitem": "first-day.md#admit-devices",
+    "accelerators_rollout": "first-day.md#drivers",
+    "accelerators_command": "first-day.md#program-and-partition",
+    "accelerators_event": "audit.md#what-nobody-can-change-unseen",
+    "accelerators_intent": "words.md#record",
+    "placement_sync_tree": "first-day.md#offer-them-to-tenants",
+    "placement_sync_discrepancy": "troubleshooting.md#a-bind-or-a-command-does-not-end-well",
+    "placement_sync_writer": "architecture.md#what-placement-and-nova-are-told",
+    "agents_agent": "troubleshooting.md#an-agent-does-not-come",
+    "agents_jointoken": "first-day.md#join-a-host",
+    "cyborgweb_apitoken": "cli.md#logging-in",
+    "cyborgweb_subscription": "notifications.md#what-there-is-to-hear",
+    "cyborgweb_delivery": "notifications.md#webhooks",
+    "inbox": "notifications.md#inbox",
+    "auth_user": "install.md#start-it",
+    "auth_group": "install.md#start-it",
+    "password_change": "install.md#start-it",
+}
+"""The name of an address, or of all addresses that begin so: where its part of the manual is below docs/."""
+
+
+def place(request: HttpRequest) -> str:
+    """The part about the page that is asked for."""
+    match = request.resolver_match
+    name = str(match.url_name) if match else ""
+    while name and name not in PLACES:
+        name = name.rpartition("_")[0]
+    return PLACES.get(name, DEFAULT)

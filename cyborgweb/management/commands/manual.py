@@ -1,0 +1,23 @@
+"""`manage.py manual FOLDER`: the manual as files that need no server. Called by `make manual`."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser
+from pathlib import Path
+from typing import Any
+
+from django.core.management.base import BaseCommand
+
+from cyborgweb.help import site
+
+
+class Command(BaseCommand):
+    help = "Write the manual as HTML that works from a folder; what the folder had is gone."
+    requires_system_checks: list[str] = []
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        parser.add_argument("folder", type=Path)
+
+    def handle(self, *args: Any, folder: Path, **options: Any) -> None:
+        number = site.write(folder)
+        self.stdout.write(f"{number} pages: {folder / 'index.html'}")

@@ -1,0 +1,325 @@
+"""Who wants to hear of what, what is brought to them, and how far the events were read."""
+
+import uuid
+
+import django.contrib.postgres.fields
+import django.db.models.deletion
+import django.db.models.functions.datetime
+from django.conf import settings
+from django.db import migrations, models
+
+
+class Migration(migrations.Migration):
+    dependencies = [
+        ("cyborgweb", "0003_saved_views"),
+        migrations.swappable_dependency(settings.AUTH_USER_MODEL),
+    ]
+
+    operations = [
+        migrations.CreateModel(
+            name="Reader",
+            fields=[
+                ("id", models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name="ID")),
+                ("transaction", models.BigIntegerField(default=0)),
+                ("event", models.BigIntegerField(default=0)),
+                ("since", models.DateTimeField(db_default=django.db.models.functions.datetime.Now())),
+            ],
+            options={
+                "default_permissions": (),
+            },
+        ),
+        migrations.CreateModel(
+            name="Subscription",
+            fields=[
+                ("id", models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name="ID")),
+                ("uuid", models.UUIDField(default=uuid.uuid4, editable=False, unique=True)),
+                (
+                    "created_at",
+                    models.DateTimeField(db_default=django.db.models.functions.datetime.Now(), editable=False),
+                ),
+                ("updated_at", models.DateTimeField(editable=False, null=True)),
+                ("name", models.CharField(help_text="Your own word for it.", max_length=64)),
+                (
+                    "project_id",
+                    models.CharField(db_collation="C", help_text="The project it was made in.", max_length=255),
+                ),
+                (
+                    "person",
+                    models.CharField(
+                        blank=True,
+                        db_collation="C",
+                        default="",
+                        help_text="The id of the person it belongs to; empty: it belongs to the project.",
+                        max_length=255,
+                    ),
+                ),
+                (
+                    "scope",
+                    models.CharField(
+                        choices=[("project", "project"), ("cloud", "cloud")],
+                        default="project",
+                        help_text="The project's own requests and the devices they hold, or all of the cloud.",
+                        max_length=8,
+                    ),
+                ),
+                (
+                    "kinds",
+                    django.contrib.postgres.fields.ArrayField(
+                        base_field=models.CharField(
+                            choices=[
+                                ("request.bound", "request.bound"),
+                                ("request.failed", "request.failed"),
+                                ("request.unbound", "request.unbound"),
+                                ("device.ready", "device.ready"),
+                                ("device.failed", "device.failed"),
+                                ("device.missing", "device.missing"),
+                                ("device.quarantined", "device.quarantined"),
+                                ("device.health", "device.health"),
+                            ],
+                            max_length=32,
+                        ),
+                        help_text="What you want to be told of.",
+                        size=None,
+                    ),
+                ),
+                (
+                    "host",
+                    models.CharField(
+                        blank=True,
+                        db_collation="C",
+                        default="",
+                        help_text="Only this host; * and ? stand for what differs. For all of the cloud only.",
+                        max_length=255,
+                    ),
+                ),
+                (
+                    "type",
+                    models.CharField(
+                        blank=True,
+                        choices=[
+                            ("", "any"),
+                            ("GPU", "GPU"),
+                            ("FPGA", "FPGA"),
+                            ("AICHIP", "AICHIP"),
+                            ("QAT", "QAT"),
+                            ("NIC", "NIC"),
+                            ("SSD", "SSD"),
+                        ],
+                        default="",
+                        help_text="Only devices of this type.",
+                        max_length=16,
+                    ),
+                ),
+                (
+                    "label",
+                    models.CharField(
+                        blank=True,
+                        default="",
+                        help_text="Only what a project labelled with exactly these words.",
+                        max_length=255,
+                    ),
+                ),
+                (
+                    "way",
+                    models.CharField(
+                        choices=[("webhook", "webhook"), ("email", "email"), ("inbox", "inbox")],
+                        help_text="How you are told.",
+                        max_length=8,
+                    ),
+                ),
+                (
+                    "target",
+                    models.CharField(
+                        blank=True, default="", help_text="The webhook's URL, or the e-mail address.", max_length=2000
+                    ),
+                ),
+                (
+                    "secret",
+                    models.TextField(blank=True, default="", editable=False, help_text="Encrypted; signs webhooks."),
+                ),
+                (
+                    "standing",
+                    models.CharField(
+                        choices=[("active", "active"), ("off", "off"), ("paused", "paused"), ("gone", "gone")],
+                        default="active",
+                        help_text="Paused: its destination failed for days. Gone: it answered 410.",
+                        max_length=8,
+                    ),
+                ),
+                ("last_error", models.TextField(blank=True, default="", help_text="What the last try failed with.")),
+                ("failures", models.IntegerField(default=0, help_text="Failed tries since the last that succeeded.")),
+                ("failing_since", models.DateTimeField(blank=True, help_text="When it began to fail.", null=True)),
+                (
+                    "retry_at",
+                    models.DateTimeField(
+                        db_default=django.db.models.functions.datetime.Now(), help_text="Nothing is tried before."
+                    ),
+                ),
+                (
+                    "user",
+                    models.ForeignKey(
+                        blank=True,
+                        help_text="Who made it; it ends with this user.",
+                        null=True,
+                        on_delete=django.db.models.deletion.CASCADE,
+                        related_name="subscriptions",
+                        to=settings.AUTH_USER_MODEL,
+                    ),
+                ),
+            ],
+            options={
+                "ordering": ["id"],
+            },
+        ),
+        migrations.CreateModel(
+            name="Delivery",
+            fields=[
+                ("id", models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name="ID")),
+                (
+                    "message",
+                    models.UUIDField(
+                        default=uuid.uuid4,
+                        editable=False,
+                        help_text="The same at every try: receivers tell by it.",
+                        unique=True,
+                    ),
+                ),
+                (
+                    "event",
+                    models.BigIntegerField(
+                        blank=True, help_text="The number of the event that it tells of.", null=True
+                    ),
+                ),
+                ("kind", models.CharField(help_text="What it is about.", max_length=32)),
+                (
+                    "at",
+                    models.DateTimeField(
+                        db_default=django.db.models.functions.datetime.Now(), help_text="When it happened."
+                    ),
+                ),
+                ("data", models.JSONField(default=dict, help_text="What is told.")),
+                (
+                    "progress",
+                    models.CharField(
+                        choices=[("waiting", "waiting"), ("delivered", "delivered"), ("given up", "given up")],
+                        default="waiting",
+                        help_text="Whether it arrived.",
+                        max_length=16,
+                    ),
+                ),
+                ("attempts", models.IntegerField(db_default=0, default=0, help_text="How often it was tried.")),
+                (
+                    "next_at",
+                    models.DateTimeField(
+                        db_default=django.db.models.functions.datetime.Now(), help_text="When it is tried next."
+                    ),
+                ),
+                (
+                    "last_error",
+                    models.TextField(blank=True, db_default="", default="", help_text="What the last try failed with."),
+                ),
+                ("delivered_at", models.DateTimeField(blank=True, help_text="When it arrived.", null=True)),
+                (
+                    "reader",
+                    models.CharField(
+                        blank=True,
+                        db_collation="C",
+                        db_default="",
+                        default="",
+                        help_text="The id of the person in whose inbox it is, if in any.",
+                        max_length=255,
+                    ),
+                ),
+                ("read_at", models.DateTimeField(blank=True, help_text="When its reader marked it read.", null=True)),
+                (
+                    "created_at",
+                    models.DateTimeField(
+                        db_default=django.db.models.functions.datetime.Now(), help_text="When it was written."
+                    ),
+                ),
+                (
+                    "subscription",
+                    models.ForeignKey(
+                        on_delete=django.db.models.deletion.CASCADE,
+                        related_name="deliveries",
+                        to="cyborgweb.subscription",
+                    ),
+                ),
+            ],
+            options={
+                "verbose_name_plural": "deliveries",
+                "ordering": ["-id"],
+            },
+        ),
+        migrations.AddIndex(
+            model_name="subscription",
+            index=models.Index(fields=["project_id", "person"], name="subscription_owner"),
+        ),
+        migrations.AddConstraint(
+            model_name="subscription",
+            constraint=models.CheckConstraint(
+                condition=models.Q(("scope__in", ["project", "cloud"])), name="subscription_scope_known"
+            ),
+        ),
+        migrations.AddConstraint(
+            model_name="subscription",
+            constraint=models.CheckConstraint(
+                condition=models.Q(("way__in", ["webhook", "email", "inbox"])), name="subscription_way_known"
+            ),
+        ),
+        migrations.AddConstraint(
+            model_name="subscription",
+            constraint=models.CheckConstraint(
+                condition=models.Q(("standing__in", ["active", "off", "paused", "gone"])),
+                name="subscription_standing_known",
+            ),
+        ),
+        migrations.AddConstraint(
+            model_name="subscription",
+            constraint=models.CheckConstraint(
+                condition=models.Q(
+                    models.Q(("way", "inbox"), _negated=True), models.Q(("person", ""), _negated=True), _connector="OR"
+                ),
+                name="subscription_inbox_has_a_person",
+            ),
+        ),
+        migrations.AddIndex(
+            model_name="delivery",
+            index=models.Index(
+                condition=models.Q(("progress", "waiting")), fields=["subscription", "next_at"], name="delivery_waiting"
+            ),
+        ),
+        migrations.AddIndex(
+            model_name="delivery",
+            index=models.Index(fields=["subscription", "-id"], name="delivery_of"),
+        ),
+        migrations.AddIndex(
+            model_name="delivery",
+            index=models.Index(
+                condition=models.Q(("reader", ""), _negated=True), fields=["reader", "-id"], name="delivery_inbox"
+            ),
+        ),
+        migrations.AddIndex(
+            model_name="delivery",
+            index=models.Index(
+                condition=models.Q(models.Q(("reader", ""), _negated=True), ("read_at__isnull", True)),
+                fields=["reader"],
+                name="delivery_unread",
+            ),
+        ),
+        migrations.AddIndex(
+            model_name="delivery",
+            index=models.Index(fields=["created_at"], name="delivery_age"),
+        ),
+        migrations.AddConstraint(
+            model_name="delivery",
+            constraint=models.CheckConstraint(
+                condition=models.Q(("progress__in", ["waiting", "delivered", "given up"])),
+                name="delivery_progress_known",
+            ),
+        ),
+        migrations.AddConstraint(
+            model_name="delivery",
+            constraint=models.UniqueConstraint(fields=("subscription", "event"), name="delivery_one_per_event"),
+        ),
+    ]

@@ -1,0 +1,312 @@
+"""The console's pages of subscriptions and deliveries. Everybody in the console has their own; they do here what the
+rules of the API let them do. Loaded by `cyborgweb.admin`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django import forms
+from django.contrib import admin, messages
+from django.core.exceptions import PermissionDenied
+from django.db.models import Model, QuerySet
+from django.http import HttpRequest, HttpResponseNotAllowed, HttpResponseRedirect
+from django.http.response import HttpResponseBase
+from django.urls import path, reverse
+from django.utils.html import format_html
+from django.utils.safestring import SafeString
+from unfold.decorators import display
+from unfold.widgets import UnfoldAdminCheckboxSelectMultipleWidget
+
+from accelerators.admin import marks
+from accelerators.admin.listing import Listing, ReadOnly
+from accelerators.caller import Caller
+from accelerators.refusals import Refused
+from accelerators.states import Source
+from cyborgweb import policy
+from cyborgweb.notify import subscriptions
+from cyborgweb.notify.kinds import MEANINGS, Kind, Progress, Scope, Standing, Way, sentence
+from cyborgweb.notify.models import Delivery, Subscription
+from cyborgweb.roles import session_caller
+
+STANDINGS = {"active": "good", "off": "calm", "paused": "bad", "gone": "bad"}
+PROGRESS = {"waiting": "busy", "delivered": "good", "given up": "bad"}
+VERBS = ("test", "rotate")
+LATELY = 10
+"""So many of its deliveries are shown with a subscription."""
+
+
+def caller_of(request: HttpRequest) -> Caller | None:
+    """Who this person is to the rules."""
+    return session_caller(request.user, getattr(request, "session", {}))
+
+
+def may(request: HttpRequest, rule: str) -> bool:
+    """Whether the rules let this person."""
+    caller = caller_of(request)
+    return caller is not None and policy.allows(caller, f"cyborg:{rule}")
+
+
+def visible(request: HttpRequest, rows: QuerySet[Subscription]) -> QuerySet[Subscription]:
+    """Of these, what this person may see; administrators see all."""
+    caller = caller_of(request)
+    if caller is None:
+        return rows.none()
+    if caller.is_admin:
+        return rows
+    rows = rows.filter(subscriptions.of(caller))
+    return rows if may(request, "subscription:elevated") else rows.filter(scope=Scope.PROJECT)
+
+
+class SubscriptionForm(forms.ModelForm):
+    """What is wrong together is said above the form, in the API's own sentence."""
+
+    kinds = forms.MultipleChoiceField(
+        choices=[(kind.value, f"{kind.value}: {MEANINGS[kind]}") for kind in Kind],
+        widget=UnfoldAdminCheckboxSelectMultipleWidget,
+        help_text="What you want to be told of.",
+    )
+
+    class Meta:
+        model = Subscription
+        fields = ("name", "kinds", "way", "target", "scope", "host", "type", "label", "standing")
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        words = [*subscriptions.BY_HAND, *([self.instance.standing] if self.instance.pk else [])]
+        if "standing" in self.fields:
+            self.fields["standing"].choices = [(word, word) for word in dict.fromkeys(map(str, words))]
+
+    def clean(self) -> dict[str, Any]:
+        data: dict[str, Any] = super().clean()
+        if not self.errors:
+            try:
+                known = {name: getattr(self.instance, name) for name in ("way", "scope")}
+                subscriptions.check(Subscription(**known | data))
+            except Refused as refused:
+                raise forms.ValidationError(refused.text) from None
+        return data
+
+
+class SubscriptionAdmin(Listing):
+    """What people want to hear of. Made here, one is its person's own."""
+
+    form = SubscriptionForm
+    list_display = ("name", "shown_standing", "shown_way", "shown_kinds", "shown_scope", "shown_owner", "since")
+    list_filter = ("way", "standing", "scope")
+    list_select_related = ("user",)
+    ordering = ("-id",)
+    search_fields = ("uuid__startswith", "name__icontains", "project_id__startswith")
+    search_help_text = "name, project, uuid"
+    change_form_outer_before_template = "notify/subscription_before.html"
+    exports = {
+        "shown_standing": ("standing", "last_error"),
+        "shown_way": ("way",),
+        "shown_kinds": ("kinds",),
+        "shown_scope": ("scope", "host", "type", "label"),
+        "shown_owner": ("user__username", "project_id"),
+        "since": ("created_at",),
+    }
+    empty = (
+        "No subscriptions yet: nobody is told when accelerators are bound or devices fail. Add one for your inbox, an"
+        " e-mail address or a webhook."
+    )
+
+    @display(description="Standing", ordering="standing")
+    def shown_standing(self, row: Subscription) -> SafeString:
+        if row.failures and row.standing == Standing.ACTIVE:
+            return marks.mark("failing", "warn", row.last_error)
+        return marks.mark(row.standing, STANDINGS[row.standing], row.last_error)
+
+    @display(description="Tells", ordering="way")
+    def shown_way(self, row: Subscription) -> SafeString | str:
+        where = "" if row.way == Way.INBOX else row.destination
+        return format_html('{} <span class="faint">{}</span>', row.way, where)
+
+    @display(description="Of")
+    def shown_kinds(self, row: Subscription) -> str:
+        return "everything" if len(row.kinds) == len(Kind) else ", ".join(row.kinds)
+
+    @display(description="Whose", ordering="scope")
+    def shown_scope(self, row: Subscription) -> str:
+        whose = "all of the cloud" if row.scope == Scope.CLOUD else f"project {row.project_id}"
+        only = {name: getattr(row, name) for name in ("host", "type", "label")}
+        return ", ".join([whose, *(f"{name} {value}" for name, value in only.items() if value)])
+
+    @display(description="Belongs to", ordering="person")
+    def shown_owner(self, row: Subscription) -> str:
+        if not row.person:
+            return f"project {row.project_id}"
+        return row.user.get_username() if row.user else row.person
+
+    @display(description="Made", ordering="-created_at")
+    def since(self, row: Subscription) -> SafeString:
+        return marks.ago(row.created_at)
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Subscription]:
+        return visible(request, super().get_queryset(request))
+
+    def has_module_permission(self, request: HttpRequest) -> bool:
+        return self.has_view_permission(request)
+
+    def has_view_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
+        return may(request, "subscription:get_all")
+
+    def has_add_permission(self, request: HttpRequest) -> bool:
+        return may(request, "subscription:create")
+
+    def has_change_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
+        return may(request, "subscription:update")
+
+    def has_delete_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
+        return may(request, "subscription:delete")
+
+    def get_readonly_fields(self, request: HttpRequest, obj: Subscription | None = None) -> tuple[str, ...]:
+        scope = () if may(request, "subscription:elevated") else ("scope", "host")
+        return (*(("way",) if obj else ()), *scope)
+
+    def get_fields(self, request: HttpRequest, obj: Subscription | None = None) -> tuple[str, ...]:
+        every = SubscriptionForm.Meta.fields
+        return every if obj else tuple(name for name in every if name != "standing")
+
+    def save_model(self, request: HttpRequest, obj: Subscription, form: forms.ModelForm, change: bool) -> None:
+        caller = caller_of(request)
+        if caller is None:
+            raise PermissionDenied
+        values = {name: form.cleaned_data[name] for name in form.cleaned_data}
+        if change:
+            if values.get("standing") not in subscriptions.BY_HAND:
+                values.pop("standing", None)
+            subscriptions.edit(obj.pk, values, caller, Source.PERSON)
+            return
+        made, secret = subscriptions.create(values, caller, Source.PERSON, personal=True)
+        obj.pk = made.pk
+        if secret:
+            messages.warning(request, f"Its secret is {secret} – keep it now: it is not shown again.")
+
+    def delete_model(self, request: HttpRequest, obj: Subscription) -> None:
+        caller = caller_of(request)
+        if caller is None:
+            raise PermissionDenied
+        subscriptions.delete(obj.pk, caller, Source.PERSON)
+
+    def delete_queryset(self, request: HttpRequest, queryset: QuerySet[Subscription]) -> None:
+        for row in queryset:
+            self.delete_model(request, row)
+
+    def changeform_view(self, request: HttpRequest, *args: Any, **options: Any) -> HttpResponseBase:
+        """What somebody else did meanwhile is a sentence, not a failure."""
+        try:
+            return super().changeform_view(request, *args, **options)
+        except Refused as refused:
+            messages.error(request, refused.text)
+            return HttpResponseRedirect(request.get_full_path())
+
+    def render_change_form(self, request: HttpRequest, context: dict[str, Any], **options: Any) -> Any:
+        row = options.get("obj")
+        if row is not None:
+            lately = row.deliveries.order_by("-id")[:LATELY]
+            context["row"], context["standing"] = row, self.shown_standing(row)
+            context["failing"] = marks.ago(row.failing_since) if row.failing_since else ""
+            context["lately"] = [(progress(one), one.kind, marks.ago(one.at), one.last_error) for one in lately]
+            context["may_change"] = self.has_change_permission(request, row)
+        return super().render_change_form(request, context, **options)
+
+    def get_urls(self) -> list[Any]:
+        act = self.admin_site.admin_view(self.act_view)
+        return [path("<int:pk>/do/<str:verb>/", act, name="cyborgweb_subscription_do"), *super().get_urls()]
+
+    def act_view(self, request: HttpRequest, pk: int, verb: str) -> HttpResponseBase:
+        """POST: test it, or give it another secret; then its page again, with a sentence."""
+        row, caller = self.get_queryset(request).filter(pk=pk).first(), caller_of(request)
+        if row is None or verb not in VERBS:
+            return self._get_obj_does_not_exist_redirect(request, self.opts, str(pk))
+        if request.method != "POST":
+            return HttpResponseNotAllowed(["POST"])
+        if caller is None or not self.has_change_permission(request, row):
+            raise PermissionDenied
+        try:
+            if verb == "test":
+                subscriptions.test(row.pk, caller, Source.PERSON)
+                messages.success(request, "A test is on its way; what came of it is shown below in a moment.")
+            else:
+                _, secret = subscriptions.rotate(row.pk, caller, Source.PERSON)
+                messages.warning(request, f"Its secret is now {secret} – keep it: it is not shown again.")
+        except Refused as refused:
+            messages.error(request, refused.text)
+        return HttpResponseRedirect(reverse("admin:cyborgweb_subscription_change", args=[row.pk]))
+
+
+class DeliveryAdmin(ReadOnly):
+    """What was brought to subscriptions, and what of it did not arrive. Kept for 30 days."""
+
+    list_display = ("when", "told", "shown_subscription", "shown_progress", "attempts", "next", "last_error")
+    list_display_links = ("told",)
+    list_filter = ("progress", "kind")
+    list_select_related = ("subscription",)
+    ordering = ("-id",)
+    search_fields = ("message__startswith", "subscription__name__icontains", "kind__startswith")
+    search_help_text = "message id, subscription, kind"
+    actions = ("replay",)
+    fields = ("message", "subscription", "kind", "event", "at", "data", "progress", "attempts", "next_at")
+    fields += ("last_error", "delivered_at", "read_at", "created_at")
+    readonly_fields = fields
+    exports = {
+        "when": ("at",),
+        "told": ("kind", "data"),
+        "shown_subscription": ("subscription__name",),
+        "shown_progress": ("progress",),
+        "next": ("next_at",),
+    }
+    empty = "Nothing was told to anybody yet. What happens is brought to the subscriptions that ask for it."
+
+    @display(description="When", ordering="-at")
+    def when(self, row: Delivery) -> SafeString:
+        return marks.ago(row.at)
+
+    @display(description="Message", ordering="kind")
+    def told(self, row: Delivery) -> str:
+        return sentence(row.kind, row.data)
+
+    @display(description="Subscription", ordering="subscription__name")
+    def shown_subscription(self, row: Delivery) -> SafeString:
+        url = reverse("admin:cyborgweb_subscription_change", args=[row.subscription_id])
+        return format_html('<a href="{}">{}</a>', url, row.subscription.name)
+
+    @display(description="Progress", ordering="progress")
+    def shown_progress(self, row: Delivery) -> SafeString:
+        return progress(row)
+
+    @display(description="Next try", ordering="next_at")
+    def next(self, row: Delivery) -> SafeString:
+        return marks.ago(row.next_at) if row.progress == Progress.WAITING else marks.NOTHING
+
+    @admin.action(description="Bring again", permissions=["replay"])
+    def replay(self, request: HttpRequest, queryset: QuerySet[Delivery]) -> None:
+        """With the same ids; what is in an inbox is there already."""
+        caller = caller_of(request)
+        if caller is None:
+            raise PermissionDenied
+        try:
+            count = subscriptions.replay(queryset, caller, Source.PERSON)
+            messages.success(request, f"{count} deliver{'y is' if count == 1 else 'ies are'} brought again.")
+        except Refused as refused:
+            messages.error(request, refused.text)
+
+    def has_replay_permission(self, request: HttpRequest) -> bool:
+        return may(request, "delivery:update")
+
+    def has_module_permission(self, request: HttpRequest) -> bool:
+        return self.has_view_permission(request)
+
+    def has_view_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
+        return may(request, "delivery:get_all")
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Delivery]:
+        rows: QuerySet[Delivery] = super().get_queryset(request)
+        return rows.filter(subscription__in=visible(request, Subscription.objects.all()))
+
+
+def progress(row: Delivery) -> SafeString:
+    """As a word."""
+    return marks.mark(row.progress, PROGRESS[row.progress], row.last_error)

@@ -1,0 +1,330 @@
+"""Subscriptions, deliveries, inbox: for projects and for who runs accelerators. Mounted by `cyborgweb.api`.
+
+A project sees its own subscriptions and those of the person who asks; those about all of the cloud are for whom the
+rule `cyborg:subscription:elevated` lets. An inbox is its person's alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import django_filters as filters
+from django.db.models import QuerySet
+from rest_framework import serializers
+from rest_framework.request import Request
+from rest_framework.response import Response
+
+from accelerators.api.own.representation import Chosen, Closed, Flag, Text, Url
+from accelerators.api.own.views import Collection
+from accelerators.refusals import Reason, Refused
+from accelerators.states import DeviceType
+from cyborgweb.notify import subscriptions
+from cyborgweb.notify.kinds import Kind, Progress, Scope, Standing, Way, sentence
+from cyborgweb.notify.models import Delivery, Subscription
+
+
+class SubscriptionReference(serializers.Serializer):
+    """Which subscription."""
+
+    uuid = serializers.UUIDField(read_only=True)
+    name = serializers.CharField(read_only=True)
+    url = Url("subscriptions", source="uuid")
+
+
+class SubscriptionFilter(filters.FilterSet):
+    """By way and standing; project counts for who sees more than one."""
+
+    way = filters.ChoiceFilter(choices=[(word.value, word.value) for word in Way])
+    standing = filters.ChoiceFilter(choices=[(word.value, word.value) for word in Standing])
+    project = filters.CharFilter(field_name="project_id")
+
+
+class SubscriptionSerializer(Chosen):
+    """What somebody is told of, and how."""
+
+    url = Url("subscriptions", source="uuid")
+    name = Text(max_length=64, help_text="Your own word for it.")
+    project = serializers.CharField(source="project_id", read_only=True)
+    personal = Flag(required=False, help_text="It is yours alone, not the project's. An inbox is, always.")
+    scope = serializers.ChoiceField(
+        [word.value for word in Scope],
+        required=False,
+        help_text="The project's own requests and the devices they hold, or all of the cloud.",
+    )
+    kinds = serializers.ListField(
+        child=serializers.ChoiceField([word.value for word in Kind]),
+        allow_empty=False,
+        max_length=len(Kind),
+        help_text="What you want to be told of.",
+    )
+    host = Text(max_length=255, allow_blank=True, required=False, help_text="With the scope cloud: only this host.")
+    type = serializers.ChoiceField(["", *(word.value for word in DeviceType)], required=False)
+    label = Text(
+        max_length=255, allow_blank=True, required=False, help_text="Only what a project labelled with these words."
+    )
+    way = serializers.ChoiceField([word.value for word in Way], help_text="How you are told.")
+    target = Text(
+        max_length=2000,
+        allow_blank=True,
+        required=False,
+        help_text="The webhook's URL, or the e-mail address. Who may not change it sees where it leads.",
+    )
+    standing = serializers.ChoiceField(
+        [word.value for word in Standing],
+        required=False,
+        help_text="You say active or off; it is paused when its destination failed for days, gone after a 410.",
+    )
+
+    class Meta:
+        model = Subscription
+        fields = (
+            "uuid",
+            "url",
+            "name",
+            "project",
+            "personal",
+            "scope",
+            "kinds",
+            "host",
+            "type",
+            "label",
+            "way",
+            "target",
+            "standing",
+            "last_error",
+            "failing_since",
+            "created_at",
+            "updated_at",
+        )
+        read_only_fields = ("uuid", "last_error", "failing_since", "created_at", "updated_at")
+
+    def validate_standing(self, word: str) -> str:
+        """What a person may say."""
+        if word not in subscriptions.BY_HAND:
+            raise serializers.ValidationError(f"Say {' or '.join(subscriptions.BY_HAND)}.")
+        return word
+
+    def to_representation(self, instance: Subscription) -> dict[str, Any]:
+        """A URL may hold a token: whole for who may change it."""
+        shown: dict[str, Any] = super().to_representation(instance)
+        if "target" in shown and not self.context.get("whole"):
+            shown["target"] = instance.destination if instance.target else ""
+        return shown
+
+
+class SecretSerializer(SubscriptionSerializer):
+    """With the secret of a webhook, which is shown this once."""
+
+    secret = serializers.CharField(read_only=True, help_text="Signs what you get; keep it. It is not shown again.")
+
+    class Meta(SubscriptionSerializer.Meta):
+        fields = (*SubscriptionSerializer.Meta.fields, "secret")
+
+
+class Nothing(Closed):
+    """Nothing is to be said."""
+
+
+class DeliveryFilter(filters.FilterSet):
+    """By subscription, kind, progress."""
+
+    subscription = filters.UUIDFilter(field_name="subscription__uuid")
+    kind = filters.CharFilter(help_text="For example request.bound.")
+    progress = filters.ChoiceFilter(choices=[(word.value, word.value) for word in Progress])
+
+
+class DeliverySerializer(Chosen):
+    """One message for one subscription."""
+
+    uuid = serializers.UUIDField(source="message", read_only=True, help_text="In the header webhook-id, after msg_.")
+    url = Url("deliveries", source="message")
+    subscription = SubscriptionReference(read_only=True)
+    data = serializers.JSONField(read_only=True)
+
+    class Meta:
+        model = Delivery
+        fields = (
+            "uuid",
+            "url",
+            "subscription",
+            "event",
+            "kind",
+            "at",
+            "data",
+            "progress",
+            "attempts",
+            "next_at",
+            "last_error",
+            "delivered_at",
+        )
+        read_only_fields = fields
+
+
+class MessageSerializer(Chosen):
+    """A message in the inbox."""
+
+    uuid = serializers.UUIDField(source="message", read_only=True)
+    url = Url("inbox", source="message")
+    subscription = SubscriptionReference(read_only=True)
+    text = serializers.SerializerMethodField()
+    data = serializers.JSONField(read_only=True)
+
+    class Meta:
+        model = Delivery
+        fields = ("uuid", "url", "subscription", "kind", "at", "text", "data", "read_at")
+        read_only_fields = fields
+
+    def get_text(self, row: Delivery) -> str:
+        """One line for people."""
+        return sentence(row.kind, row.data)
+
+
+class ReadSerializer(serializers.Serializer):
+    """How many were marked."""
+
+    read = serializers.IntegerField(read_only=True, help_text="Messages that were not read before.")
+
+
+class SubscriptionView(Collection):
+    """What you are told of, and how. A webhook's secret is shown when it is made, and after `rotate`, once."""
+
+    policy = "subscription"
+    serializer_class = SubscriptionSerializer
+    filterset_class = SubscriptionFilter
+    verbs = {"test": Nothing, "rotate": Nothing}
+    dangerous = ("rotate",)
+    answers: ClassVar[Mapping[str, tuple[int, type[serializers.Serializer]]]] = {
+        "create": (201, SecretSerializer),
+        "test": (202, DeliverySerializer),
+        "rotate": (200, SecretSerializer),
+    }
+    queryset = Subscription.objects.all()
+
+    def get_queryset(self) -> QuerySet[Subscription]:
+        """What the caller may see."""
+        return visible(self, super().get_queryset())
+
+    def get_serializer_context(self) -> dict[str, Any]:
+        """With whether whole URLs are shown."""
+        whole = bool(self.request) and self.allowed("cyborg:subscription:update")
+        return super().get_serializer_context() | {"whole": whole}
+
+    def create(self, request: Request) -> Response:
+        """Subscribe."""
+        values = self._values(request)
+        personal = values.pop("personal", False)
+        if values.get("scope") == Scope.CLOUD:
+            self.require("cyborg:subscription:elevated")
+        made, secret = subscriptions.create(values, self.caller, personal=personal)
+        shown = self._with(made, secret)
+        return Response(shown, 201, headers={"Location": shown["url"]})
+
+    def partial_update(self, request: Request, **kwargs: str) -> Response:
+        """Change it. One that is paused goes on when it is said to be active."""
+        found = self.get_object()
+        values = self._values(request, found)
+        if values.pop("personal", found.personal) != found.personal:
+            raise Refused(Reason.INVALID, "Whose it is stays as it is: make another subscription.")
+        if values.get("scope") == Scope.CLOUD:
+            self.require("cyborg:subscription:elevated")
+        return Response(self.get_serializer(subscriptions.edit(found.pk, values, self.caller)).data)
+
+    def destroy(self, request: Request, **kwargs: str) -> Response:
+        """Unsubscribe; its deliveries go, too."""
+        subscriptions.delete(self.get_object().pk, self.caller)
+        return Response(status=204)
+
+    def test(self, request: Request, **kwargs: str) -> Response:
+        """Have a message brought there that says that it is a test; look at the delivery for what came of it."""
+        self.said(request)
+        made = subscriptions.test(self.get_object().pk, self.caller)
+        shown = DeliverySerializer(made, context=super().get_serializer_context() | {"fields": ()}).data
+        return Response(shown, 202, headers={"Location": shown["url"]})
+
+    def rotate(self, request: Request, **kwargs: str) -> Response:
+        """Another secret, from the next try on; shown this once."""
+        self.said(request)
+        return Response(self._with(*subscriptions.rotate(self.get_object().pk, self.caller)))
+
+    def _with(self, row: Subscription, secret: str) -> dict[str, Any]:
+        return {**self.get_serializer(row).data, "secret": secret}
+
+    def _values(self, request: Request, found: Subscription | None = None) -> dict[str, Any]:
+        serializer = self.get_serializer(found, data=request.data, partial=found is not None)
+        serializer.is_valid(raise_exception=True)
+        return dict(serializer.validated_data)
+
+
+class DeliveryView(Collection):
+    """What was brought to subscriptions, newest first, kept for 30 days. `replay` brings it again, with its id."""
+
+    policy = "delivery"
+    default_order = "-created"
+    lookup_field = "message"
+    lookup_url_kwarg = "uuid"
+    serializer_class = DeliverySerializer
+    filterset_class = DeliveryFilter
+    verbs = {"replay": Nothing}
+    answers: ClassVar[Mapping[str, tuple[int, type[serializers.Serializer]]]] = {"replay": (202, DeliverySerializer)}
+    queryset = Delivery.objects.select_related("subscription")
+
+    def get_queryset(self) -> QuerySet[Delivery]:
+        """Of the subscriptions the caller may see."""
+        rows = super().get_queryset()
+        return rows if self.sees_all() else rows.filter(subscription__in=visible(self, Subscription.objects.all()))
+
+    def replay(self, request: Request, **kwargs: str) -> Response:
+        """Bring it again, with the same id; nothing happens to one that waits already."""
+        self.said(request)
+        subscriptions.replay(Delivery.objects.filter(pk=self.get_object().pk), self.caller)
+        return Response(self.get_serializer(self.get_object()).data, 202)
+
+    def offered(self, data: Mapping[str, Any]) -> tuple[str, ...]:
+        """Nothing, of what waits."""
+        return () if data.get("progress") == Progress.WAITING else ("replay",)
+
+
+class InboxView(Collection):
+    """Your own messages, newest first."""
+
+    policy = "inbox"
+    default_order = "-created"
+    lookup_field = "message"
+    lookup_url_kwarg = "uuid"
+    serializer_class = MessageSerializer
+    verbs = {"read": Nothing}
+    words: ClassVar[Mapping[str, str]] = {"read_all": "read_all"}
+    bodies: ClassVar[Mapping[str, type[serializers.Serializer]]] = {"read_all": Nothing}
+    answers: ClassVar[Mapping[str, tuple[int, type[serializers.Serializer]]]] = {
+        "read": (200, MessageSerializer),
+        "read_all": (200, ReadSerializer),
+    }
+    queryset = Delivery.objects.select_related("subscription")
+
+    def get_queryset(self) -> QuerySet[Delivery]:
+        """The caller's."""
+        return super().get_queryset().filter(reader=self.caller.user_id).exclude(reader="")
+
+    def sees_all(self) -> bool:
+        """Nobody does."""
+        return False
+
+    def read(self, request: Request, **kwargs: str) -> Response:
+        """Mark it read."""
+        self.said(request)
+        subscriptions.read(self.caller.user_id, [self.get_object().message])
+        return Response(self.get_serializer(self.get_object()).data)
+
+    def read_all(self, request: Request) -> Response:
+        """Mark all of them read."""
+        self.body()
+        return Response({"read": subscriptions.read(self.caller.user_id)})
+
+
+def visible(view: Collection, rows: QuerySet[Subscription]) -> QuerySet[Subscription]:
+    """Of these, what the view's caller may see."""
+    if view.sees_all():
+        return rows
+    rows = rows.filter(subscriptions.of(view.caller))
+    return rows if view.allowed("cyborg:subscription:elevated") else rows.filter(scope=Scope.PROJECT)

@@ -1,0 +1,232 @@
+"""One try to bring a message to a webhook: signed as Standard Webhooks says, to an address that was checked. No Django.
+
+Called by `sender` on threads, and by `subscriptions` to judge a URL. Source: standardwebhooks.com, specification 1.0.
+A name is looked up once, every address it has must be allowed, and the connection goes to one of these addresses: what
+the name means a moment later does not matter. Redirects are not followed. Of an answer only its status is read.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import re
+import secrets
+import socket
+import ssl
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
+from urllib.parse import urlsplit
+
+CONNECT_S, WHOLE_S = 3.0, 10.0
+MOST_ANSWER = 1024
+"""Bytes of an answer that are looked at, for its status."""
+MAX_URL = 2000
+PREFIX = "whsec_"
+NAT64 = IPv6Network("64:ff9b::/96")
+STATUS = re.compile(rb"HTTP/1\.[01] ([1-5][0-9]{2})(?: [^\r\n]*)?\r?\n")
+HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9.-]{0,251}[A-Za-z0-9])?\.?")
+
+Address = IPv4Address | IPv6Address
+Lookup = Callable[[str, int], Sequence[str]]
+"""The addresses of a name. Raises OSError."""
+_lookups = ThreadPoolExecutor(64, thread_name_prefix="webhook-names")
+"""As many as there are tries at once, so that a name server that hangs delays no other name."""
+
+
+class Refused(ValueError):
+    """A URL that messages are not brought to; the text says why, and what would do."""
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """What the configuration lets webhooks reach beside public addresses by https."""
+
+    http: bool = False
+    networks: tuple[IPv4Network | IPv6Network, ...] = ()
+
+    def takes(self, address: Address) -> bool:
+        """Whether a connection may go there: a public unicast address, or one of the networks listed."""
+        if any(address.version == network.version and address in network for network in self.networks):
+            return True
+        if isinstance(address, IPv6Address):
+            inner = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
+            inner += [IPv4Address(int(address) & 0xFFFFFFFF)] if address in NAT64 else []
+            if address.ipv4_mapped:
+                return self.takes(address.ipv4_mapped)
+            if address.is_site_local or not all(self.takes(one) for one in inner if one):
+                return False
+        return address.is_global and not address.is_multicast and not address.is_reserved
+
+
+@dataclass(frozen=True)
+class Where:
+    """A URL, taken apart."""
+
+    secure: bool
+    host: str
+    port: int
+    path: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a try. `error` is '' when it arrived; `gone`: the receiver wants no more (410)."""
+
+    error: str = ""
+    gone: bool = False
+
+
+def networks(words: Sequence[str]) -> tuple[IPv4Network | IPv6Network, ...]:
+    """Of a configuration's words. Raises ValueError for one that is none."""
+    return tuple(ip_network(word) for word in words)
+
+
+def new_secret() -> str:
+    """`whsec_` and 32 random bytes."""
+    return PREFIX + base64.b64encode(secrets.token_bytes(32)).decode()
+
+
+def signature(secret: str, message: str, timestamp: int, body: bytes) -> str:
+    """The header `webhook-signature`."""
+    key = base64.b64decode(secret.removeprefix(PREFIX))
+    signed = hmac.new(key, f"{message}.{timestamp}.".encode() + body, hashlib.sha256).digest()
+    return f"v1,{base64.b64encode(signed).decode()}"
+
+
+def where(url: str, allowed: Allowed) -> Where:
+    """Take a URL apart. Raises Refused for one that cannot be used, whatever its name may mean."""
+    if len(url) > MAX_URL or not url.isascii() or not url.isprintable() or set(url) & set(' \\"<>'):
+        raise Refused(f"A webhook's URL is at most {MAX_URL} characters of ASCII, without blanks.")
+    try:
+        parts = urlsplit(url)
+        port, host = parts.port, parts.hostname or ""
+    except ValueError:
+        raise Refused("This is no URL; say https://name/path.") from None
+    if parts.scheme not in ("https", "http") or not host:
+        raise Refused("A webhook's URL begins with https:// and the name of a host.")
+    if parts.scheme == "http" and not allowed.http:
+        raise Refused("A webhook's URL begins with https://; this installation sends nothing unencrypted.")
+    if parts.username is not None or parts.password is not None or parts.fragment:
+        raise Refused("A webhook's URL has no name, password or fragment; messages are signed instead.")
+    if (literal := _literal(host)) is not None:
+        _check([literal], host, allowed)
+    elif not HOST.fullmatch(host):
+        raise Refused("The host in this URL is no name that can be looked up.")
+    path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    secure = parts.scheme == "https"
+    return Where(secure, host, port or (443 if secure else 80), path)
+
+
+def look_up(host: str, port: int) -> Sequence[str]:
+    """The system's answer."""
+    return [str(found[4][0]) for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+
+
+def post(url: str, headers: dict[str, str], body: bytes, allowed: Allowed, lookup: Lookup = look_up) -> Outcome:
+    """Bring it there: one try, over within `WHOLE_S`. Raises nothing."""
+    end = time.monotonic() + WHOLE_S
+    try:
+        to = where(url, allowed)
+        with _connected(to, allowed, lookup) as connection:
+            connection.settimeout(_left(end))
+            connection.sendall(_request(to, headers, body))
+            status = _status(connection, end)
+    except Refused as refused:
+        return Outcome(str(refused))
+    except TimeoutError:
+        return Outcome("The receiver did not answer in time.")
+    except ssl.SSLCertVerificationError as error:
+        return Outcome(f"The receiver's certificate is not accepted: {error.verify_message}.")
+    except OSError as error:
+        return Outcome(f"The receiver cannot be reached: {error.strerror or type(error).__name__}.")
+    return _judged(status)
+
+
+def _judged(status: int) -> Outcome:
+    if 200 <= status < 300:
+        return Outcome()
+    if 300 <= status < 400:
+        return Outcome(f"The receiver answered {status}: redirects are not followed; subscribe the address it is at.")
+    return Outcome(f"The receiver answered {status}.", gone=status == 410)
+
+
+def _literal(host: str) -> Address | None:
+    try:
+        return ip_address(host)
+    except ValueError:
+        return None
+
+
+def _check(addresses: Sequence[Address], host: str, allowed: Allowed) -> None:
+    if not addresses:
+        raise Refused(f"{host} has no address.")
+    if bad := [str(address) for address in addresses if not allowed.takes(address)]:
+        raise Refused(f"{host} is at {bad[0]}, which is not public; webhooks are not sent there.")
+
+
+def _connected(to: Where, allowed: Allowed, lookup: Lookup) -> socket.socket:
+    """To one of the addresses that the name has now, all of which were checked."""
+    try:
+        found = _lookups.submit(lookup, to.host, to.port).result(CONNECT_S)
+    except TimeoutError:
+        raise OSError(0, f"{to.host} could not be looked up in time") from None
+    except (socket.gaierror, UnicodeError):
+        raise OSError(0, f"{to.host} is not a name that is known") from None
+    addresses = [ip_address(text.partition("%")[0]) for text in dict.fromkeys(found)]
+    _check(addresses, to.host, allowed)
+    connection = _first([str(address) for address in addresses], to.port)
+    try:
+        return _tls().wrap_socket(connection, server_hostname=to.host) if to.secure else connection
+    except BaseException:
+        connection.close()
+        raise
+
+
+def _first(addresses: Sequence[str], port: int) -> socket.socket:
+    """To the first that answers; the last failure is raised when none does."""
+    end = time.monotonic() + CONNECT_S
+    for address in addresses[:-1]:
+        try:
+            return socket.create_connection((address, port), _left(end))
+        except OSError:
+            continue  # the next one may be reached: a host without IPv6, say
+    return socket.create_connection((addresses[-1], port), _left(end))
+
+
+@lru_cache(maxsize=1)
+def _tls() -> ssl.SSLContext:
+    return ssl.create_default_context()
+
+
+def _request(to: Where, headers: dict[str, str], body: bytes) -> bytes:
+    name = f"[{to.host}]" if ":" in to.host else to.host
+    port = "" if to.port == (443 if to.secure else 80) else f":{to.port}"
+    lines = [f"POST {to.path} HTTP/1.1", f"Host: {name}{port}", f"Content-Length: {len(body)}", "Connection: close"]
+    lines += [f"{key}: {value}" for key, value in headers.items()]
+    return "\r\n".join([*lines, "", ""]).encode("ascii") + body
+
+
+def _status(connection: socket.socket, end: float) -> int:
+    """Of the answer, of which nothing else is read. Raises Refused when it is none."""
+    answer = b""
+    while len(answer) < MOST_ANSWER:
+        connection.settimeout(_left(end))
+        more = connection.recv(MOST_ANSWER - len(answer))
+        answer += more
+        if found := STATUS.match(answer):
+            return int(found[1])
+        if not more or b"\n" in answer:
+            break
+    raise Refused("The receiver's answer is no HTTP." if answer else "The receiver closed without an answer.")
+
+
+def _left(end: float) -> float:
+    left = end - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return left

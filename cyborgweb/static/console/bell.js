@@ -1,0 +1,20 @@
+// The number on the bell: asked for when a page opens, and every half minute while it is looked at.
+const bell = document.querySelector(".bell");
+
+async function count() {
+  if (document.hidden) return;
+  let unread = 0;
+  try {
+    const answer = await fetch(bell.dataset.unread, { headers: { Accept: "application/json" } });
+    if (!answer.ok) return;
+    ({ unread } = await answer.json());
+  } catch { return; } // the next time
+  bell.querySelector("b").textContent = unread ? (unread > 98 ? "99+" : unread) : "";
+  bell.setAttribute("aria-label", unread ? `Inbox, ${unread} not read` : "Inbox, all read");
+}
+
+if (bell) {
+  count();
+  setInterval(count, 30_000);
+  document.addEventListener("visibilitychange", count);
+}

@@ -1,0 +1,69 @@
+"""The guard that stands around every test: product code that changes something says so by an event (X6)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from accelerators import commands, conductor, sweep
+from accelerators.models import Command, Event, Host
+from accelerators.states import Source
+from tests.support.audit import COLUMNS, EXEMPT, Unrecorded
+from tests.support.reports import a_host
+
+pytestmark = pytest.mark.django_db
+
+TOLD = "conductor.record('host.changed', Source.SYSTEM, 'test')"
+
+
+def product(*lines: str) -> Callable[[], None]:
+    """A function of the product that does this while it writes."""
+    body = "".join(f"        {line}\n" for line in lines)
+    known = {"__name__": "accelerators.forgetful", "conductor": conductor, "Host": Host, "Source": Source}
+    exec(f"def change():\n    with conductor.writing():\n{body}", known)
+    return known["change"]  # type: ignore[return-value]
+
+
+def test_what_is_changed_without_an_event_fails_and_is_not_kept() -> None:
+    a_host()
+    with pytest.raises(Unrecorded, match="accelerators_host"):
+        product("Host.objects.update(node='elsewhere')")()
+    assert Host.objects.get().node == "cmp1"
+    with pytest.raises(Unrecorded):
+        product("Host.objects.update(node='elsewhere', reported_at=None)")()
+    with pytest.raises(Unrecorded):
+        product("Host.objects.all().delete()")()
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ("Host.objects.update(node='elsewhere')", TOLD),
+        (TOLD, "Host.objects.update(node='elsewhere')"),
+        ("Host.objects.filter(name='nobody').update(node='elsewhere')",),
+        ("Host.objects.update(applied_hash='', updated_at=None)",),
+        ("conductor.intend('provider', {'a': {}})",),
+    ],
+)
+def test_what_is_told_changes_nothing_or_needs_no_event_passes(lines: tuple[str, ...]) -> None:
+    a_host()
+    product(*lines)()
+
+
+def test_what_needs_no_event_has_a_reason_and_is_there() -> None:
+    tables = {model._meta.db_table for model in (*Host._meta.apps.get_models(),)}
+    assert {table for _, table in EXEMPT} | COLUMNS.keys() <= tables and all(EXEMPT.values())
+    for table, columns in COLUMNS.items():
+        (model,) = (one for one in Host._meta.apps.get_models() if one._meta.db_table == table)
+        assert {*columns.split()} <= {field.column for field in model._meta.fields}
+
+
+def test_what_is_forgotten_in_time_is_told() -> None:
+    host = a_host()
+    with conductor.writing():
+        commands.place([commands.Order("rescan", host=host.id, actor="olga")])
+        Command.objects.update(ended_at="2020-01-01T00:00Z", state="succeeded")
+    sweep.forget_commands()
+    assert not Command.objects.exists()
+    assert Event.objects.get(action="command.forgotten").changes == {"number": [1, 0]}

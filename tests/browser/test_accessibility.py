@@ -1,0 +1,185 @@
+"""For who sees badly, hears the page read, or has no mouse: WCAG 2.1 AA by axe on one page of each make in light and
+dark, and an operator's tasks by keyboard alone, with a focus that is seen, goes on in order and is never caught."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Page, expect
+
+from tests.browser.conftest import Desk
+from tests.browser.test_pages import FOREIGN, LISTS, MAIN, _cloud, open_page  # noqa: F401  (the sample is a fixture)
+
+pytestmark = pytest.mark.browser
+
+LEVELS = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa"]
+PAGES = {
+    name: MAIN[name]
+    for name in ("login", "overview", "hosts", "host", "switches", "devices", "device", "rule", "request", "event")
+} | {
+    "placement": MAIN["placement"],
+    "drivers": f"{LISTS}hostdriver/",
+    "driver": f"{LISTS}hostdriver/ →",
+    "attach": f"{LISTS}attachment/attach/",
+    "manual": "/help/",
+    "words": "/help/words/",
+    "search": "/help/search/?q=drain",
+    "api-devices": MAIN["api-devices"],
+}
+DARK = ("login", "overview", "switches", "devices", "device", "request", "event", "rule", "manual", "words")
+FOCUS = """() => { const one = document.activeElement, style = getComputedStyle(one), box = one.getBoundingClientRect();
+    const label = one.labels?.[0]?.textContent ?? one.ariaLabel ?? one.textContent;
+    const drawn = one.ownerSVGElement !== undefined && one.matches(":focus-visible");
+    const all = [...document.querySelectorAll("a[href], button, input, select, summary, textarea, [tabindex]")];
+    return { name: (label || one.value || "").trim(), at: all.indexOf(one), inside: box.width > 0 && box.height > 0,
+             seen: drawn || style.outlineStyle !== "none" || style.boxShadow !== "none" }; }"""
+
+
+def violations(page: Page, *rules: str) -> list[str]:
+    """What axe finds against levels A and AA; of all their rules, or of some. Less what is FOREIGN."""
+    only = {"type": "rule", "values": rules} if rules else {"type": "tag", "values": LEVELS}
+    found: list[dict[str, Any]] = (
+        Axe().run(page, options={"resultTypes": ["violations"], "runOnly": only}).response["violations"]
+    )
+    return [
+        f"{one['id']}: {node['html'][:200]} {node['failureSummary']}"
+        for one in found
+        for node in one["nodes"]
+        if FOREIGN.get(one["id"], "\0") not in node["html"]
+    ]
+
+
+def test_pages_keep_to_level_aa_in_light_and_dark(desk: Desk) -> None:
+    found: dict[str, list[str]] = {}
+    stranger, operator = desk.stranger(), desk.operator()
+    for name, where in PAGES.items():
+        page = stranger if name == "login" else operator
+        page.emulate_media(color_scheme="light")
+        open_page(page, where)
+        found[name] = violations(page)
+        if name in DARK:
+            page.emulate_media(color_scheme="dark")
+            found[f"{name}, dark"] = violations(page, "color-contrast", "link-in-text-block")
+    assert {name: said for name, said in found.items() if said} == {}
+
+
+def tab_to(page: Page, wanted: str, limit: int = 120) -> None:
+    """Press Tab until what has the focus is called `wanted`; every stop on the way is seen and comes after the last."""
+    before = -1
+    for _ in range(limit):
+        page.keyboard.press("Tab")
+        now = page.evaluate(FOCUS)
+        assert now["seen"] and now["inside"], f"nobody sees that {now['name']!r} has the focus"
+        assert now["at"] > before or now["at"] == 0, f"{now['name']!r} comes out of order"
+        before = now["at"]
+        if now["name"] == wanted:
+            return
+    raise AssertionError(f"no way to {wanted!r} with the Tab key")
+
+
+def test_an_operators_tasks_by_keyboard_alone(desk: Desk) -> None:
+    name, password = (desk.product.state / "first-login").read_text().strip().split(" / ")
+    page = desk.stranger()
+    page.goto("/admin/")
+    for label, text in (("Username", name), ("Password", password)):
+        if page.evaluate(FOCUS)["name"] != label:
+            tab_to(page, label)
+        page.keyboard.type(text)
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", name="Overview")).to_be_visible()
+    page.keyboard.press("Tab")
+    expect(page.get_by_role("link", name="Skip to content")).to_be_focused()
+    page.keyboard.press("Enter")
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.querySelector('main').contains(document.activeElement)"), "the skip link skips"
+
+    # The palette: to the devices, and back from a dialog to where one was.
+    page.keyboard.press("Control+k")
+    box = page.get_by_role("combobox", name="Go to, or search for")
+    expect(box).to_be_focused()
+    page.keyboard.type("devic")
+    expect(page.get_by_role("option", name="Devices", selected=True)).to_be_visible()
+    page.keyboard.press("ArrowDown")
+    expect(page.get_by_role("option", name="Device profiles", selected=True)).to_be_visible()
+    assert violations(page) == []
+    page.keyboard.press("ArrowUp")
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/device/")
+    page.keyboard.press("f")
+    page.keyboard.type("Ascend")
+    page.keyboard.press("Enter")
+    page.wait_for_url("**q=Ascend**")
+    page.keyboard.press("j")
+    before = page.evaluate(FOCUS)
+    page.keyboard.press("?")
+    expect(page.get_by_role("dialog", name="Keys")).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("dialog")).to_have_count(0)
+    assert page.evaluate(FOCUS) == before, "a dialog gives the focus back"
+
+
+def test_deciding_and_acting_on_many_by_keyboard_alone(desk: Desk) -> None:
+    page = desk.operator()
+    page.goto(f"{LISTS}device/?q=Ascend")
+    for key in "jxjxa":
+        page.keyboard.press(key)
+    expect(page.locator("select[name=action]")).to_be_focused()
+    page.keyboard.type("Quar")
+    tab_to(page, "Run")
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/bulk/**")
+    assert violations(page) == []
+    tab_to(page, "Leave them as they are")
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/device/**")
+    page.keyboard.press("j")
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/change/**")
+    tab_to(page, "Reason")
+    page.keyboard.type("by hand")
+    tab_to(page, "Quarantine")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("region", name="Now")).to_contain_text("quarantined")
+
+
+@pytest.mark.parametrize("where", [MAIN["devices"], MAIN["host"], "/help/words/"])
+def test_the_focus_goes_through_the_whole_page_and_out_again(desk: Desk, where: str) -> None:
+    page = desk.operator()
+    open_page(page, where)
+    tab_to(page, "Skip to content", 1)
+    stops, start = 0, page.evaluate(FOCUS)["at"]
+    for _ in range(400):
+        page.keyboard.press("Tab")
+        stops += 1
+        if page.evaluate(FOCUS)["at"] in (start, -1):
+            break
+    else:
+        raise AssertionError("the focus is caught")
+    assert stops > 20
+
+
+def test_who_asks_for_calm_has_it(desk: Desk) -> None:
+    page = desk.operator()
+    for where in (MAIN["devices"], MAIN["device"], "/help/"):
+        open_page(page, where)
+        moving = page.evaluate(
+            """() => [...document.querySelectorAll("*")].filter(one => { const style = getComputedStyle(one);
+                 return style.animationName !== "none" || style.transitionDuration.split(", ").some(d => d !== "0s"); })
+               .map(one => one.className)"""
+        )
+        assert moving == [], where
+
+
+def test_the_picture_of_a_host_is_read_aloud(desk: Desk) -> None:
+    page = desk.operator()
+    open_page(page, MAIN["switches"])
+    picture = page.get_by_role("group", name="The accelerators of hgx01")
+    expect(picture.get_by_role("group", name="NUMA node 0")).to_be_visible()
+    expect(picture.get_by_role("img", name="PCI bus").first).to_be_visible()
+    expect(picture.get_by_role("img", name="switch").first).to_be_visible()
+    expect(picture.get_by_role("link", name="NVIDIA H100").first).to_be_visible()
+    units = picture.get_by_role("link").filter(has=page.locator(".cell"))
+    rows = page.locator("section[aria-labelledby=functions] tbody tr")
+    assert units.count() == rows.count() > 10, "the tables below have every cell of the picture"

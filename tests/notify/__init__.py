@@ -1,0 +1,1 @@
+"""Subscriptions, the fan-out of events, webhooks, mail, the inbox."""

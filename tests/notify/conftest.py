@@ -1,0 +1,57 @@
+"""A receiver, an installation that lets webhooks reach it, and a way to subscribe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from accelerators.caller import Caller
+from accelerators.states import Source
+from cyborgweb.notify import subscriptions
+from cyborgweb.notify.kinds import Kind
+from cyborgweb.notify.models import Delivery, Subscription
+from tests.notify.receiver import Receiver, receiving
+
+OLGA = Caller("olga", "7", frozenset({"admin"}), "p1")
+LONG_AGO = "2020-01-01T00:00:00Z"
+Subscribe = Callable[..., Subscription]
+
+
+@pytest.fixture(autouse=True)
+def _open_to_loopback(settings: Any) -> None:
+    settings.KEYS = replace(
+        settings.KEYS,
+        webhook_allow_http=True,
+        webhook_networks=("127.0.0.0/8",),
+        mail_host="mail",
+        mail_domains=("*",),
+    )
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    with receiving() as one:
+        yield one
+
+
+@pytest.fixture
+def subscribe(db: None) -> Subscribe:
+    """`subscribe(way="inbox", caller=OLGA, **values)`: to all there is, of all of the cloud. It was made long ago."""
+
+    def make(way: str = "inbox", caller: Caller = OLGA, **values: Any) -> Subscription:
+        said = {"name": "mine", "kinds": list(Kind), "scope": "cloud", "way": way} | values
+        personal = said.pop("personal", way == "inbox")
+        row, _ = subscriptions.create(said, caller, Source.API, personal=personal)
+        Subscription.objects.filter(pk=row.pk).update(created_at=LONG_AGO)
+        return row
+
+    return make
+
+
+def due_now() -> None:
+    """Time has passed: what waits for another try is due."""
+    Delivery.objects.filter(progress="waiting").update(next_at=LONG_AGO)
+    Subscription.objects.update(retry_at=LONG_AGO)

@@ -1,0 +1,88 @@
+"""A receiver of webhooks at a free port of loopback that misbehaves as it is told, and the world around the tests."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+@dataclass
+class Receiver:
+    """Answers as the next word of `moods` says, in the end 200; `got` are (headers, body) of what it answered so."""
+
+    moods: list[str] = field(default_factory=list)
+    calls: list[tuple[dict[str, str], bytes]] = field(default_factory=list)
+    got: list[tuple[dict[str, str], bytes]] = field(default_factory=list)
+    released: threading.Event = field(default_factory=threading.Event)
+    at_once: int = 0
+    most_at_once: int = 0
+    url: str = ""
+
+    def ids(self) -> list[str]:
+        """The messages that were taken, in order."""
+        return [headers["webhook-id"] for headers, _ in self.got]
+
+    def bodies(self) -> list[dict[str, Any]]:
+        """What they say."""
+        return [json.loads(body) for _, body in self.got]
+
+
+@contextmanager
+def receiving() -> Iterator[Receiver]:
+    """One, gone at the end."""
+    receiver, lock = Receiver(), threading.Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            call = ({name.lower(): value for name, value in self.headers.items()}, body)
+            with lock:
+                receiver.calls.append(call)
+                receiver.at_once += 1
+                receiver.most_at_once = max(receiver.most_at_once, receiver.at_once)
+                mood = receiver.moods.pop(0) if receiver.moods else "200"
+                if mood == "200":
+                    receiver.got.append(call)
+            try:
+                self.answer(mood)
+            finally:
+                with lock:
+                    receiver.at_once -= 1
+
+        def answer(self, mood: str) -> None:
+            if mood == "hangs":
+                receiver.released.wait(30)
+            elif mood == "closes":
+                self.connection.shutdown(socket.SHUT_RDWR)
+            elif mood == "rubbish":
+                self.wfile.write(b"\x00what? " * 10_000)
+            else:
+                self.send_response(int(mood))
+                self.send_header("Location", receiver.url)
+                self.end_headers()
+                self.wfile.write(b"x" * 100_000)
+
+        def log_message(self, *_: Any) -> None:
+            """Nothing to say."""
+
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+
+        def handle_error(self, *_: Any) -> None:
+            """Who asked has gone: it reads no answers."""
+
+    server = Server(("127.0.0.1", 0), Handler)
+    receiver.url = f"http://127.0.0.1:{server.server_port}/hook?token=in-the-url"
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    try:
+        yield receiver
+    finally:
+        receiver.released.set()
+        server.shutdown()
+        server.server_close()

@@ -1,0 +1,49 @@
+"""The receiver in the manual works as it stands there, and what the manual says of figures is the code's."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cyborgweb.notify import sender, webhook
+from cyborgweb.notify.kinds import Kind
+from tests.notify.conftest import Subscribe
+from tests.notify.receiver import Receiver
+
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "notifications.md").read_text()
+
+
+@pytest.mark.django_db
+def test_the_manuals_receiver_takes_what_we_send_once_and_nothing_else(
+    subscribe: Subscribe, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = "whsec_" + "A" * 43 + "="
+    monkeypatch.setattr(webhook, "new_secret", lambda: secret)
+    world: dict[str, Any] = {}
+    (code,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    exec(code.replace("whsec_…", secret), world)
+    hook = subscribe("webhook", target=receiver.url)
+    hook.deliveries.create(kind="request.bound", data={"request": "r"}, event=1)
+    sender.run()
+    ((headers, body),) = receiver.got
+    assert world["receive"](headers, body)["data"] == {"request": "r"}
+    assert world["receive"](headers, body) is None
+    for wrong in ({"webhook-id": "msg_2"}, {"webhook-timestamp": str(int(time.time()) - 301)}):
+        with pytest.raises(ValueError, match="not signed"):
+            world["receive"](headers | wrong, body)
+    with pytest.raises(ValueError, match="not signed"):
+        world["receive"](headers, body + b" ")
+
+
+def test_its_figures_are_the_codes() -> None:
+    units = {"s": 1, "min": 60, "h": 3600}
+    (said,) = re.findall(r"After (5 s.*?);", PAGE, re.DOTALL)
+    tries = tuple(int(number) * units[unit] for number, unit in re.findall(r"(\d+)\s+(s|min|h)\b", said))
+    assert tries == sender.PAUSES_S
+    assert all(f"`{kind}`" in PAGE for kind in Kind)
+    assert (sender.GIVEN_UP_S, sender.PAUSED_S, sender.KEPT_S) == (3 * 86_400, 3 * 86_400, 30 * 86_400)
+    assert (sender.PER_DESTINATION, sender.BATCH, sender.DIGEST, sender.MAIL_PAUSE_S) == (4, 64, 100, 15)

@@ -1,0 +1,129 @@
+"""One try: the signature, what a receiver may answer, and where messages are never brought."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+
+import pytest
+
+from cyborgweb.notify import webhook
+from cyborgweb.notify.webhook import Allowed, Outcome, networks, post, where
+from tests.notify.receiver import Receiver, receiving
+
+PUBLIC = Allowed()
+OPEN = Allowed(http=True, networks=networks(["127.0.0.0/8"]))
+
+
+def test_the_signature_is_the_standards() -> None:
+    """The example of the specification, and by hand."""
+    secret, message, at = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw", "msg_p5jXN8AQM9LWM0D4loKWxJek", 1614265330
+    wanted = "v1,g0hM9SsE+OTPJTGt/tmIKtSyZlE3uFJELVlNIOLJ1OE="
+    assert webhook.signature(secret, message, at, b'{"test": 2432232314}') == wanted
+    key = base64.b64decode(webhook.new_secret().removeprefix("whsec_"))
+    assert len(key) == 32
+    assert hmac.new(key, b"a", hashlib.sha256).digest()
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "169.254.169.254",
+        "127.0.0.1",
+        "::1",
+        "10.1.2.3",
+        "192.168.0.1",
+        "100.64.0.1",
+        "0.0.0.0",
+        "224.0.0.1",
+        "fe80::1%lo",
+        "fd00::1",
+        "::ffff:169.254.169.254",
+        "64:ff9b::a9fe:a9fe",
+        "2002:7f00:1::",
+        "fec0::1",
+    ],
+)
+def test_a_name_that_leads_inside_is_refused_when_it_is_sent(address: str) -> None:
+    outcome = post("https://hook.example/x", {}, b"{}", PUBLIC, lambda host, port: ["93.184.216.34", address])
+    assert "which is not public" in outcome.error
+    literal = address.partition("%")[0]
+    url = f"https://[{literal}]/" if ":" in literal else f"https://{literal}/"
+    with pytest.raises(webhook.Refused, match="not public"):
+        where(url, PUBLIC)
+
+
+def test_the_connection_goes_to_the_address_that_was_checked() -> None:
+    """A name that means something else a moment later is not asked again."""
+    with receiving() as receiver:
+        asked: list[str] = []
+
+        def lookup(host: str, port: int) -> list[str]:
+            asked.append(host)
+            return ["127.0.0.1"] if len(asked) == 1 else ["127.9.9.9"]
+
+        url = receiver.url.replace("127.0.0.1", "hook.example")
+        assert post(url, {"webhook-id": "a"}, b"{}", OPEN, lookup) == Outcome()
+        assert asked == ["hook.example"]
+        assert receiver.calls[0][0]["host"].startswith("hook.example:")
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("http://example.org/", "begins with https://"),
+        ("ftp://example.org/", "begins with https://"),
+        ("https:///x", "the name of a host"),
+        ("https://u:p@example.org/", "no name, password"),
+        ("https://example.org/#x", "fragment"),
+        ("https://example.org/a b", "without blanks"),
+        ("https://example.org/\r\nX: y", "without blanks"),
+        ("https://example.org:99999/", "no URL"),
+        ("https://exämple.org/", "ASCII"),
+        ("https://example.org\\@127.0.0.1/", "without blanks"),
+        ("https://a_b$.org/", "no name"),
+        ("https://example.org/" + "x" * 2000, "2000"),
+    ],
+)
+def test_a_url_that_cannot_be_used_is_refused_with_a_sentence(url: str, says: str) -> None:
+    with pytest.raises(webhook.Refused, match=says):
+        where(url, PUBLIC)
+    assert says in post(url, {}, b"", PUBLIC).error
+
+
+@pytest.mark.parametrize(
+    ("mood", "error"),
+    [
+        ("200", ""),
+        ("204", ""),
+        ("500", "The receiver answered 500."),
+        ("302", "redirects are not followed"),
+        ("rubbish", "no HTTP"),
+        ("closes", "closed without an answer"),
+        ("hangs", "did not answer in time"),
+    ],
+)
+def test_what_an_answer_means(monkeypatch: pytest.MonkeyPatch, mood: str, error: str) -> None:
+    monkeypatch.setattr(webhook, "WHOLE_S", 0.3)
+    with receiving() as receiver:
+        receiver.moods = [mood]
+        outcome = post(receiver.url, {"webhook-id": "a"}, b"{}", OPEN)
+        assert error in outcome.error and bool(error) == bool(outcome.error)
+        assert len(receiver.calls) == 1
+
+
+def test_gone_is_gone_and_nobody_there_is_said(receiver: Receiver) -> None:
+    receiver.moods = ["410"]
+    assert post(receiver.url, {"webhook-id": "a"}, b"", OPEN).gone
+    assert "cannot be reached: Connection refused" in post("http://127.0.0.1:1/", {}, b"", OPEN).error
+    assert "not a name that is known" in post("https://nowhere.invalid/", {}, b"", PUBLIC).error
+    assert "cannot be reached" in post(receiver.url.replace("http:", "https:"), {}, b"", OPEN).error
+
+
+def test_a_network_that_is_listed_may_be_reached_and_its_neighbour_not() -> None:
+    some = Allowed(networks=networks(["10.1.0.0/16", "fd00::/8"]))
+    assert where("https://10.1.2.3/", some).host == "10.1.2.3"
+    assert where("https://[fd00::1]/", some)
+    with pytest.raises(webhook.Refused, match=r"10\.2"):
+        where("https://10.2.2.3/", some)

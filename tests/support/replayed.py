@@ -1,0 +1,56 @@
+"""Holds what the events say against the tables: what `accelerators.replay` makes of all of them is what is stored."""
+
+from __future__ import annotations
+
+from datetime import UTC
+from typing import Any
+
+from accelerators.models import (
+    AcceleratorRequest,
+    AdmissionRule,
+    Attachment,
+    Command,
+    Deployable,
+    Device,
+    DeviceProfile,
+    Event,
+    Host,
+    Image,
+)
+from accelerators.replay import BITSTREAM, DEPLOYABLE, REPRODUCED, Fields, State, Told, fold
+
+
+def told() -> State:
+    """What all events come to."""
+    columns = Event.objects.order_by("id").values_list("action", "subject_type", "subject", "host", "changes")
+    state = fold(Told(action, kind, str(subject or ""), *rest) for action, kind, subject, *rest in columns)
+    return {kind: {uuid: _said(fields) for uuid, fields in found.items()} for kind, found in state.items()}
+
+
+def stored() -> State:
+    """The same of the tables."""
+    models = (Host, Device, AcceleratorRequest, DeviceProfile, AdmissionRule, Command, Image, Attachment)
+    return {
+        kind: {str(row.uuid): _said(_fields(kind, row)) for row in model.objects.all()}
+        for kind, model in zip(REPRODUCED, models, strict=True)
+    }
+
+
+def _fields(kind: str, row: Any) -> Fields:
+    columns = {"group": "group_id", "attach_handle": "attach_handle_id"} if kind == "request" else {}
+    found = {name: getattr(row, columns.get(name, name)) for name in REPRODUCED[kind]}
+    if kind == "host" and row.stale_since:
+        found["stale_since"] = row.stale_since.astimezone(UTC).isoformat(timespec="seconds")
+    if kind == "request":
+        found["instance_uuid"] = row.instance_uuid and str(row.instance_uuid)
+    if kind == "command" and not row.ended_at:
+        found["state"] = "preparing" if "wanted" in row.arguments else "queued"
+    for part in Deployable.objects.filter(device=row) if kind == "device" else ():
+        found[DEPLOYABLE + part.name] = "missing" if part.missing_since else part.num_accelerators
+        found[part.name + BITSTREAM] = part.bitstream_id and str(part.bitstream_id)
+    return found
+
+
+def _said(fields: Fields) -> Fields:
+    """Without what is empty: events of what is new do not name it."""
+    return {name: value for name, value in fields.items() if value not in (None, "")}

@@ -1,0 +1,175 @@
+"""The console's roles: what each sees, what each may do, and what somebody is told who may not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+from django.contrib.auth.models import Permission, User
+from django.core.management import CommandError, call_command
+from django.test import Client
+
+from accelerators import conductor
+from accelerators.caller import Caller
+from accelerators.models import AcceleratorRequest, Device, DeviceProfile, Event
+from accelerators.states import Source
+from cyborgweb import maintenance, roles
+from cyborgweb.models import ApiToken
+from tests.support.reports import a_heard_host
+
+pytestmark = pytest.mark.django_db
+ADMIN = Caller("ada", "1", frozenset(), "")
+Enter = Callable[[str], Client]
+
+
+@pytest.fixture
+def enter() -> Enter:
+    """A person in the group of this name, at the console."""
+
+    def come(group: str) -> Client:
+        user = User.objects.create(username=group, is_staff=True, is_superuser=group == "administrators")
+        user.groups.add(roles.group(group))
+        client = Client()
+        client.force_login(user)
+        return client
+
+    return come
+
+
+@pytest.fixture
+def device() -> Device:
+    a_heard_host("cmp1", 1)
+    return Device.objects.get()
+
+
+def page_of(device: Device) -> str:
+    return f"/admin/accelerators/device/{device.pk}/change/"
+
+
+def test_each_role_is_offered_what_it_may_do_and_told_why_not_the_rest(enter: Enter, device: Device) -> None:
+    shown = {role.group: enter(role.group).get(page_of(device)).content.decode() for role in roles.ROLES}
+    assert ['value="disable"' in page or 'value="enable"' in page for page in shown.values()] == [
+        True,
+        False,
+        False,
+        False,
+    ]
+    assert (
+        "It takes the role admin, or a place in the group administrators; yours: auditor, reader." in shown["auditors"]
+    )
+    assert "Why can’t I change anything here?" in shown["operators"]
+    assert "Why can’t I do anything else?" in shown["administrators"]
+
+
+def test_operators_have_hosts_looked_at_again_and_nothing_that_takes_more(enter: Enter, device: Device) -> None:
+    host = f"/admin/accelerators/host/{device.host_id}/"
+    operator, viewer = enter("operators"), enter("viewers")
+    assert ['value="rescan"' in one.get(f"{host}change/").content.decode() for one in (operator, viewer)] == [
+        True,
+        False,
+    ]
+    assert 'value="logs"' not in operator.get(f"{host}change/").content.decode()
+    assert operator.post(f"{host}order/", {"op": "rescan"}).status_code == 302
+    for client, op, role in ((viewer, "rescan", "accelerator_operator"), (operator, "logs", "admin")):
+        refused = client.post(f"{host}order/", {"op": op})
+        assert refused.status_code == 403
+        assert f"It takes the role {role}" in refused.content.decode()
+    assert operator.get("/admin/accelerators/attachment/attach/").status_code == 200
+
+
+def test_auditors_see_who_has_access_and_viewers_do_not(enter: Enter) -> None:
+    pages = "/admin/auth/user/", "/admin/cyborgweb/apitoken/", "/admin/accelerators/event/"
+    auditor, viewer = enter("auditors"), enter("viewers")
+    assert [auditor.get(page).status_code for page in pages] == [200, 200, 200]
+    assert [viewer.get(page).status_code for page in pages] == [403, 403, 200]
+
+
+def test_a_tenant_sees_its_own_project_s_requests_wherever_it_looks(enter: Enter, device: Device) -> None:
+    with conductor.writing():
+        profile = DeviceProfile.objects.create(name="small", groups=[{"resources:FPGA": "1"}])
+        mine, theirs = (
+            AcceleratorRequest.objects.create(project_id=project, state="Initial", profile=profile, group={})
+            for project in ("p1", "p2")
+        )
+    tenant, listed = enter("project:p1"), "/admin/accelerators/acceleratorrequest/"
+    assert tenant.get("/admin/").status_code == 200
+    for path in (listed, f"{listed}export.json", f"{listed}?q={str(theirs.uuid)[:8]}"):
+        page = b"".join(tenant.get(path)).decode()
+        assert str(theirs.uuid) not in page
+    assert str(mine.uuid) in b"".join(tenant.get(f"{listed}export.json")).decode()
+    assert tenant.get(f"{listed}{mine.pk}/change/").status_code == 200
+    assert tenant.get(f"{listed}{theirs.pk}/change/").status_code == 404
+    assert f"{theirs.pk}/change" not in tenant.get(f"/admin/find/?q={theirs.uuid}").content.decode()
+    assert tenant.get("/admin/accelerators/device/").status_code == 403
+    rows = tenant.get("/api/requests/").json()["results"]
+    assert [row["uuid"] for row in rows] == [str(mine.uuid)]
+
+
+def test_django_s_own_permission_does_as_well(device: Device, client: Client) -> None:
+    rudi = User.objects.create(username="rudi", is_staff=True)
+    rudi.user_permissions.set(Permission.objects.filter(codename__in=["view_device", "change_device"]))
+    client.force_login(rudi)
+    decided = client.post(f"/admin/accelerators/device/{device.pk}/decide/", {"choice": "quarantine"})
+    assert decided.status_code == 302
+    device.refresh_from_db()
+    assert device.state == "quarantined"
+
+
+@pytest.mark.django_db(transaction=True)
+def test_read_only_holds_console_and_apis_back_and_says_why(enter: Enter, device: Device) -> None:
+    ada = enter("administrators")
+    token = {"X-Auth-Token": ApiToken.make("t", User.objects.get(), sorted(roles.ADMINISTRATORS.words), "p1")}
+    ada.post("/admin/cyborgweb/maintenance/", {"on": "yes", "reason": "the database moves"})
+    because = "by administrators: the database moves. Try again later."
+    for path, body in (
+        (f"/admin/accelerators/device/{device.pk}/decide/", {"choice": "quarantine"}),
+        (f"/api/devices/{device.uuid}/quarantine/", {}),
+        (f"/v2/devices/{device.uuid}/disable", {}),
+    ):
+        asked = (
+            ada.post(path, body)
+            if path.startswith("/admin/")
+            else Client().post(path, json.dumps(body), content_type="application/json", headers=token)
+        )
+        assert (asked.status_code, asked["Retry-After"]) == (503, "30"), path
+        assert because in asked.content.decode(), path
+    assert because in ada.get("/admin/").content.decode()
+    assert Client().get("/v2/devices", headers=token).status_code == 200
+    ada.post("/admin/cyborgweb/maintenance/", {"off": "yes"})
+    assert ada.post(f"/admin/accelerators/device/{device.pk}/decide/", {"choice": "quarantine"}).status_code == 302
+    said = (
+        Event.objects.filter(action__startswith="maintenance.").order_by("id").values_list("action", "actor", "reason")
+    )
+    assert list(said) == [
+        ("maintenance.begun", "administrators", "the database moves"),
+        ("maintenance.ended", "administrators", ""),
+    ]
+
+
+def test_who_may_not_switch_it_does_not(enter: Enter) -> None:
+    enter("operators").post("/admin/cyborgweb/maintenance/", {"on": "yes"})
+    assert maintenance.current() is None
+
+
+@pytest.mark.django_db(transaction=True)
+def test_the_switch_at_a_shell(capsys: pytest.CaptureFixture[str]) -> None:
+    def said(*arguments: str) -> str:
+        call_command("read_only", *arguments)
+        return capsys.readouterr().out
+
+    assert said() == "Everything can be changed by whoever may.\n"
+    assert ": upgrade. Try again later." in said("on", "--reason", "upgrade")
+    assert ": upgrade." in said()
+    assert "by whoever may" in said("off")
+    with pytest.raises(CommandError, match="at most"):
+        said("on", "--reason", "x" * 5000)
+
+
+def test_a_process_that_heard_nothing_learns_of_it_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(maintenance, "_known", None)  # what this test remembers no other one shall
+    assert maintenance.current() is None
+    monkeypatch.setattr(maintenance, "_ring", lambda: None)
+    maintenance.switch(True, ADMIN, "", Source.PERSON)
+    monkeypatch.setattr(maintenance.time, "monotonic", lambda: float("inf"))
+    assert maintenance.current() is not None

@@ -1,0 +1,160 @@
+"""The manual under `/help/` and as files: who may read it, that every link leads somewhere, how it is searched."""
+
+from __future__ import annotations
+
+import html
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from django.contrib.auth.models import User
+from django.core.management import call_command
+from django.test import Client
+from django.urls import reverse
+
+from cyborgweb.headers import policy
+from cyborgweb.help import contents, fields, pages, places, sequence, site
+
+NAMES = [entry.name for entry in contents.entries()]
+
+
+@pytest.fixture
+def reader(client: Client, db: None) -> Client:
+    """May enter the console, and nothing more."""
+    client.force_login(User.objects.create(username="rita", is_staff=True))
+    return client
+
+
+class Found(HTMLParser):
+    """What a page leads to, and what can be led to."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.links: set[str] = set()
+        self.anchors: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        said = dict(attrs)
+        self.links |= {str(said[name]) for name in ("href", "src") if said.get(name)}
+        self.anchors |= {str(said["id"])} if said.get("id") else set()
+
+
+def test_strangers_are_sent_to_the_login(client: Client, db: None) -> None:
+    for address in ("/help/", "/help/words/", "/help/search/?q=drain", "/help/images/console.png"):
+        answered = client.get(address)
+        assert answered.status_code == 302
+        assert answered.headers["Location"].startswith(reverse("admin:login"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_page_is_shown_strictly_and_says_where_it_is(reader: Client, name: str) -> None:
+    answered = reader.get(site.SERVED.page(name))
+    text = answered.content.decode()
+    assert answered.status_code == 200
+    assert answered.headers["Content-Security-Policy"] == policy()
+    assert text.count('aria-current="page"') == text.count("<h1") == 1
+    assert not re.search(r"<script(?![^>]*src=)|\son\w+=|\sstyle=", text)
+
+
+def test_every_link_of_every_page_leads_somewhere(reader: Client) -> None:
+    found = {site.SERVED.page(name): Found(site.page(name)) for name in NAMES}
+    checked: set[str] = set()
+    for url, here in found.items():
+        for link in here.links:
+            parts = urlsplit(link)
+            if parts.scheme or link.startswith("/static/"):
+                continue
+            path = parts.path or url
+            if path not in found and path not in checked:
+                assert reader.get(path).status_code in (200, 302), f"{url} → {link}"
+                checked.add(path)
+            assert not parts.fragment or parts.fragment in found[path].anchors, f"{url} → {link}"
+
+
+def test_as_files_it_leads_nowhere_else(tmp_path: Path) -> None:
+    call_command("manual", tmp_path / "manual", verbosity=0)
+    written = sorted((tmp_path / "manual").rglob("*.html"))
+    assert len(written) == len(NAMES) + 1
+    found = {path.resolve(): Found(path.read_text()) for path in written}
+    for path, here in found.items():
+        for link in here.links:
+            parts = urlsplit(link)
+            assert not link.startswith("/"), f"{path.name}: {link} needs a server"
+            if parts.scheme:
+                continue
+            target = (path.parent / parts.path).resolve() if parts.path else path
+            assert target.exists(), f"{path.name} → {link}"
+            assert not parts.fragment or parts.fragment in found[target].anchors, f"{path.name} → {link}"
+    index = (tmp_path / "manual" / "assets" / "index.js").read_text()
+    assert "quarantine" in index
+
+
+def test_it_is_found_by_its_words_headings_first(reader: Client) -> None:
+    hits = site.find("join TOKEN")
+    assert [hit.url for hit in hits[:3]].count("/help/first-day/#join-a-host") == 1
+    shown = reader.get("/help/search/", {"q": "join TOKEN"}).content.decode()
+    assert html.escape(hits[0].url) in shown
+    assert "No section has all of" in reader.get("/help/search/", {"q": "xyzzy"}).content.decode()
+    assert "<script>alert" not in reader.get("/help/search/", {"q": "<script>alert(1)</script>"}).content.decode()
+
+
+@pytest.mark.parametrize(
+    "address", ["/help/nowhere/", "/help/../settings/", "/help/contents.toml", "/help/images/x.png"]
+)
+def test_what_is_not_of_the_manual_is_not_there(reader: Client, address: str) -> None:
+    assert reader.get(address).status_code == 404
+
+
+def test_html_in_a_page_is_shown_and_not_obeyed() -> None:
+    page = pages.render("x", "# A\n\n<script>alert(1)</script> a<br>b [l](javascript:alert(1))", site.SERVED.address)
+    assert "<script" not in page.html
+    assert "a<br>b" in page.html
+    assert 'href="javascript' not in page.html
+
+
+def test_a_drawing_that_is_not_understood_is_refused() -> None:
+    with pytest.raises(ValueError, match="loop"):
+        sequence.svg("sequenceDiagram\nloop for ever\nend", "x")
+
+
+def test_the_question_mark_leads_from_each_page_to_its_part(client: Client, db: None) -> None:
+    client.force_login(User.objects.create(username="olga", is_staff=True, is_superuser=True))
+    for _, one in fields.kinds():
+        name = f"{one.opts.app_label}_{one.opts.model_name}"
+        if name == "placement_sync_writer":
+            continue  # one row, no list
+        shown = client.get(reverse(f"admin:{name}_changelist")).content.decode()
+        assert f'href="{site.SERVED.address(places.PLACES.get(name, places.DEFAULT))}"' in shown, name
+    for place in {*places.PLACES.values(), places.DEFAULT}:
+        path, _, anchor = place.partition("#")
+        sections = site.body(path.removesuffix(".md"), site.SERVED).sections
+        assert not anchor or anchor in [section.anchor for section in sections], place
+
+
+def test_every_field_of_the_console_has_its_sentence() -> None:
+    silent = [
+        f"{one.opts.model_name}.{name}" for _, one in fields.kinds() for name, _, said in fields.shown(one) if not said
+    ]
+    assert not silent, "say in docs/fields.toml, or as the model's help text, what they are"
+    assert "| Freshness | Whether its agent is heard" in fields.markdown()
+
+
+def test_a_form_says_the_manuals_sentence(client: Client, db: None) -> None:
+    client.force_login(User.objects.create(username="olga", is_staff=True, is_superuser=True))
+    form = client.get(reverse("admin:accelerators_admissionrule_add")).content.decode()
+    assert fields.sentence("admissionrule", "type") in html.unescape(form)
+
+
+def test_every_field_of_the_api_has_its_sentence() -> None:
+    from cyborgweb import openapi
+
+    silent = [
+        f"{name}.{field}"
+        for name, schema in openapi.document()["components"]["schemas"].items()
+        for field, said in schema.get("properties", {}).items()
+        if said.keys().isdisjoint({"$ref", "description"})
+    ]
+    assert not silent, "say in docs/fields.toml, or as the serializer's help text, what they are"
