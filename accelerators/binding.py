@@ -371,12 +371,9 @@ def _delete(found: Sequence[_Request], caller: Caller) -> None:
 def _release(found: Sequence[_Request], caller: Caller) -> None:
     """What was made on the host for these requests is to be taken away there; what was not begun need not be."""
     commands.cancel([request.uuid for request in found if request.state == _S.BIND_STARTED])
-    made = [(request, request.handle) for request in found if request.handle and request.attach_type in ON_HOST]
-    orders = [
-        commands.detach(handle, request.instance_uuid, request.uuid, "its request is gone", caller.name)
-        for request, handle in made
-    ]
-    commands.place(orders, Source.API)
+    made = [(one, one.handle) for one in found if one.handle and one.attach_type in ON_HOST]
+    gone = "its request is gone", caller.name
+    commands.place([commands.detach(handle, one.instance_uuid, one.uuid, *gone) for one, handle in made], Source.API)
 
 
 def _load(uuids: Sequence[str], caller: Caller) -> list[_Request]:

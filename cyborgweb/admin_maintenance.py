@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from django.contrib import messages
+from django.core.exceptions import PermissionDenied
 from django.db.models import Model
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
+from django.urls import reverse
 
 from accelerators.admin import decisions, marks
 from accelerators.admin.listing import ReadOnly
@@ -26,7 +28,15 @@ class MaintenanceAdmin(ReadOnly):
         return bool(request.user.has_perm(CHANGE))
 
     def changelist_view(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
+        """A list of one is no list."""
+        return HttpResponseRedirect(reverse("admin:cyborgweb_maintenance_change", args=[1]))
+
+    def change_view(
+        self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: dict[str, Any] | None = None
+    ) -> HttpResponse:
         """GET: whether, since when, by whom, why. POST: switch it."""
+        if object_id != "1" or not self.has_view_permission(request):
+            raise PermissionDenied
         if request.method == "POST" and self.has_change_permission(request):
             said = request.POST.get("reason", ""), Source.PERSON
             try:

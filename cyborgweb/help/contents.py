@@ -8,6 +8,8 @@ from functools import cache
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
+MORE = {"openapi.yaml", "policy.yaml.sample", "monitoring/alerts.yaml", "monitoring/grafana-dashboard.json"}
+"""What is no page and no picture, and yet linked to."""
 FIRST = "index"
 FIELDS = "fields"
 """The page that is made of the code and stands in no file."""
@@ -33,4 +35,4 @@ def entries() -> tuple[Entry, ...]:
 def files() -> frozenset[str]:
     """What pages may show or lead to beside pages, as paths below docs/."""
     pictures = (path for path in (DOCS / "images").iterdir() if path.suffix in (".png", ".svg"))
-    return frozenset(str(path.relative_to(DOCS)) for path in pictures) | {"openapi.yaml", "policy.yaml.sample"}
+    return frozenset(str(path.relative_to(DOCS)) for path in pictures) | MORE

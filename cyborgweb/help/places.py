@@ -32,8 +32,11 @@ PLACES = {
     "cyborgweb_subscription": "notifications.md#what-there-is-to-hear",
     "cyborgweb_delivery": "notifications.md#webhooks",
     "inbox": "notifications.md#inbox",
-    "auth_user": "install.md#start-it",
-    "auth_group": "install.md#start-it",
+    "cyborgweb_maintenance": "roles.md#read-only",
+    "usage": "cli.md",
+    "census": "cli.md",
+    "auth_user": "roles.md#who-sees-and-does-what",
+    "auth_group": "roles.md#who-sees-and-does-what",
     "password_change": "install.md#start-it",
 }
 """The name of an address, or of all addresses that begin so: where its part of the manual is below docs/."""

@@ -120,7 +120,7 @@ def test_django_s_own_permission_does_as_well(device: Device, client: Client) ->
 def test_read_only_holds_console_and_apis_back_and_says_why(enter: Enter, device: Device) -> None:
     ada = enter("administrators")
     token = {"X-Auth-Token": ApiToken.make("t", User.objects.get(), sorted(roles.ADMINISTRATORS.words), "p1")}
-    ada.post("/admin/cyborgweb/maintenance/", {"on": "yes", "reason": "the database moves"})
+    ada.post("/admin/cyborgweb/maintenance/1/change/", {"on": "yes", "reason": "the database moves"})
     because = "by administrators: the database moves. Try again later."
     for path, body in (
         (f"/admin/accelerators/device/{device.pk}/decide/", {"choice": "quarantine"}),
@@ -136,7 +136,7 @@ def test_read_only_holds_console_and_apis_back_and_says_why(enter: Enter, device
         assert because in asked.content.decode(), path
     assert because in ada.get("/admin/").content.decode()
     assert Client().get("/v2/devices", headers=token).status_code == 200
-    ada.post("/admin/cyborgweb/maintenance/", {"off": "yes"})
+    ada.post("/admin/cyborgweb/maintenance/1/change/", {"off": "yes"})
     assert ada.post(f"/admin/accelerators/device/{device.pk}/decide/", {"choice": "quarantine"}).status_code == 302
     said = (
         Event.objects.filter(action__startswith="maintenance.").order_by("id").values_list("action", "actor", "reason")
@@ -148,7 +148,7 @@ def test_read_only_holds_console_and_apis_back_and_says_why(enter: Enter, device
 
 
 def test_who_may_not_switch_it_does_not(enter: Enter) -> None:
-    enter("operators").post("/admin/cyborgweb/maintenance/", {"on": "yes"})
+    enter("operators").post("/admin/cyborgweb/maintenance/1/change/", {"on": "yes"})
     assert maintenance.current() is None
 
 

@@ -126,7 +126,7 @@ def test_the_question_mark_leads_from_each_page_to_its_part(client: Client, db: 
         name = f"{one.opts.app_label}_{one.opts.model_name}"
         if name == "placement_sync_writer":
             continue  # one row, no list
-        shown = client.get(reverse(f"admin:{name}_changelist")).content.decode()
+        shown = client.get(reverse(f"admin:{name}_changelist"), follow=True).content.decode()
         assert f'href="{site.SERVED.address(places.PLACES.get(name, places.DEFAULT))}"' in shown, name
     for place in {*places.PLACES.values(), places.DEFAULT}:
         path, _, anchor = place.partition("#")
