@@ -14,8 +14,8 @@ from cyborgweb import maintenance
 from cyborgweb.pages import refusals
 from cyborgweb.policy import READS
 
-ALWAYS = ("/admin/login/", "/admin/logout/", "/admin/cyborgweb/maintenance/")
-"""What is posted there is no change of ours, or ends the maintenance."""
+ALWAYS = tuple(f"/admin/{path}/" for path in ("login", "logout", "census", "inbox", "lists", "cyborgweb/maintenance"))
+"""What is posted there changes nothing, or only what somebody keeps for themselves; or it ends the maintenance."""
 
 
 class RequestIdMiddleware:

@@ -40,7 +40,9 @@ def environment() -> SafeString | str:
 def read_only() -> SafeString | str:
     """A strip that says since when nobody changes anything, and why."""
     now = maintenance.current()
-    return format_html('<p class="environment warn" role="status">{}</p>', maintenance.sentence(now)) if now else ""
+    return (
+        format_html('<p class="environment warn said" role="status">{}</p>', maintenance.sentence(now)) if now else ""
+    )
 
 
 @register.simple_tag(takes_context=True)

@@ -220,6 +220,8 @@ class CensusView(Collection):
     """Hosts are asked how busy they are."""
 
     policy = "census"
+    only_reads = True
+    """Whatever its method."""
     http_method_names = ["post"]
     serializer_class = CensusSerializer
     bodies: ClassVar[Mapping[str, type[serializers.Serializer]]] = {"create": QuestionSerializer}

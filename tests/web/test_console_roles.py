@@ -136,6 +136,7 @@ def test_read_only_holds_console_and_apis_back_and_says_why(enter: Enter, device
         assert because in asked.content.decode(), path
     assert because in ada.get("/admin/").content.decode()
     assert Client().get("/v2/devices", headers=token).status_code == 200
+    assert Client().post("/api/census/", "{}", content_type="application/json", headers=token).status_code == 200
     ada.post("/admin/cyborgweb/maintenance/1/change/", {"off": "yes"})
     assert ada.post(f"/admin/accelerators/device/{device.pk}/decide/", {"choice": "quarantine"}).status_code == 302
     said = (
