@@ -7,9 +7,10 @@ Rooms to the right add meters of their own to the same registry. No agent and no
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import Counter as Tally
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +28,49 @@ REGISTRY = CollectorRegistry()
 disable_created_metrics()
 
 
+class _Filed:
+    """A value in this process's files, as prometheus_client asks for one. When they cannot be opened, which after a
+    fork is at its first count (the disk is full, no descriptor is left), this process counts nowhere from then on: what
+    is counted never fails for it."""
+
+    _multiprocess = True
+    make: Callable[..., Any]
+    lost = False
+
+    def __init__(self, *what: Any, **named: Any) -> None:
+        self._kept = self._spared(lambda: _Filed.make(*what, **named))
+
+    def inc(self, amount: float) -> None:
+        """So much more."""
+        self._spared(lambda: self._kept.inc(amount))
+
+    def set(self, value: float, timestamp: float | None = None) -> None:
+        """From now on this."""
+        self._spared(lambda: self._kept.set(value, timestamp))
+
+    def get(self) -> float:
+        """What it is."""
+        return self._spared(lambda: float(self._kept.get())) or 0.0
+
+    def set_exemplar(self, exemplar: object) -> None:
+        """Files have none."""
+
+    def get_exemplar(self) -> None:
+        """None."""
+
+    def _spared(self, do: Callable[[], Any]) -> Any:
+        if _Filed.lost:
+            return None
+        try:
+            return do()
+        except OSError as error:
+            _Filed.lost = True
+            log.warning(
+                "process %d counts nowhere: its files in %s are not usable (%s)", os.getpid(), slots.folder(), error
+            )
+            return None
+
+
 def _choose_values() -> None:
     """In files where a folder is named, in memory else. Before the first meter is made."""
     if slots.folder() is None:
@@ -37,7 +81,8 @@ def _choose_values() -> None:
         log.warning("what this process counts is not told by others: %s is not usable (%s)", slots.VARIABLE, error)
         values.ValueClass = values.MutexValue
     else:
-        values.ValueClass = values.MultiProcessValue(slots.mine)
+        _Filed.make = values.MultiProcessValue(slots.mine)
+        values.ValueClass = _Filed
 
 
 _choose_values()

@@ -22,6 +22,8 @@ SEALED = f"""
 SELECT e.id, {DIGEST} FROM accelerators_event e
 WHERE (e.tx, e.id) > (%s, %s) AND (e.tx, e.id) <= (%s, %s) ORDER BY e.tx, e.id LIMIT %s
 """
+BELOW = "SELECT e.id FROM accelerators_event e WHERE e.tx < 0 ORDER BY e.tx, e.id LIMIT 1"
+"""No transaction has such a number."""
 UNSEALED = "SELECT count(*) FROM accelerators_event e WHERE (e.tx, e.id) > (%s, %s)"
 
 
@@ -61,13 +63,14 @@ def verify(
     wanted = Seal.objects.filter(number__gte=first, number__lte=end.number if last is None else last)
     of = wanted.aggregate(events=Sum("events", default=0))["events"]
     before = Seal.objects.filter(number=first - 1).first() or Seal(number=0, tx=-1, event=0, hash=chain.START)
+    dropped = set(Seal.objects.exclude(drops="").values_list("drops", flat=True))
     for seal in wanted.order_by("number").iterator(chunk_size=500):
         if len(proof.findings) >= MOST:
             break
         if gone := seal.number - before.number - 1:
             which = f"№{seal.number - 1} is" if gone == 1 else f"№{before.number + 1} to №{seal.number - 1} are"
             proof.findings.append(Finding(seal.number - 1, 0, f"seal {which} gone"))
-        _seal(seal, before, anchors or {}, proof)
+        _seal(seal, before, anchors or {}, dropped, proof)
         before = seal
         progress(proof.events + proof.dropped, of)
     for number, kept in sorted((anchors or {}).items()):
@@ -78,10 +81,13 @@ def verify(
         with connection.cursor() as cursor:
             cursor.execute(UNSEALED, [end.tx, end.event])
             (proof.unsealed,) = cursor.fetchone()
+            cursor.execute(BELOW)
+            if below := cursor.fetchone():
+                proof.findings.append(Finding(0, below[0], f"event {below[0]} was put in: no transaction wrote it"))
     return proof
 
 
-def _seal(seal: Seal, before: Seal, anchors: Mapping[int, str], proof: Proof) -> None:
+def _seal(seal: Seal, before: Seal, anchors: Mapping[int, str], dropped: set[str], proof: Proof) -> None:
     proof.seals += 1
     if link(seal, before.hash).hash != seal.hash:
         text = f"seal №{seal.number} does not fit: it was changed, or does not follow №{before.number}"
@@ -92,7 +98,9 @@ def _seal(seal: Seal, before: Seal, anchors: Mapping[int, str], proof: Proof) ->
     with connection.cursor() as cursor:
         cursor.execute(SEALED, [before.tx, before.event, seal.tx, seal.event, seal.events + 1])
         rows = cursor.fetchall()
-    if seal.events and Seal.objects.filter(drops=seal.month).exists():
+    if seal.events and not rows and seal.month not in dropped and Seal.objects.filter(drops=seal.month).exists():
+        dropped.add(seal.month)  # just now
+    if seal.events and seal.month in dropped:
         proof.dropped += seal.events
         if rows:
             text = f"event {rows[0][0]} was put in: those of seal №{seal.number} were dropped with {seal.month}"

@@ -1,7 +1,8 @@
 """The job `seals`, and how long events are kept: by whole months, each a partition (CYBORG_EVENT_RETENTION_MONTHS).
 
 A month goes with an event that says so, and with a seal of no events that names it: the seals of the month stay, so
-that what remains can still be proved. What is not sealed, or not as it was sealed, is not dropped.
+that what remains can still be proved. What is not sealed is not dropped, nor a month with more events or fewer than
+were sealed; whether they are the same ones, `manage.py verify_events` says before.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from accelerators.states import Source
 
 log = logging.getLogger(__name__)
 
-PATIENCE = "2s"
+PATIENCE = "200ms"
 """Dropping waits so long for who writes events, and who comes after waits for it; then the next pass tries again."""
 OLDEST = """
 SELECT min(right(inhrelid::regclass::text, 7)) FROM pg_inherits

@@ -40,6 +40,10 @@ def seal(most: int = MOST) -> bool:
         last = newest()
         write = conductor.cursor()
         (final,) = write.execute(FINAL).fetchone()
+        if final < last.tx:
+            log.error("transactions are numbered from lower on than the last seal's: this database was restored")
+            write.execute("SELECT accelerators_event_renumber()")
+            return False
         found = write.execute(FRESH, [last.tx, last.event, final, most]).fetchall()
         rows = list(takewhile(lambda row: row[2] == found[0][2], found))
         if not rows:

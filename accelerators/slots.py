@@ -18,7 +18,10 @@ VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 ROOM_BYTES = 1 << 20
 """Set aside for each file: a write to memory that finds the disk full ends its process."""
 
-_held: tuple[int, str, int] = (0, "", -1)
+KINDS = ("counter", "histogram", "gauge_livesum")
+"""What the files' names begin with: prometheus_client names them by the kind, a gauge's by its mode, too."""
+_NOTHING = (0, "", -1)
+_held: tuple[int, str, int] = _NOTHING
 """Process, number, the lock's file descriptor."""
 
 
@@ -28,10 +31,12 @@ def folder() -> Path | None:
 
 
 def mine() -> str:
-    """This process's number, taken at its first count and anew after a fork. Raises OSError."""
+    """This process's number, taken at its first count and anew after a fork. Raises OSError, and holds none then."""
     global _held
     process, number, lock = _held
     if process != os.getpid():
+        # Forgotten first: closed once more it would be a file of somebody else.
+        _held = _NOTHING
         if lock >= 0:
             os.close(lock)
         where = folder()
@@ -59,10 +64,14 @@ def _take(where: Path) -> tuple[str, int]:
     number = 1
     while (lock := _locked(where / f"{number}.lock")) is None:
         number += 1
-    _remove(where, f"gauge_live*_{number}.db")
-    for kind in ("counter", "histogram"):
-        with (where / f"{kind}_{number}.db").open("a+b") as file:
-            os.posix_fallocate(file.fileno(), 0, ROOM_BYTES)
+    try:
+        _remove(where, f"gauge_live*_{number}.db")
+        for kind in KINDS:
+            with (where / f"{kind}_{number}.db").open("a+b") as file:
+                os.posix_fallocate(file.fileno(), 0, ROOM_BYTES)
+    except OSError:
+        os.close(lock)
+        raise
     return str(number), lock
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from django.db import connection
 
+from accelerators.binding_sql import FREE
+
 MOST = 10_000
 """So many groups are given at once."""
 
@@ -26,8 +28,13 @@ ORDERS = {
     "-group": 'k1 COLLATE "C" DESC, k2 COLLATE "C" DESC',
     "largest": 'coalesce(total, held) DESC, k1 COLLATE "C", k2 COLLATE "C"',
 }
-_OF_ALL = """LEFT JOIN (SELECT deployable_id, count(*) AS held FROM accelerators_acceleratorrequest
-  WHERE attach_handle_id IS NOT NULL GROUP BY 1) r ON r.deployable_id = p.id"""
+_OF_ALL = f"""LEFT JOIN (SELECT deployable_id, count(*) AS held FROM accelerators_acceleratorrequest
+  WHERE attach_handle_id IS NOT NULL GROUP BY 1) r ON r.deployable_id = p.id
+  LEFT JOIN (SELECT t.deployable_id, count(*) AS free {FREE} AND (%(host{{n}})s::text IS NULL
+    OR d.host_id = (SELECT id FROM accelerators_host WHERE name = %(host{{n}})s)) GROUP BY 1) f
+    ON f.deployable_id = p.id"""
+_FREE = "least(coalesce(f.free, 0), greatest(p.num_accelerators - coalesce(r.held, 0), 0))"
+"""Placement gives no more of a part than its total, however many of its handles are free."""
 _OF_PROJECTS = """JOIN (SELECT deployable_id, project_id, count(*) AS held FROM accelerators_acceleratorrequest
   WHERE attach_handle_id IS NOT NULL AND (%(project{n})s::text IS NULL OR project_id = %(project{n})s)
   GROUP BY 1, 2) r ON r.deployable_id = p.id"""
@@ -35,8 +42,7 @@ _GROUPS = """
 SELECT {n} AS n, g.* FROM (
 WITH part AS MATERIALIZED (
   SELECT {first}::text AS k1, {second}::text AS k2, d.host_id AS host, d.key, {total} AS total,
-    coalesce(r.held, 0) AS held, CASE WHEN d.state = 'ready' AND p.missing_since IS NULL THEN 0
-      ELSE greatest({total} - coalesce(r.held, 0), 0) END AS reserved
+    coalesce(r.held, 0) AS held, {free} AS free
   FROM accelerators_deployable p JOIN accelerators_device d ON d.id = p.device_id AND d.state <> 'retired'
   JOIN accelerators_host h ON h.id = d.host_id
   LEFT JOIN accelerators_attribute a ON a.deployable_id = p.id AND a.key = 'rc'
@@ -47,15 +53,16 @@ said AS (
   SELECT * FROM unnest(%(hosts)s::bigint[], %(keys)s::text[], %(busy)s::float8[], %(used)s::float8[],
     %(size)s::float8[], %(power)s::float8[]) AS s(host, key, busy, used, size, power)),
 units AS (
-  SELECT k1, k2, sum(total)::bigint AS total, sum(held)::bigint AS held, sum(reserved)::bigint AS reserved
+  SELECT k1, k2, sum(total)::bigint AS total, sum(held)::bigint AS held, sum(free)::bigint AS free,
+    sum(greatest(total - held - free, 0))::bigint AS reserved
   FROM part GROUP BY 1, 2 HAVING sum(total) > 0 OR sum(held) > 0),
 loads AS (
   SELECT k1, k2, count(*) AS devices, count(s.key) AS sampled, round(avg(busy)::numeric, 1)::float8 AS mean,
     round(max(busy)::numeric, 1)::float8 AS highest, sum(used)::bigint AS used, sum(size)::bigint AS size,
     round(sum(power)::numeric, 1)::float8 AS power
   FROM (SELECT DISTINCT k1, k2, host, key FROM part) x LEFT JOIN said s USING (host, key) GROUP BY 1, 2)
-SELECT row_number() OVER (ORDER BY {order}) AS place, k1, k2, total, held, reserved, devices, sampled, mean, highest,
-  used, size, power
+SELECT row_number() OVER (ORDER BY {order}) AS place, k1, k2, total, held, free, reserved, devices, sampled, mean,
+  highest, used, size, power
 FROM units JOIN loads USING (k1, k2) {beyond} ORDER BY place LIMIT %(limit{n})s) g
 """
 
@@ -90,12 +97,13 @@ class Load:
 
 @dataclass(frozen=True)
 class Group:
-    """Units of one group. `reserved` is free and not offered: Placement shows it as reserved. What a project holds has
-    no total: `total` is None, and nothing of it is free."""
+    """Units of one group. `free` is what a request can get now; `reserved` is neither held nor free, whatever is in the
+    way. What a project holds has no total: `total` and `free` are None."""
 
     names: tuple[str, ...]
     total: int | None
     held: int
+    free: int | None
     reserved: int
     load: Load = Load()
 
@@ -103,11 +111,6 @@ class Group:
     def name(self) -> str:
         """Of the first thing that it was made by."""
         return self.names[0]
-
-    @property
-    def free(self) -> int | None:
-        """What a request can get now."""
-        return None if self.total is None else max(0, self.total - self.held - self.reserved)
 
 
 @dataclass(frozen=True)
@@ -136,9 +139,9 @@ def groups(asked: Sequence[Asked], said: Collection[Said] = ()) -> list[list[Gro
     found: list[list[Group]] = [[] for _ in asked]
     with connection.cursor() as cursor:
         cursor.execute(f"{statement} ORDER BY n, place", known)
-        for n, _, first, second, total, held, reserved, *load in cursor.fetchall():
+        for n, _, first, second, total, held, free, reserved, *load in cursor.fetchall():
             names = (first, second)[: len(asked[n].by)]
-            found[n].append(Group(names, total, held, reserved or 0, Load(*load)))
+            found[n].append(Group(names, total, held, free, reserved, Load(*load)))
     return found
 
 
@@ -151,6 +154,7 @@ def _statement(n: int, asked: Asked) -> str:
         first=keys[0],
         second=keys[1] if len(keys) > 1 else "''",
         total="NULL::bigint" if by_project else "p.num_accelerators",
+        free="NULL::bigint" if by_project else _FREE,
         holders=(_OF_PROJECTS if by_project else _OF_ALL).format(n=n),
         beyond=beyond if asked.after else "",
         order=ORDERS[asked.order],

@@ -15,6 +15,9 @@ WINDOW_S = 1.0
 """The rate is measured over as long."""
 ON_THE_WAY_S = 1.0
 """Who has a challenge is expected for so long: what nobody comes back with is no place taken."""
+SHARE, LEAST_SHARE = 16, 8
+"""Once half of the places are taken, one address keeps at most this part of them for who has not come yet, and never
+less than so many: challenges cost whoever asks for them nothing, and many hosts may share an address."""
 SLOWEST, AT_FIRST = 50.0, 400.0
 """Handshakes a second: the least that is assumed, and what is, before anything was measured."""
 OVERBOOKED = 2.0
@@ -43,25 +46,33 @@ class Admission:
         self.inside = self.refused = 0
         """Handshakes that wait for the database now, and how many were ever sent away."""
         self._clock, self._draw = clock, draw
-        self._coming: deque[float] = deque()
+        self._coming: deque[tuple[float, str]] = deque()
         self._since = self._last = clock()
         self._let_in, self._refused_before = 0, 0
 
-    def ask(self, connected: int) -> int:
-        """A challenge is asked for while `connected` sockets are open: 0, or the seconds to come back in."""
+    def ask(self, address: str) -> int:
+        """A challenge is asked for from `address`: 0, or the seconds to come back in.
+
+        Sockets do not count here: who fetches an image asks as well, and opens none.
+        """
         now = self._clock()
-        while self._coming and self._coming[0] < now - ON_THE_WAY_S:
+        while self._coming and self._coming[0][0] < now - ON_THE_WAY_S:
             self._coming.popleft()
         under_way = self.inside + len(self._coming)
-        if under_way >= self.limit or connected + under_way >= self.connections:
+        if under_way >= self.limit or (under_way > self.limit // 2 and self._has_its_share(address)):
             return self.place()
-        self._coming.append(now)
+        self._coming.append((now, address))
         return 0
 
-    def come(self, connected: int) -> int:
-        """An upgrade is asked for: the same. Who was given a challenge in time finds the place kept."""
-        if self._coming:
-            self._coming.popleft()
+    def _has_its_share(self, address: str) -> bool:
+        kept = sum(1 for _, other in self._coming if other == address)
+        return kept >= max(LEAST_SHARE, self.limit // SHARE)
+
+    def come(self, connected: int, address: str) -> int:
+        """An upgrade is asked for while `connected` sockets are open: the same. Who was given a challenge in time finds
+        the place kept."""
+        if kept := next((one for one in self._coming if one[1] == address), None):
+            self._coming.remove(kept)
         if self.inside >= self.limit or connected + self.inside >= self.connections:
             return self.place()
         return 0
@@ -139,7 +150,8 @@ class Spread:
         self._first = now, first
         if before is None or now <= before[0]:
             return
-        self._merged_rate = max(1.0, (self._merged_rate + (first - before[1]) / (now - before[0])) / 2)
+        if first != before[1]:  # while hosts with faults go first, the oldest stays, and says nothing of the pace
+            self._merged_rate = max(1.0, (self._merged_rate + (first - before[1]) / (now - before[0])) / 2)
         self._merge_s = (last - first + 1) / self._merged_rate
 
     def _fade(self) -> None:

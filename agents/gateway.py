@@ -105,7 +105,7 @@ class Gateway:
         try:
             if scope["method"] != "GET":
                 raise Refused(405, "method", "GET only")
-            self._let_in(self.admission.ask)
+            self._let_in(self.admission.ask(_address(scope)))
         except Refused as refused:
             status, (headers, body) = refused.status, enrolment.denial(refused)
         else:
@@ -114,9 +114,9 @@ class Gateway:
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
-    def _let_in(self, asked: Callable[[int], int]) -> None:
-        """Raise Refused, with the time to come back, when too many are at the door."""
-        if wait := asked(self.connected):
+    def _let_in(self, wait: int) -> None:
+        """Raise Refused, with the seconds to come back in, when too many are at the door."""
+        if wait:
             full = self.connected >= self.limits.agent_connections
             reason = "no more agents than CYBORG_AGENT_CONNECTIONS are taken" if full else "many agents connect at once"
             refused = Refused(503, "busy", f"{reason}: come back when Retry-After says", wait)
@@ -132,7 +132,7 @@ class Gateway:
         await receive()  # websocket.connect
         host = ""
         try:
-            self._let_in(self.admission.come)
+            self._let_in(self.admission.come(self.connected, _address(scope)))
             version = _version(scope)
             credential = enrolment.credential_of(scope)
             host = credential.host
@@ -145,6 +145,8 @@ class Gateway:
             await _deny(scope, send, refused)
             return
         session = Session(identity, credential, fingerprint, version, scope, send)
+        if identity.host_id in self.holders.by_host:
+            session.applied = ""  # what the older connection has said may be stored after we looked
         self.connected += 1
         meters.tally["opened"] += 1
         try:
@@ -342,6 +344,11 @@ class Gateway:
                 await session.send({"type": "websocket.close", "code": 1008, "reason": expelled.code})
         except (TimeoutError, RuntimeError, OSError) as error:
             log.debug("%s was gone before it was refused: %s", session.identity.host, error)
+
+
+def _address(scope: Any) -> str:
+    """Whose challenges count together."""
+    return str((scope.get("client") or ("",))[0])
 
 
 def _version(scope: Any) -> str:

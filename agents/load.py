@@ -9,20 +9,21 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import lru_cache
 from typing import Any
 
 from django.conf import settings
-from msgspec import Raw
+from msgspec import DecodeError, Raw
 
 from agents import peers, samples
 from agents.models import Gateway
 from agents.peers import Answer, Ask, Held, Unanswered
-from agents.samples import Board
+from agents.samples import Board, Busy
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ QUIET_S = 5.0
 REGISTRY_S = 5.0
 """The rows of gateways are read so often at most, by each process."""
 AT_ONCE = 32
-"""A census holds a thread for each gateway as long as it takes."""
+"""A census holds a thread for each gateway as long as it takes: those have threads of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ class Everybody:
     """The gateways as this process knows them: boards of its own, and rows of others."""
 
     def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(AT_ONCE, "load")
+        self._quick, self._slow = ThreadPoolExecutor(AT_ONCE, "load"), ThreadPoolExecutor(AT_ONCE, "census")
         self.forget()
 
     def forget(self) -> None:
@@ -111,22 +112,30 @@ class Everybody:
         deadline = time.monotonic() + asked.within_s + DEADLINE_S
         boards, now = dict(samples.here), time.monotonic()
         others = {name: url for name, url in self._registered().items() if name not in boards}
-        quiet = {name for name in others if self._quiet.get(name, 0.0) > now}
+        silent = {name for name in others if self._quiet.get(name, 0.0) > now}
+        threads = self._slow if asked.within_s else self._quick
         asking = {
-            name: self._threads.submit(peers.ask, url, asked, asked.within_s + DEADLINE_S)
+            name: threads.submit(peers.ask, url, asked, asked.within_s + DEADLINE_S)
             for name, url in others.items()
-            if name not in quiet
+            if name not in silent
         }
-        held = [one for board in boards.values() for one in _here(board, asked, deadline)]
+        held: list[Held] = []
+        for name, board in boards.items():
+            try:
+                held += _here(board, asked, deadline)
+            except Busy:
+                silent.add(name)
         wait(asking.values(), timeout=max(0.0, deadline - time.monotonic()))
         for name, answer in asking.items():
             try:
                 held += _answered(answer, boards)
+            except Busy:  # our threads, or the gateway with censuses: nothing is wrong with it
+                silent.add(name)
             except Unanswered as error:
                 log.warning("gateway %s at %s does not answer: %s", name, others[name], error)
                 self._quiet[name] = time.monotonic() + QUIET_S
-                quiet.add(name)
-        return Loads(_newest(held), tuple(sorted(quiet)))
+                silent.add(name)
+        return Loads(_newest(held), tuple(sorted(silent)))
 
     def _registered(self) -> dict[str, str]:
         """The address of each gateway that was heard of just now, by name."""
@@ -134,11 +143,13 @@ class Everybody:
             live = datetime.now(UTC) - timedelta(seconds=2 * (settings.KEYS.beat_s + settings.KEYS.lease_flush_s) + 10)
             self._others = dict(Gateway.objects.filter(seen_at__gte=live).values_list("name", "url"))
             self._read_at = time.monotonic()
-            self._quiet = {name: until for name, until in self._quiet.items() if name in self._others}
+            self._quiet = {name: until for name, until in list(self._quiet.items()) if name in self._others}
         return self._others
 
 
 def _answered(answer: Future[Answer], boards: Collection[str]) -> list[Held]:
+    if answer.cancel():
+        raise Busy("it was never asked")
     if not answer.done():
         raise Unanswered(f"not within {DEADLINE_S:.0f} s")
     said = answer.result()
@@ -147,8 +158,8 @@ def _answered(answer: Future[Answer], boards: Collection[str]) -> list[Held]:
     return said.hosts
 
 
-def _here(board: Board, asked: Ask, deadline: float) -> Iterator[Held]:
-    """What a board of this process says."""
+def _here(board: Board, asked: Ask, deadline: float) -> list[Held]:
+    """What a board of this process says. Raises Busy."""
     since = time.monotonic() if asked.within_s else 0.0
     if board.loop and not board.loop.is_closed() and (asked.within_s or asked.for_s):
         with suppress(RuntimeError, TimeoutError):  # its loop has ended, or is late
@@ -157,8 +168,7 @@ def _here(board: Board, asked: Ask, deadline: float) -> Iterator[Held]:
                 asyncio.run_coroutine_threadsafe(work, board.loop).result(deadline - time.monotonic())
             else:
                 board.loop.call_soon_threadsafe(board.watch, asked.hosts or (), asked.every_s, asked.for_s)
-    for host, at, said in board.said(asked.hosts, since):
-        yield Held(host, at, Raw(said))
+    return [Held(host, at, Raw(said)) for host, at, said in board.said(asked.hosts, since)]
 
 
 def _newest(held: Iterable[Held]) -> dict[int, HostLoad]:
@@ -166,9 +176,19 @@ def _newest(held: Iterable[Held]) -> dict[int, HostLoad]:
     for one in held:
         if one.host not in found or found[one.host].at < one.at:
             found[one.host] = one
-    return {
-        host: HostLoad(host, one.at, {load.key: load.values for load in one.loads()}) for host, one in found.items()
-    }
+    loads = {}
+    for host, one in found.items():
+        try:
+            loads[host] = HostLoad(host, one.at, {load.key: load.values for load in one.loads()})
+        except DecodeError as error:
+            _say_once(host, str(error))
+    return loads
+
+
+@lru_cache(maxsize=1024)
+def _say_once(host: int, why: str) -> None:
+    """A gateway of another release: all pages that show load would say it again and again."""
+    log.warning("the samples of host %d cannot be read, it is left out: %s", host, why)
 
 
 _everybody = Everybody()

@@ -17,7 +17,7 @@ from django.core.signing import BadSignature, TimestampSigner
 from msgspec import Meta, Struct
 
 from agents import wire
-from agents.samples import Board
+from agents.samples import Board, Busy
 
 PATH = "/ws/gateway/load"
 HEADER = "x-cyborg-signed"
@@ -76,7 +76,7 @@ class Door:
         self._board = board
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """403 for who does not have our key, 400 and 413 for what is no Ask."""
+        """403 for who does not have our key, 400 and 413 for what is no Ask, 503 for one census too many."""
         digest = _signed(scope)
         if scope["method"] != "POST" or digest is None:
             await _refuse(send, 403, "This is for the gateways' own processes.")
@@ -92,7 +92,11 @@ class Door:
         except ValueError as error:
             await _refuse(send, 400, str(error))
             return
-        since = await _do(self._board, asked)
+        try:
+            since = await _do(self._board, asked)
+        except Busy as error:
+            await _refuse(send, 503, str(error))
+            return
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
         for piece in _pieces(self._board, asked.hosts, since):
             await send({"type": "http.response.body", "body": piece, "more_body": True})
@@ -157,14 +161,23 @@ def _signed(scope: Any) -> str | None:
 
 
 def ask(url: str, asked: Ask, timeout_s: float) -> Answer:
-    """Have the gateway at `url` answer; raises Unanswered. `timeout_s` is for each step: who waits sets an end."""
-    address, body = urlsplit(url), msgspec.json.encode(asked)
-    kind = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
-    connection = kind(address.hostname or "", address.port, timeout=timeout_s)
+    """Have the gateway at `url` answer; raises Unanswered, or Busy for one census too many.
+
+    `timeout_s` is for each step: who waits sets an end.
+    """
+    body = msgspec.json.encode(asked)
+    try:
+        address = urlsplit(url)
+        kind = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
+        connection = kind(address.hostname or "", address.port, timeout=timeout_s)
+    except (ValueError, http.client.HTTPException) as error:
+        raise Unanswered(f"{url[:200]!r} is no address: {error}") from None
     try:
         connection.request("POST", PATH, body, {HEADER: _signer().sign(_digest(body))})
         response = connection.getresponse()
         said = response.read(MAX_ANSWER_BYTES)
+        if response.status == 503:
+            raise Busy(said[:200].decode(errors="replace"))
         if response.status != 200:
             raise Unanswered(f"{response.status} {said[:200].decode(errors='replace')}")
         return _answer.decode(said)

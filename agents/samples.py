@@ -19,7 +19,7 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from agents import meters, wire
-from agents.holders import Session
+from agents.holders import Expelled, Session
 from agents.refusals import Refusals
 
 log = logging.getLogger(__name__)
@@ -59,6 +59,10 @@ class _Line:
     every: float = 0.0
     until: float = 0.0
     sending: bool = False
+
+
+class Busy(Exception):
+    """MAX_CENSUSES are under way at this gateway: nobody was asked."""
 
 
 class _Census:
@@ -113,11 +117,12 @@ class Board:
         return False
 
     def keep(self, session: Session, samples: wire.Samples) -> None:
-        """The last samples of a host. Written anew they hold nothing that we do not know, and can be handed on."""
-        line, said = self._line(session), msgspec.json.encode(samples)
-        if not line.looked_at and not self.takes(session, len(said)):
-            return
-        line.looked_at = False
+        """The last samples of a host, which `takes` let through. Written anew they hold nothing that we do not know,
+        and can be handed on."""
+        line = self._line(session)
+        if not line.looked_at:
+            raise Expelled("malformed", f"samples begin with {BEGINNING} in a text frame, so that they can be dropped")
+        line.looked_at, said = False, msgspec.json.encode(samples)
         self._bytes += len(said) - len(line.said)
         line.said, line.at, line.heard = said, time.time(), time.monotonic()
         meters.tally["taken"] += 1
@@ -153,12 +158,13 @@ class Board:
     async def census(self, hosts: Collection[int], within_s: float) -> float:
         """Ask those connected here; returns when all have answered or the time is over: since when to look (monotonic).
 
-        Beyond MAX_CENSUSES at once nobody is asked.
+        Beyond MAX_CENSUSES at once nobody is asked: raises Busy.
         """
         began = time.monotonic()
-        lines = self._reached(hosts)
-        if not lines or len(self._censuses) >= MAX_CENSUSES:
+        if not (lines := self._reached(hosts)):
             return began
+        if len(self._censuses) >= MAX_CENSUSES:
+            raise Busy(f"{MAX_CENSUSES} censuses are under way: ask again when one of them has ended")
         census = _Census([line.session.identity.host_id for line in lines])
         self._censuses.add(census)
         try:

@@ -13,10 +13,10 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -113,6 +113,8 @@ class Writer(threading.Thread):
         self._others: deque[Job] = deque()
         self._urgent: deque[SpoolJob] = deque()
         self._reports: deque[SpoolJob] = deque()
+        self._held: Counter[int] = Counter()
+        """How many reports of each host are in the lanes and in the batch: what is applied now will not stay so."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._looked = self._heard = self._measured = time.monotonic()
         self._filled = False
@@ -142,10 +144,15 @@ class Writer(threading.Thread):
 
     def run(self) -> None:
         while not self._stopping:
-            if batch := self._collect():
-                self._until_done(lambda jobs=batch: self._serve(jobs))  # type: ignore[misc]
+            self._turn()
             self._until_done(self._housekeeping)
         connection.close()
+
+    def _turn(self) -> None:
+        """One batch."""
+        if batch := self._collect():
+            self._until_done(lambda: self._serve(batch))
+            self._let_go(batch)
 
     def _collect(self) -> list[Job]:
         """The first job, and what has arrived when the interval after it is over: the most urgent, and no more reports
@@ -171,8 +178,17 @@ class Writer(threading.Thread):
     def _sort(self, job: Job | None) -> None:
         if isinstance(job, SpoolJob):
             (self._urgent if job.urgent else self._reports).append(job)
+            self._held[job.host_id] += 1
         elif job is not None:
             self._others.append(job)
+
+    def _let_go(self, batch: list[Job]) -> None:
+        """They are stored, or nobody waits for them any more."""
+        for job in batch:
+            if isinstance(job, SpoolJob):
+                self._held[job.host_id] -= 1
+                if not self._held[job.host_id]:
+                    del self._held[job.host_id]
 
     def _until_done(self, work: Callable[[], None]) -> None:
         """The database may be away for long: nothing is acknowledged meanwhile, and nothing is lost."""
@@ -187,9 +203,12 @@ class Writer(threading.Thread):
                 pause = min(pause * 2, 2.0)
 
     def _serve(self, batch: list[Job]) -> None:
-        """Faults first, in a commit of their own; who connects need not wait for the others' reports either."""
+        """Faults first, in a commit of their own; who connects need not wait for the others' reports either.
+
+        A report whose connection has ended was never acknowledged: its agent says it again, as it is then.
+        """
         assert self._loop
-        reports = [job for job in batch if isinstance(job, SpoolJob) and _unanswered(job.future)]
+        reports = [job for job in batch if isinstance(job, SpoolJob) and not job.future.done()]
         if urgent := [job for job in reports if job.urgent]:
             self._loop.call_soon_threadsafe(_resolve, self._spool(urgent))
         if admits := [job for job in batch if isinstance(job, AdmitJob) and not job.future.done()]:
@@ -208,6 +227,8 @@ class Writer(threading.Thread):
         for job in jobs:
             try:
                 outcome: Any = enrolment.admit(job.credential, known.get(job.credential.public_key))
+                if self._held[outcome.host_id]:
+                    outcome = replace(outcome, applied_hash="")
             except Refused as refused:
                 outcome = refused
             except (OperationalError, InterfaceError):
@@ -224,7 +245,7 @@ class Writer(threading.Thread):
         with connection.cursor() as cursor:
             cursor.execute(APPLIED, [[job.host_id for job in jobs]])
             applied = dict(cursor.fetchall())
-            fresh = [job for job in jobs if applied.get(job.host_id) != job.hash]
+            fresh = [job for job in jobs if applied.get(job.host_id) != job.hash or self._held[job.host_id] > 1]
             if fresh:
                 with cursor.copy(COPY) as copy:
                     copy.set_types(COPY_TYPES)
@@ -274,11 +295,6 @@ class Writer(threading.Thread):
         if news and self._loop:
             with suppress(RuntimeError):  # the loop has ended, and every connection with it
                 self._loop.call_soon_threadsafe(self._hear, news)
-
-
-def _unanswered(future: asyncio.Future[Any]) -> bool:
-    """Nobody has told it yet; a report is kept also where its connection has ended meanwhile."""
-    return future.cancelled() or not future.done()
 
 
 def _first(lane: deque[Any], count: int) -> list[Any]:

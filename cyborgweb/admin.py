@@ -18,6 +18,7 @@ from unfold.forms import AdminPasswordChangeForm, UserChangeForm, UserCreationFo
 from accelerators.admin import marks
 from accelerators.admin.listing import Listing
 from accelerators.models import AcceleratorRequest, Device, Host
+from cyborgweb import roles
 from cyborgweb.admin_maintenance import MaintenanceAdmin
 from cyborgweb.models import ApiToken, Maintenance
 from cyborgweb.notify.admin import DeliveryAdmin, SubscriptionAdmin
@@ -68,10 +69,14 @@ class UserAdmin(Recorded, StockUserAdmin, Listing):
 
 @admin.register(Group)
 class GroupAdmin(Recorded, StockGroupAdmin, Listing):
-    """Permissions that several users share."""
+    """Permissions that several users share. Those of a role, or of a project, are given by their name."""
 
     kind = "group"
     list_display = ("name",)
+
+    def save_related(self, request: HttpRequest, form: Any, formsets: Any, change: bool) -> None:
+        super().save_related(request, form, formsets, change)
+        roles.give(form.instance)
 
 
 @admin.register(ApiToken)

@@ -30,12 +30,14 @@ from cyborgweb.settings.keys import keys  # noqa: E402
 from cyborgweb.wsgi import application as wsgi  # noqa: E402
 
 BUSY = b'{"error_message": "The service is busy: try again in a second."}'
-LONG = re.compile(r"/deployables/[^/]+/program(?:[/.]|\Z)|\A/api/images/?\Z")
-"""What lasts as long as a host's work, or as a caller's line makes it. It has threads of its own: lists go on."""
+LONG = re.compile(r"/deployables/[^/]+/program(?:[/.]|\Z)|\A/api/images/?\Z|\A/(?:api|admin)/census/?\Z")
+"""What lasts as long as a host's work, as agents take to answer, or as a caller's line makes it. It has threads of its
+own: lists go on."""
 EXPORT = re.compile(r"\A/admin/.*/export\.[a-z]+\Z")
 """Takes as long as its reader does."""
-LONG_THREADS = 8
-"""More than `PATCH …/program` and uploads take together, so that who comes beyond is told so at once."""
+LONG_THREADS = 12
+"""More than `PATCH …/program`, uploads, exports and censuses take together (their own limits), so that who comes beyond
+is told so at once."""
 ELSEWHERE = b'{"error": "This is for agents: console and APIs are served at another address."}'
 
 

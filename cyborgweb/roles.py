@@ -39,31 +39,38 @@ class Role:
     words: frozenset[str]
 
 
-ADMINISTRATORS = Role("administrators", "everything", frozenset({ADMIN, "manager", "member", "reader"}))
+ADMINISTRATORS = Role("role:administrator", "everything", frozenset({ADMIN, "manager", "member", "reader"}))
 OPERATORS = Role(
-    "operators",
+    "role:operator",
     "sees all hosts and projects, looks for more, rolls out drivers, attaches and detaches",
     frozenset({OPERATOR, "member", "reader"}),
 )
-AUDITORS = Role("auditors", "sees all, also who has access, and changes nothing", frozenset({AUDITOR, "reader"}))
-VIEWERS = Role("viewers", "sees all but who has access", frozenset({"manager", "member", "reader"}))
+AUDITORS = Role("role:auditor", "sees all, also who has access, and changes nothing", frozenset({AUDITOR, "reader"}))
+VIEWERS = Role("role:viewer", "sees all but who has access", frozenset({"manager", "member", "reader"}))
 ROLES = (ADMINISTRATORS, OPERATORS, AUDITORS, VIEWERS)
-"""Who has several, has all that they give."""
+"""Who has several, has all that they give. The names begin so that no group of somebody's own means one by chance."""
 _BY_GROUP = {role.group: role for role in ROLES}
 
 
 def group(name: str) -> Group:
     """The group of this name with the permissions to look that belong to it; made where there is none."""
     found, _ = Group.objects.get_or_create(name=name)
-    seen = Permission.objects.filter(codename__startswith="view_")
+    give(found)
+    return found
+
+
+def give(found: Group) -> None:
+    """What belongs to a group of ours; others, which people made by other names, are left as they are."""
+    name, seen = found.name, Permission.objects.filter(codename__startswith="view_")
     if name.startswith(TENANT):
         found.permissions.set(seen.filter(codename__in=[f"view_{model}" for model in OWN]))
-    elif name != ADMINISTRATORS.group:
+    elif name == ADMINISTRATORS.group:
+        found.permissions.set(Permission.objects.all())
+    elif name in _BY_GROUP:
         wanted = seen.filter(content_type__app_label__in=ROOMS)
         if name == AUDITORS.group:
             wanted |= seen.filter(content_type__model__in=ACCESS)
         found.permissions.set(wanted)
-    return found
 
 
 def of_keystone(roles: Iterable[str], project: str, viewers: Iterable[str], tenants: Iterable[str]) -> str:
@@ -94,7 +101,7 @@ def project_of(user: Any) -> str:
     groups = names(user)
     if any(name in _BY_GROUP for name in groups):
         return ""
-    return next((name.removeprefix(TENANT) for name in groups if name.startswith(TENANT)), "")
+    return next((name.removeprefix(TENANT) for name in groups if name.startswith(TENANT) and name != TENANT), "")
 
 
 def words_of(user: Any) -> frozenset[str]:

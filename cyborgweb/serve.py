@@ -30,6 +30,8 @@ from drivers.process import die_with_parent
 ROOT = Path(__file__).resolve().parents[1]
 STOP_S = {"web": 2.5, "agent": 2.0, "work": 1.5, "ingest": 1.5}
 """Stopping order, and how long each may take before SIGKILL; with PostgreSQL's below 10 s."""
+PREPARE_S = 3.0
+"""What is being prepared when we are to stop has so long to end."""
 TIMELY_S = 8.0
 COUNTS = "metrics"
 """Below the state directory: where every process keeps what it counts (`accelerators.slots`)."""
@@ -144,22 +146,34 @@ class Supervisor:
         say("postgres", f"accepting connections in {self.postgres.socket}")
 
     def _prepare(self, listener: socket.socket) -> dict[str, Any]:
-        """Migrate, make the first login and the local agent's join token: `manage.py prepare`, in its own process."""
+        """Migrate, make the first login and the local agent's join token: `manage.py prepare`, in its own process.
+
+        Told to stop it has PREPARE_S to end; what a migration had not committed then was never done.
+        """
         address = _address(listener)
         # With the sample drivers comes the rule that lets their devices in; see `_agent_defaults`.
         samples = [] if "CYBORG_ENABLED_DRIVERS" in os.environ else ["--sample-rules"]
-        done = subprocess.run(
+        preparing = subprocess.Popen(
             [sys.executable, ROOT / "manage.py", "prepare", "--address", address, *samples],
             stdout=subprocess.PIPE,
             text=True,
-            check=False,
             cwd=ROOT,
             env=self._environment(),
             start_new_session=True,
         )
-        if done.returncode:
+        said, left = "", PREPARE_S
+        while preparing.returncode is None:
+            try:
+                said, _ = preparing.communicate(timeout=0.2)
+            except subprocess.TimeoutExpired:
+                left -= 0.2 if self.stopping else 0.0
+                if left <= 0:
+                    os.killpg(preparing.pid, signal.SIGKILL)
+        if self.stopping:
+            return {}
+        if preparing.returncode:
             raise CannotStart("the database could not be prepared; the reason stands above")
-        facts: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        facts: dict[str, Any] = json.loads(said.splitlines()[-1])
         return facts
 
     def _environment(self, **more: str) -> dict[str, str]:

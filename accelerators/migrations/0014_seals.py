@@ -67,6 +67,8 @@ END $$;
 class Migration(migrations.Migration):
     dependencies = [("accelerators", "0013_event_words")]
     operations = [
+        # Behind an export that reads, this would wait, and behind this everybody who writes.
+        migrations.RunSQL("SET LOCAL lock_timeout = '3s'", migrations.RunSQL.noop),
         migrations.SeparateDatabaseAndState(
             [migrations.RunSQL(COLUMN, migrations.RunSQL.noop)],
             [

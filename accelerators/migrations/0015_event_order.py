@@ -19,7 +19,9 @@ ORDER BY 1
 def build(apps: Any, schema_editor: BaseDatabaseSchemaEditor) -> None:
     """Month by month, without keeping anybody from writing; what a broken attempt left is made anew."""
     with schema_editor.connection.cursor() as cursor:
+        cursor.execute("SET lock_timeout = '3s'")
         cursor.execute(PARENT)
+        cursor.execute("RESET lock_timeout")
         cursor.execute(WITHOUT)
         for (month,) in cursor.fetchall():
             cursor.execute(f"DROP INDEX CONCURRENTLY IF EXISTS {month}_order")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import random
 import re
 import shutil
 from collections import Counter
@@ -22,6 +23,9 @@ from drivers.errors import DriverError, Failed, Invalid
 from drivers.steps import Image
 
 CHALLENGE_S = 10.0
+BUSY_S = 120.0
+"""A gateway that has too much to do is asked again for so long, when it says and not more often than PAUSE_S."""
+PAUSE_S = 1.0
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _ID = re.compile(r"[A-Za-z0-9-]{1,36}")
 
@@ -69,13 +73,26 @@ class Images:
             self._directory.mkdir(mode=0o700, exist_ok=True)
             if (free := shutil.disk_usage(self._directory).free) < ref.size:
                 raise Failed(f"the image {ref.name} has {ref.size} bytes, and {self._directory} has room for {free}")
-            await self._download(ref, path, progress)
+            await self._fetch(ref, path, progress)
         except door.Refused as error:
             raise Failed(f"the image {ref.name} cannot be had: {error}") from None
         except TimeoutError:
             raise Failed(f"the image {ref.name} cannot be had: the gateway sends nothing") from None
         except (OSError, wire.Malformed) as error:
             raise Failed(f"the image {ref.name} cannot be had: {error}") from None
+
+    async def _fetch(self, ref: wire.ImageRef, path: Path, progress: Callable[[int], None]) -> None:
+        """Until the gateway has time for it: while many hosts connect at once, it has none for images."""
+        clock = asyncio.get_running_loop().time
+        give_up = clock() + BUSY_S
+        while True:
+            try:
+                return await self._download(ref, path, progress)
+            except door.Refused as error:
+                pause = max(error.retry_after, PAUSE_S) * (1 + random.random() / 2)
+                if error.status != 503 or clock() + pause > give_up:
+                    raise
+                await asyncio.sleep(pause)
 
     async def _download(self, ref: wire.ImageRef, path: Path, progress: Callable[[int], None]) -> None:
         context = door.tls(self._gateway)

@@ -30,6 +30,8 @@ SHORTEST_S, LONGEST_WISH_S = 0.5, 300.0
 """The bounds of a wish: between two rounds, and for how long."""
 QUIET = 4.0
 """A driver is left alone for so many times as long as it took, so that sampling never fills its days."""
+MAX_METRICS = 64
+"""What `wire.DeviceLoad` holds of one device."""
 PAUSE_S, LONGEST_PAUSE_S = 60.0, 3600.0
 """A driver that failed is left alone for the first, doubled with every failure up to the second."""
 
@@ -171,7 +173,9 @@ class Meter:
         values: dict[str, dict[str, float]] = {}
         for samples in await asyncio.gather(*(self._read(self.drivers[one.driver], one) for one in told)):
             for sample in samples:
-                values.setdefault(sample.key, {})[sample.metric] = sample.value
+                of_device = values.setdefault(sample.key, {})
+                if sample.metric in of_device or len(of_device) < MAX_METRICS:
+                    of_device[sample.metric] = sample.value
         return wire.Samples(tuple(wire.DeviceLoad(*one) for one in values.items()))
 
     async def _read(self, driver: Metered, told: DriverReport) -> tuple[Sample, ...]:
@@ -185,7 +189,8 @@ class Meter:
             log.warning("%s; its load is not asked for in the next %.0f s", error, manners.failed(self._now()))
             return ()
         manners.answered(began, self._now())
-        return samples
+        asked = {one.key for one in told.devices}  # what else its process says would cost this host its connection
+        return tuple(one for one in samples if one.key in asked and math.isfinite(one.value))
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()

@@ -159,7 +159,7 @@ class Session:
             if self._worse():
                 await self._report()
             await self._commands()
-            if now >= report_from:
+            if now >= report_from or self._journal.ledger.owed:  # a result waits for its report
                 await self._report()
             await self._samples()
             waits = [beat_at, self._owed.due()] + ([report_from] if now < report_from else [])

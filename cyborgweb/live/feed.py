@@ -184,7 +184,7 @@ class Feed:
         if watcher.is_page:
             return
         try:
-            shown = Shown(path, query, watcher.user)
+            shown = Shown(path, query, watcher.user, rights.session(watcher.session))
             keys = shown.keys(rows)
             watcher.shown, watcher.names = shown, {key: text for text, key in keys.items()}
             watcher.seen = {key: (None, {}) for key in keys.values()}
@@ -264,7 +264,7 @@ class Feed:
         by_list: dict[Any, list[Watcher]] = defaultdict(list)
         for watcher in watchers:
             if watcher.shown:
-                by_list[watcher.shown.admin].append(watcher)
+                by_list[watcher.shown.admin, watcher.shown.sees].append(watcher)
         budget = RENDERED_PER_LOOK
         for some in by_list.values():
             shown = some[0].shown

@@ -23,6 +23,11 @@ FROM auth_user u WHERE u.id = ANY(%s) AND u.is_active AND u.is_staff
 """
 
 
+def session(key: str) -> SessionStore:
+    """Of this key; read when somebody asks it for something."""
+    return SessionStore(key)
+
+
 def who(session: str) -> Any | None:
     """The person this session belongs to, by Django's own checks; None: nobody."""
     user = get_user(SimpleNamespace(session=SessionStore(session)))

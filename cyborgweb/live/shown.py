@@ -21,8 +21,6 @@ from django.urls import reverse
 from django.urls.base import resolve
 from unfold.templatetags.unfold_list import items_for_result
 
-from cyborgweb.roles import project_of
-
 COUNTED = {
     "accelerators_host": "hosts",
     "accelerators_device": "devices",
@@ -55,8 +53,8 @@ def lists() -> dict[str, admin.ModelAdmin[Any]]:
 class Shown:
     """The list at `path?query`. PermissionDenied for who may not view it; on a crafted query what the list raises."""
 
-    def __init__(self, path: str, query: str, user: AbstractBaseUser) -> None:
-        self.admin, self.query, self.user = lists()[path], query, user
+    def __init__(self, path: str, query: str, user: AbstractBaseUser, session: Any) -> None:
+        self.admin, self.query, self.user, self.session = lists()[path], query, user, session
         if not self.admin.has_view_permission(self._request(path)):
             raise PermissionDenied
         self._changelist = self.admin.get_changelist_instance(self._request(path))
@@ -64,10 +62,12 @@ class Shown:
         self.rows: QuerySet[Any] = self._changelist.root_queryset.order_by()
         if not self.rows.query.select_related:
             self.rows = self._changelist.apply_select_related(self.rows)
-        tables = set(TABLE.findall(str(self.rows.query)))
+        self.sees = str(self.rows.query)
+        """Which rows this person sees at all: other people's lists may hold others."""
+        tables = set(TABLE.findall(self.sees))
         self.collections = {COUNTED[table] for table in tables if table in COUNTED}
         self.counted = tables <= COUNTED.keys()
-        self.alike = (self.admin.opts.label_lower, query, self.columns, project_of(user))
+        self.alike = (self.admin.opts.label_lower, query, self.columns, self.sees)
         """What is rendered for one of these, is for all."""
         self.first = {row.pk for row in self._changelist.result_list}
         """The keys this page of the list had just now."""
@@ -114,6 +114,7 @@ class Shown:
         request = HttpRequest()
         request.method, request.path, request.path_info = "GET", path, path
         request.GET, request.user, request.resolver_match = QueryDict(self.query), self.user, resolve(path)
+        request.session = self.session
         return request
 
 

@@ -32,8 +32,14 @@ MOST_SERIES = 50_000
 """So many values of devices are told."""
 OLD_S = 180.0
 """What a host said of its load longer ago is no longer told: it says so once a minute."""
-NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
-"""What a value of a device may be called."""
+MOST_OF_HOST = 1_000
+"""So many of one host: it takes nobody else's place."""
+NAME = re.compile(
+    r"utilization_percent|memory_(?:used|total)_bytes|temperature_celsius(?:_[1-9]\d?)?|power_watts|energy_joules_total"
+    r"|busy_seconds_total|errors_(?:correctable|nonfatal|fatal)_total",
+    re.ASCII,
+)
+"""What our drivers name (`drivers.inventory.Sample`, `drivers.signals`): a name that a host makes up is not told."""
 
 COUNTED = """
 SELECT json_build_object(
@@ -175,14 +181,19 @@ def _loads(loads: load.Loads, into: Families) -> None:
         names = {(host, key): (name, uuid, kind) for host, key, uuid, kind, name in cursor.fetchall()}
     series, left_out = [], 0
     for host, devices in fresh.items():
+        most = min(MOST_SERIES, len(series) + MOST_OF_HOST)
         for key, said in devices.items():
             known = names.get((host, key))
             for metric, value in said.items():
-                if known is None or len(series) >= MOST_SERIES or not NAME.fullmatch(metric):
+                if known is None or len(series) >= most or not NAME.fullmatch(metric):
                     left_out += 1
                 else:
                     series.append(((*known, metric), value))
     labels = ["host", "device", "type", "metric"]
     into.by("cyborg_device_load", "What a device has to do; `metric` names what, with its unit.", labels, series)
-    into.add("cyborg_device_load_left_out", "Values of devices that are not told: too many, or of no device.", left_out)
+    into.add(
+        "cyborg_device_load_left_out",
+        "Values that are not told: too many, of no device, or of a name that is none of ours.",
+        left_out,
+    )
     into.add("cyborg_gateways_silent", "Gateways that did not tell what they know of loads.", len(loads.silent))

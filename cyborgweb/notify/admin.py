@@ -32,6 +32,8 @@ from cyborgweb.roles import session_caller
 STANDINGS = {"active": "good", "off": "calm", "paused": "bad", "gone": "bad"}
 PROGRESS = {"waiting": "busy", "delivered": "good", "given up": "bad"}
 VERBS = ("test", "rotate")
+HIDDEN = ("target", "secret")
+"""By what no list is narrowed."""
 LATELY = 10
 """So many of its deliveries are shown with a subscription."""
 
@@ -164,11 +166,17 @@ class SubscriptionAdmin(Listing):
 
     def get_readonly_fields(self, request: HttpRequest, obj: Subscription | None = None) -> tuple[str, ...]:
         scope = () if may(request, "subscription:elevated") else ("scope", "host")
-        return (*(("way",) if obj else ()), *scope)
+        return (*(("way", "destination") if obj else ()), *scope)
 
     def get_fields(self, request: HttpRequest, obj: Subscription | None = None) -> tuple[str, ...]:
         every = SubscriptionForm.Meta.fields
+        if obj and not self.has_change_permission(request, obj):
+            return tuple("destination" if name == "target" else name for name in every)
         return every if obj else tuple(name for name in every if name != "standing")
+
+    def lookup_allowed(self, lookup: str, value: str, request: HttpRequest) -> bool:
+        """A URL may hold a token, which nobody is to guess letter by letter."""
+        return lookup.partition("__")[0] not in HIDDEN and super().lookup_allowed(lookup, value, request)
 
     def save_model(self, request: HttpRequest, obj: Subscription, form: forms.ModelForm, change: bool) -> None:
         caller = caller_of(request)

@@ -19,6 +19,7 @@ from accelerators.api.own.representation import Chosen, Closed, Flag, Text, Url
 from accelerators.api.own.views import Collection
 from accelerators.refusals import Reason, Refused
 from accelerators.states import DeviceType
+from cyborgweb import policy
 from cyborgweb.notify import subscriptions
 from cyborgweb.notify.kinds import Kind, Progress, Scope, Standing, Way, sentence
 from cyborgweb.notify.models import Delivery, Subscription
@@ -55,6 +56,7 @@ class SubscriptionSerializer(Chosen):
     kinds = serializers.ListField(
         child=serializers.ChoiceField([word.value for word in Kind]),
         allow_empty=False,
+        min_length=1,
         max_length=len(Kind),
         help_text="What you want to be told of.",
     )
@@ -289,6 +291,8 @@ class InboxView(Collection):
     """Your own messages, newest first."""
 
     policy = "inbox"
+    only_reads = True
+    """What one has read is one's own note: it is taken while everything is read only."""
     default_order = "-created"
     lookup_field = "message"
     lookup_url_kwarg = "uuid"
@@ -303,8 +307,9 @@ class InboxView(Collection):
     queryset = Delivery.objects.select_related("subscription")
 
     def get_queryset(self) -> QuerySet[Delivery]:
-        """The caller's."""
-        return super().get_queryset().filter(reader=self.caller.user_id).exclude(reader="")
+        """The caller's, in the caller's project."""
+        elevated = policy.allows(self.caller, "cyborg:subscription:elevated")
+        return subscriptions.inbox_in_project(self.caller, elevated).select_related("subscription")
 
     def sees_all(self) -> bool:
         """Nobody does."""
@@ -313,13 +318,13 @@ class InboxView(Collection):
     def read(self, request: Request, **kwargs: str) -> Response:
         """Mark it read."""
         self.said(request)
-        subscriptions.read(self.caller.user_id, [self.get_object().message])
+        subscriptions.read(self.get_queryset(), [self.get_object().message])
         return Response(self.get_serializer(self.get_object()).data)
 
     def read_all(self, request: Request) -> Response:
         """Mark all of them read."""
         self.body()
-        return Response({"read": subscriptions.read(self.caller.user_id)})
+        return Response({"read": subscriptions.read(self.get_queryset())})
 
 
 def visible(view: Collection, rows: QuerySet[Subscription]) -> QuerySet[Subscription]:

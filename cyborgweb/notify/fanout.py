@@ -12,6 +12,7 @@ from functools import partial
 from django.db import connection, transaction
 
 from accelerators import ticks
+from cyborgweb.notify.kinds import JOBS
 from cyborgweb.notify.models import Reader
 
 JOB = "messages"
@@ -99,7 +100,7 @@ put AS (
   CROSS JOIN LATERAL (SELECT kind FROM unnest(z.kinds) WITH ORDINALITY AS w(kind, place) WHERE kind = ANY(s.kinds)
     ORDER BY place LIMIT 1) k
   WHERE s.user_id IS NULL OR u.is_active
-  ON CONFLICT (subscription_id, event) DO NOTHING RETURNING 1
+  ON CONFLICT (subscription_id, event) DO NOTHING RETURNING subscription_id
 ), moved AS (
   UPDATE cyborgweb_reader r SET
     transaction = CASE WHEN c.many THEN l.transaction ELSE m.horizon END, event = CASE WHEN c.many THEN l.id ELSE 0 END,
@@ -108,8 +109,10 @@ put AS (
   LEFT JOIN LATERAL (SELECT transaction, id FROM new ORDER BY transaction DESC, id DESC LIMIT 1) l ON true
   RETURNING c.many
 )"""
-SPREAD = f"WITH {_NEW}, {_ABOUT}, {_PUT} SELECT coalesce(bool_or(many), false), (SELECT count(*) FROM put) FROM moved"
-"""A batch of events, what each may see of them, the deliveries, and how far was read, all or nothing."""
+SPREAD = f"""WITH {_NEW}, {_ABOUT}, {_PUT} SELECT coalesce(bool_or(many), false),
+  ARRAY(SELECT DISTINCT way FROM cyborgweb_subscription WHERE id IN (SELECT subscription_id FROM put)) FROM moved"""
+"""A batch of events, what each may see of them, the deliveries, and how far was read, all or nothing; says whether
+there is more, and which ways the deliveries go."""
 
 
 def run() -> None:
@@ -125,7 +128,7 @@ def step() -> bool:
         cursor.execute(UNDER_WAY)
         (under_way,) = cursor.fetchone()
         cursor.execute(SPREAD, place | {"batch": BATCH, "under_way": under_way})
-        many, put = cursor.fetchone()
-    if put:
-        transaction.on_commit(partial(ticks.kick, "deliveries"), robust=True)
+        many, ways = cursor.fetchone()
+    for way in JOBS.keys() & set(ways):
+        transaction.on_commit(partial(ticks.kick, JOBS[way]), robust=True)
     return bool(many)

@@ -60,6 +60,8 @@ class Standing(StrEnum):
     """Its destination answered 410 Gone."""
 
 
+JOBS: Mapping[str, str] = {Way.WEBHOOK: "deliveries", Way.EMAIL: "mails"}
+"""Which job brings messages; those of an inbox are there when they are written."""
 TEST = "subscription.test"
 PAUSED = "subscription.paused"
 """Kinds of messages about a subscription itself."""

@@ -1,4 +1,5 @@
-"""The job `deliveries`: brings what waits to webhooks and by mail, tries again, gives up, pauses what fails for days.
+"""The jobs `deliveries` and `mails`: bring what waits to webhooks and by mail, try again, give up, pause what fails for
+days. While they post, no transaction is open: it would hold up all that waits for older ones to end.
 
 At least once: whoever is killed after a try and before its outcome is committed tries again, with the same id. At most
 `PER_DESTINATION` tries at once go to one host, `BATCH` in all, on threads that know no database. A subscription whose
@@ -10,22 +11,24 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
-from django.db import connection
+from django.db import connection, transaction
 
 from accelerators import conductor, ticks
 from accelerators.states import Source
 from cyborgweb.notify import keyring, mail, subscriptions, webhook
-from cyborgweb.notify.kinds import PAUSED, Progress, Standing
+from cyborgweb.notify.kinds import JOBS, PAUSED, Progress, Standing, Way
 from cyborgweb.notify.models import Delivery, Subscription
 from cyborgweb.notify.webhook import Outcome
 
-JOB = "deliveries"
+SLICE_S = 10.0
+"""No further round is begun after so long: with `MAIL_S` and a last letter a job ends well below the cluster's 60 s."""
 BATCH, PER_DESTINATION, MAILS, DIGEST = 64, 4, 20, 100
 """Tries in one round, of those to one host, mails in one round, messages in one mail."""
 PAUSES_S = (5, 30, 120, 600, 1800, 7200, 21_600, 43_200, 86_400)
@@ -35,7 +38,9 @@ LONGEST_PROBE_S = 600
 MAIL_PAUSE_S = 15
 """What comes within so long after a mail is one mail."""
 MAIL_S = 10
-"""No further mail is begun in a round after so long: a round stays well below the cluster's time-out."""
+"""No further mail is begun in a round after so long."""
+AWAY_S = 30
+"""So long nobody's mail is tried after the server was away."""
 GIVEN_UP_S, PAUSED_S, KEPT_S = 3 * 86_400, 3 * 86_400, 30 * 86_400
 """So long a message waits at most, a subscription may fail before it is paused, and deliveries are kept."""
 
@@ -65,6 +70,10 @@ UPDATE cyborgweb_subscription s SET failures = CASE WHEN x.error = '' THEN 0 ELS
     ELSE least(%s, 5 * 6 ^ least(s.failures, 8)) END)
 FROM jsonb_to_recordset(%s::jsonb) AS x(id bigint, error text, pause float8) WHERE s.id = x.id AND s.standing = 'active'
 RETURNING s.id, s.failing_since < statement_timestamp() - make_interval(secs => %s)
+"""
+PUT_OFF = """
+UPDATE cyborgweb_subscription SET retry_at = greatest(retry_at, statement_timestamp() + make_interval(secs => %s))
+WHERE way = 'email' AND standing = 'active'
 """
 ENDED = """
 UPDATE cyborgweb_delivery SET progress = 'given up', last_error = coalesce(nullif(last_error, ''), %s)
@@ -96,20 +105,60 @@ class Due:
 
 
 def run() -> None:
-    """The job."""
-    ticks.run(JOB, step)
+    """The job `deliveries`."""
+    _rounds(JOBS[Way.WEBHOOK], step)
+
+
+def run_mails() -> None:
+    """The job `mails`."""
+    _rounds(JOBS[Way.EMAIL], mail_step)
 
 
 def step() -> bool:
-    """One round; True when there may be more."""
+    """One round of webhooks; True when there may be more."""
     tidy()
-    hooks = due("webhook", BATCH)
-    outcomes = _posted(hooks)
-    settle(hooks, outcomes, 0)
-    letters = due("email", MAILS * DIGEST)
-    sent, outcomes = _mailed(letters)
-    settle(sent, outcomes, MAIL_PAUSE_S)
-    return bool(hooks or sent)
+    hooks = due(Way.WEBHOOK, BATCH)
+    settle(hooks, _posted(hooks), 0)
+    return bool(hooks)
+
+
+def mail_step() -> bool:
+    """One round of mails; True when there may be more."""
+    tried, outcomes, away = _mailed(due(Way.EMAIL, MAILS * DIGEST))
+    settle(tried, outcomes, MAIL_PAUSE_S)
+    if away:
+        with connection.cursor() as cursor:
+            cursor.execute(PUT_OFF, [AWAY_S])
+    return bool(tried) and not away
+
+
+def _rounds(job: str, step: Callable[[], bool]) -> None:
+    """As `ticks.run`, without its transaction. Who finds the lock taken leaves what there is to its holder, or to the
+    clock: a worker that waited here would be missed elsewhere."""
+    with connection.cursor() as cursor:
+        cursor.execute("DELETE FROM tick WHERE name = %s", [job])
+    end = time.monotonic() + SLICE_S
+    with _alone(job) as mine:
+        while more := mine and step():
+            if time.monotonic() > end:
+                break
+    if more:
+        ticks.kick(job)
+
+
+@contextmanager
+def _alone(job: str) -> Iterator[bool]:
+    """Whether nobody else does it: a lock of this connection, which ends with a worker that is killed."""
+    key = [ticks.LOCK_CLASS, ticks.lock_id(job)]
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT pg_try_advisory_lock(%s, %s)", key)
+        (mine,) = cursor.fetchone()
+    try:
+        yield mine
+    finally:
+        if mine:
+            with connection.cursor() as cursor:
+                cursor.execute("SELECT pg_advisory_unlock(%s, %s)", key)
 
 
 def due(way: str, count: int) -> list[Due]:
@@ -132,15 +181,17 @@ def settle(tried: list[Due], outcomes: list[Outcome], pause_s: float) -> None:
         if fared.get(one.subscription, Outcome("-")).error:
             fared[one.subscription] = outcome
     shown = [{"id": id, "error": outcome.error[:1000], "pause": pause_s} for id, outcome in sorted(fared.items())]
-    with connection.cursor() as cursor:
-        cursor.execute(SETTLED, [orjson.dumps(rows).decode()])
+    with transaction.atomic(), connection.cursor() as cursor:
+        # In the order in which who deletes a subscription locks it and what is left of its deliveries.
         cursor.execute(FARED, [LONGEST_PROBE_S, orjson.dumps(shown).decode(), PAUSED_S])
-        long = {id for id, for_long in cursor.fetchall() if for_long}
-    for id, outcome in fared.items():
-        if outcome.gone:
-            _stop(id, Standing.GONE, "Its destination answered 410 Gone.")
-        elif id in long:
-            _stop(id, Standing.PAUSED, f"It failed for {PAUSED_S // 86_400} days; the last time: {outcome.error}")
+        fares = dict(cursor.fetchall())
+        cursor.execute(SETTLED, [orjson.dumps(rows).decode()])
+        for id, for_long in fares.items():
+            outcome = fared[id]
+            if outcome.gone:
+                _stop(id, Standing.GONE, "Its destination answered 410 Gone.")
+            elif for_long:
+                _stop(id, Standing.PAUSED, f"It failed for {PAUSED_S // 86_400} days; the last time: {outcome.error}")
 
 
 def tidy() -> None:
@@ -161,7 +212,7 @@ def _stop(id: int, standing: Standing, reason: str) -> None:
         changes = {"standing": [row.standing, standing]}
         about = (row.uuid, row.name)
         action = f"subscription.{standing}"
-        conductor.record(action, Source.SYSTEM, JOB, subject=about, changes=changes, reason=reason)
+        conductor.record(action, Source.SYSTEM, JOBS[row.way], subject=about, changes=changes, reason=reason)
         if row.person:
             told = {"subscription": str(row.uuid), "name": row.name, "reason": reason}
             Delivery.objects.create(
@@ -199,18 +250,19 @@ def _post(one: Due, secret: str | keyring.Unreadable, allowed: webhook.Allowed) 
     return webhook.post(one.target, headers, body, allowed)
 
 
-def _mailed(letters: Iterable[Due]) -> tuple[list[Due], list[Outcome]]:
-    """Those of which a mail was tried, and what came of each. While the server is away one mail a round is tried."""
+def _mailed(letters: Iterable[Due]) -> tuple[list[Due], list[Outcome], bool]:
+    """Those of which a mail was tried, what came of each, and whether the server is away: then one is tried."""
     of: dict[int, list[Due]] = {}
     end = time.monotonic() + MAIL_S
     for one in letters:
         of.setdefault(one.subscription, []).append(one)
     tried: list[Due] = []
     outcomes: list[Outcome] = []
+    away = False
     for rows in list(of.values())[:MAILS]:
         outcome, away = mail.send(rows[0].target, [(row.at, row.kind, row.data) for row in rows], rows[0].message)
         tried += rows
         outcomes += [outcome] * len(rows)
         if away or time.monotonic() > end:
             break
-    return tried, outcomes
+    return tried, outcomes, away

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 from django.conf import settings
@@ -22,7 +23,7 @@ from accelerators.caller import Caller
 from accelerators.refusals import Reason, Refused
 from accelerators.states import Source
 from cyborgweb.notify import keyring, webhook
-from cyborgweb.notify.kinds import TEST, Kind, Progress, Scope, Standing, Way
+from cyborgweb.notify.kinds import JOBS, TEST, Kind, Progress, Scope, Standing, Way
 from cyborgweb.notify.models import Delivery, Subscription
 
 MOST = 50
@@ -81,7 +82,7 @@ def edit(pk: int, values: Mapping[str, Any], caller: Caller, source: Source = So
             row.updated_at = datetime.now(UTC)
             row.save()
             _record("changed", row, changes, caller, source)
-    _wake()
+    _wake(row.way)
     return row
 
 
@@ -126,7 +127,7 @@ def test(pk: int, caller: Caller, source: Source = Source.API) -> Delivery:
         )
         Subscription.objects.filter(pk=pk).update(retry_at=datetime.now(UTC))
         _record("tested", row, {}, caller, source)
-    _wake()
+    _wake(row.way)
     return Delivery.objects.select_related("subscription").get(pk=made.pk)
 
 
@@ -146,13 +147,25 @@ def replay(wanted: QuerySet[Delivery], caller: Caller, source: Source = Source.A
         for subscription in {row.subscription for row in rows}:
             changes = {"replayed": [None, sum(row.subscription == subscription for row in rows)]}
             _record("replayed", subscription, changes, caller, source)
-    _wake()
+    _wake(*{row.subscription.way for row in rows})
     return len(rows)
 
 
-def read(caller_id: str, messages: Iterable[Any] | None = None) -> int:
-    """Mark these messages of a person's inbox read, or all; how many were not."""
-    rows = Delivery.objects.filter(reader=caller_id, read_at__isnull=True).exclude(reader="")
+def inbox(person: str) -> QuerySet[Delivery]:
+    """What is in somebody's inbox."""
+    return Delivery.objects.filter(reader=person).exclude(reader="")
+
+
+def inbox_in_project(caller: Caller, elevated: bool) -> QuerySet[Delivery]:
+    """Of the caller's inbox what belongs to the caller's project: tokens of several projects may have one user. Of all
+    of the cloud for whom the rule `cyborg:subscription:elevated` lets."""
+    rows = inbox(caller.user_id).filter(subscription__project_id=caller.project_id)
+    return rows if elevated else rows.filter(subscription__scope=Scope.PROJECT)
+
+
+def read(rows: QuerySet[Delivery], messages: Iterable[Any] | None = None) -> int:
+    """Mark these messages of an inbox read, or all; how many were not."""
+    rows = rows.filter(read_at__isnull=True)
     if messages is not None:
         rows = rows.filter(message__in=list(messages))
     return rows.update(read_at=datetime.now(UTC))
@@ -213,5 +226,6 @@ def _record(what: str, row: Subscription, changes: dict[str, Any], caller: Calle
     conductor.record(f"subscription.{what}", source, caller.name, subject=about, changes=changes)
 
 
-def _wake() -> None:
-    transaction.on_commit(lambda: ticks.kick("deliveries"), robust=True)
+def _wake(*ways: str) -> None:
+    for job in [JOBS[way] for way in ways if way in JOBS]:
+        transaction.on_commit(partial(ticks.kick, job), robust=True)

@@ -165,8 +165,9 @@ def _literal(host: str) -> Address | None:
 def _check(addresses: Sequence[Address], host: str, allowed: Allowed) -> None:
     if not addresses:
         raise Refused(f"{host} has no address.")
-    if bad := [str(address) for address in addresses if not allowed.takes(address)]:
-        raise Refused(f"{host} is at {bad[0]}, which is not public; webhooks are not sent there.")
+    if not all(allowed.takes(address) for address in addresses):
+        # Which address it is, whoever subscribes may not know: it is what a name means to us, inside.
+        raise Refused(f"{host} leads to an address which is not public; webhooks are not sent there.")
 
 
 def _connected(to: Where, allowed: Allowed, lookup: Lookup) -> socket.socket:

@@ -30,7 +30,7 @@ class Capacity(Group):
     @property
     def bar(self) -> SafeString:
         """Held is full, free is light, out of offer is hatched; the numbers stand beside it."""
-        whole = max(self.total or 0, self.held + self.reserved, 1)
+        whole = max(self.total or 0, self.held + (self.free or 0) + self.reserved, 1)
         held, free = 100 * self.held / whole, 100 * (self.free or 0) / whole
         return format_html(
             '<svg class="capacity" viewBox="0 0 100 10" preserveAspectRatio="none" aria-hidden="true">'

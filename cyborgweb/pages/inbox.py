@@ -7,16 +7,18 @@ from typing import Any
 from django.contrib import admin
 from django.core.exceptions import PermissionDenied
 from django.core.paginator import Paginator
+from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect, JsonResponse
 from django.template.response import TemplateResponse
 from django.urls import reverse
 
 from accelerators.admin import marks
 from accelerators.admin.listing import as_uuid
+from cyborgweb import policy
 from cyborgweb.notify import subscriptions
 from cyborgweb.notify.kinds import TITLES, sentence
 from cyborgweb.notify.models import Delivery
-from cyborgweb.roles import session_caller
+from cyborgweb.roles import project_of, session_caller
 
 ROWS = 50
 MOST_UNREAD = 99
@@ -27,39 +29,41 @@ PAGES = {"request": "acceleratorrequest", "device": "device"}
 
 def inbox(request: HttpRequest) -> HttpResponse:
     """GET: a page of messages. POST: mark the one in `message` read, or all, and show them again."""
-    person = _person(request)
+    rows = _rows(request)
     if request.method == "POST":
         one = as_uuid(request.POST.get("message", ""))
         if one is None and "all" not in request.POST:
             raise PermissionDenied("There is no such message; go back and try again.")
-        subscriptions.read(person, None if one is None else [one])
+        subscriptions.read(rows, None if one is None else [one])
         return HttpResponseRedirect(reverse("inbox"))
-    rows = Delivery.objects.filter(reader=person).exclude(reader="").select_related("subscription").order_by("-id")
-    page = Paginator(rows[: 20 * ROWS], ROWS).get_page(request.GET.get("page"))
+    newest = rows.select_related("subscription").order_by("-id")
+    page = Paginator(newest[: 20 * ROWS], ROWS).get_page(request.GET.get("page"))
     context = admin.site.each_context(request) | {
         "title": "Inbox",
         "messages_shown": [_shown(row) for row in page.object_list],
         "page": page,
-        "unread": _unread(person),
+        "unread": _unread(rows),
     }
     return TemplateResponse(request, "console/inbox.html", context)
 
 
 def unread(request: HttpRequest) -> HttpResponse:
     """How many are not read, 99 at most; asked by the bell."""
-    return JsonResponse({"unread": _unread(_person(request))}, headers={"Cache-Control": "no-store"})
+    return JsonResponse({"unread": _unread(_rows(request))}, headers={"Cache-Control": "no-store"})
 
 
-def _unread(person: str) -> int:
-    rows = Delivery.objects.filter(reader=person, read_at__isnull=True).exclude(reader="")
-    return rows[:MOST_UNREAD].count()
+def _unread(rows: QuerySet[Delivery]) -> int:
+    return rows.filter(read_at__isnull=True)[:MOST_UNREAD].count()
 
 
-def _person(request: HttpRequest) -> str:
+def _rows(request: HttpRequest) -> QuerySet[Delivery]:
+    """Of this person's inbox what they may see: who sees one project, that project's."""
     caller = session_caller(request.user, request.session)
     if caller is None:
         raise PermissionDenied("Your session does not say who you are any more: log out and in again.")
-    return caller.user_id
+    if not project_of(request.user):
+        return subscriptions.inbox(caller.user_id)
+    return subscriptions.inbox_in_project(caller, policy.allows(caller, "cyborg:subscription:elevated"))
 
 
 def _shown(row: Delivery) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from django.urls import reverse
 
 from accelerators.admin.listing import COLUMNS, Listing, public
 from cyborgweb.models import SavedView
+from cyborgweb.roles import project_of
 
 MOST = 50
 """Views that one person may save of one list; so many are shown, one's own first."""
@@ -45,8 +46,9 @@ class Remembered:
 
 
 def remembered(user: Any, model: str) -> Remembered:
-    """One statement."""
-    kept = SavedView.objects.filter(Q(user_id=user.pk) | Q(shared=True), of=model).select_related("user")
+    """One statement. What others share is not for who sees one project: names and searches tell of the rest."""
+    others = Q() if project_of(user) else Q(shared=True)
+    kept = SavedView.objects.filter(Q(user_id=user.pk) | others, of=model).select_related("user")
     rows = list(kept.order_by("name", "id")[: 20 * MOST])
     columns = next((row.columns for row in rows if not row.name and row.user_id == user.pk), [])
     views = [

@@ -47,7 +47,7 @@ class GroupSerializer(serializers.Serializer):
     total = serializers.IntegerField(read_only=True, allow_null=True)
     held = serializers.IntegerField(read_only=True)
     free = serializers.IntegerField(read_only=True, allow_null=True, help_text="What requests can get now.")
-    reserved = serializers.IntegerField(read_only=True, help_text="Free, and not offered.")
+    reserved = serializers.IntegerField(read_only=True, help_text="Neither held nor free: not offered.")
     load = LoadSerializer(read_only=True, allow_null=True, help_text="Null for who sees one project alone.")
 
     def __init__(self, *args: Any, **options: Any) -> None:

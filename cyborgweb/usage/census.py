@@ -6,6 +6,7 @@ decide anew. Three or four statements and one question to the gateways, whatever
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -28,8 +29,20 @@ MOST_NAMED = 1_000
 MOST = groups.MAX_REQUESTS
 """So many requests more can be asked for."""
 WITHIN_S, LONGEST_S = 2.0, 10.0
+AT_ONCE = 2
+"""So many are taken at a time by each process: each holds a thread for as long as it lasts."""
+_turns = threading.BoundedSemaphore(AT_ONCE)
 SPEAK = ("up", "late")
 """Agents that stand so are asked; the others could not answer."""
+
+
+class Full(Refused):
+    """AT_ONCE others are under way. `wait` is for Retry-After, in seconds."""
+
+    wait = 5
+
+    def __init__(self) -> None:
+        super().__init__(Reason.AWAY, f"{AT_ONCE} censuses are under way in this process: try again in a few seconds.")
 
 
 @dataclass(frozen=True)
@@ -78,7 +91,17 @@ class Census:
 
 
 def take(question: Question) -> Census:
-    """Ask. Raises Refused UNKNOWN for a host or a profile there is not, INVALID for a profile that asks for nothing."""
+    """Ask. Raises Full, and Refused UNKNOWN for a host or a profile there is not, CONFLICT for a profile that asks for
+    nothing."""
+    if not _turns.acquire(blocking=False):
+        raise Full
+    try:
+        return _take(question)
+    finally:
+        _turns.release()
+
+
+def _take(question: Question) -> Census:
     began = time.monotonic()
     wanted = _wanted(question.profile)
     hosts, left_out = _hosts(question.hosts)
@@ -100,7 +123,7 @@ def _wanted(name: str) -> tuple[Mapping[str, str], ...] | None:
     if profile is None:
         raise Refused(Reason.UNKNOWN, f"There is no device profile {name!r}.")
     if not groups.plan(profile.groups):
-        raise Refused(Reason.INVALID, f"Profile {name} asks for no accelerator.")
+        raise Refused(Reason.CONFLICT, f"Profile {name} asks for no accelerator.")
     return profile.groups
 
 

@@ -42,24 +42,35 @@ def door(limit: int = 4, connections: int = 100) -> tuple[Admission, Clock]:
 
 def test_the_refused_get_places_one_after_the_other() -> None:
     admission, clock = door(limit=2)
-    assert [admission.ask(0), admission.ask(0)] == [0, 0], "these have a challenge"
-    places = [admission.ask(0) for _ in range(4000)]
+    assert [admission.ask("a"), admission.ask("b")] == [0, 0], "these have a challenge"
+    places = [admission.ask("a") for _ in range(4000)]
     assert places[0] == 1 and places == sorted(places[:3000]) + places[3000:] and max(places) <= LONGEST_S + 1
     assert len(set(places)) > 4, "they do not come back together"
     clock.now += 1.5
-    assert admission.ask(0) == 0, "who took a challenge and did not come keeps no place"
+    assert admission.ask("a") == 0, "who took a challenge and did not come keeps no place"
 
 
 def test_who_was_given_a_challenge_finds_its_place_kept_and_waiting_is_bounded() -> None:
     admission, _ = door(limit=2)
-    assert not admission.ask(0) and not admission.ask(0)
-    assert not admission.come(0)
+    assert not admission.ask("a") and not admission.ask("b")
+    assert not admission.come(0, "a")
     with admission.handshake():
-        assert admission.ask(0), "one inside, one on the way"
-        assert not admission.come(0)
+        assert admission.ask("a"), "one inside, one on the way"
+        assert not admission.come(0, "b")
         with admission.handshake():
-            assert admission.come(0), "without a place, and both are taken"
-    assert not admission.ask(0)
+            assert admission.come(0, "a"), "without a place, and both are taken"
+    assert not admission.ask("a")
+
+
+def test_who_only_asks_for_challenges_keeps_nobody_else_out() -> None:
+    admission, _ = door(limit=64)
+    taken = [admission.ask("mallory") for _ in range(1000)].count(0)
+    assert taken == 33, "half of the places are for whoever comes, also for many hosts behind one address"
+    assert [admission.ask(f"host {n}") for n in range(31)] == [0] * 31
+    assert admission.ask("one more")
+    for n in range(31):
+        assert not admission.come(0, f"host {n}")
+    assert [admission.ask("host") for _ in range(9)].count(0) == 8, "its share, while the door is pressed"
 
 
 def test_the_pace_follows_what_is_let_in() -> None:
@@ -80,7 +91,8 @@ def test_the_pace_follows_what_is_let_in() -> None:
 
 def test_sockets_are_bounded() -> None:
     admission, _ = door(connections=3)
-    assert admission.ask(3) and admission.come(3) and not admission.ask(1)
+    assert admission.come(3, "a") and not admission.come(2, "a")
+    assert not admission.ask("a"), "agents that are connected ask as well, for images"
 
 
 def test_reports_are_spread_only_when_disk_or_merge_fall_behind() -> None:
@@ -97,6 +109,13 @@ def test_reports_are_spread_only_when_disk_or_merge_fall_behind() -> None:
     clock.now += 1.0
     spread.looked(101, 50_000)
     assert spread.welcome() == MOST_S, "a hundred a second, and 50 000 wait"
+    clock.now += 1.0
+    spread.looked(20_101, 50_000)
+    swift = spread.welcome()
+    for _ in range(20):  # hosts with faults go first: the oldest stays
+        clock.now += 1.0
+        spread.looked(20_101, 50_000)
+    assert spread.welcome() == swift < MOST_S
     spread.looked(None, None)
     assert spread.welcome() == 0.0
 
@@ -134,9 +153,9 @@ def test_connections_are_bounded_and_the_key_is_named(house: House, gateway: Gat
     first, second = WireAgent(house.port, token=token()), WireAgent(house.port, host="cmp2", token=token("cmp2"))
     with first.connect():
         with second.connect():
-            with pytest.raises(urllib.error.HTTPError) as refused:
-                urllib.request.urlopen(f"http://127.0.0.1:{house.port}{wire.CHALLENGE_PATH}")
-            assert "CYBORG_AGENT_CONNECTIONS" in json.loads(refused.value.read())["error"]
+            with pytest.raises(InvalidStatus) as refused:
+                first.connect()
+            assert "CYBORG_AGENT_CONNECTIONS" in json.loads(refused.value.response.body or b"")["error"]
         until(lambda: gateway.connected == 1)
         second.connect().close()
 

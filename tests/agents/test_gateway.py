@@ -83,6 +83,17 @@ def test_the_same_content_is_stored_again_when_another_came_between(agent: WireA
     assert list(Device.objects.values_list("address", "state")) == [("0000:01:00.0", "inactive")]
 
 
+def test_what_an_older_connection_still_brings_is_not_taken_for_applied(agent: WireAgent) -> None:
+    with agent.connect() as first:
+        ask(first, a_report(card(1)))
+        tasks.merge()
+        with agent.connect() as second:
+            ask(first, a_report(card(2), seq=2))
+            ask(second, a_report(card(1), seq=3))
+    tasks.merge()
+    assert list(Device.objects.filter(state="inactive").values_list("address", flat=True)) == ["0000:01:00.0"]
+
+
 def test_an_older_report_is_acknowledged_and_dropped(agent: WireAgent) -> None:
     with agent.connect() as socket:
         ask(socket, a_report(card(1), seq=5))

@@ -14,6 +14,7 @@ import pytest
 from django.core.signing import TimestampSigner
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
+from msgspec import Raw
 from websockets.sync.client import ClientConnection
 
 from accelerators.models import Event, Host
@@ -21,7 +22,7 @@ from agents import credentials, enrolment, load, meters, peers, samples, wire
 from agents.gateway import Gateway as Served
 from agents.load import HostLoad, Loads
 from agents.models import Gateway, Lease
-from agents.peers import Ask, Door
+from agents.peers import Ask, Door, Held
 from agents.wire import DeviceLoad, Samples, Watch
 from cyborgweb.settings.keys import Keys
 from tests.agents.conftest import House
@@ -172,6 +173,9 @@ def test_a_census_waits_for_those_who_answer_and_no_longer_than_it_may(
         with answering(socket, 70.0):
             until(lambda: found.append(load.census({host}, 20)) or known(found[-1]))
         assert known(found[-1]) == {host: 70.0}
+        monkeypatch.setattr(samples, "MAX_CENSUSES", 0)
+        assert load.census({host}, 0.3).silent == (gateway.board.name,), "nobody was asked: no host is to blame"
+        assert load.last({host}).silent == ()
 
 
 def test_X5_samples_without_measure_are_dropped_and_named_and_beats_go_on(agent: WireAgent, gateway: Served) -> None:
@@ -187,9 +191,13 @@ def test_X5_samples_without_measure_are_dropped_and_named_and_beats_go_on(agent:
         assert ask(socket, wire.Beat(2)) == wire.Ack(2, "Beat")
         assert load.last() == Loads({})
     until(lambda: Event.objects.filter(action="agent.refused", host="cmp1", reason__contains="samples").exists())
-    for text in ('{"type":"Samples","loads":[{"key":"a","values":{"x":NaN}}]}', '{"type":"Samples","loads":[[]]}'):
+    unheard = (" " + says(1.0), says(1.0).encode())
+    assert says(1.0).startswith(samples.BEGINNING) and wire.encode(Samples(())).startswith(samples.BEGINNING)
+    nonsense = ('{"type":"Samples","loads":[{"key":"a","values":{"x":NaN}}]}', '{"type":"Samples","loads":[[]]}')
+    for text in (*unheard, *nonsense):
         with agent.speaking() as socket:
-            refusal = ask(socket, text)
+            socket.send(text)
+            refusal = wire.decode_from_gateway(socket.recv(timeout=10))
             assert isinstance(refusal, wire.Refuse) and refusal.code == "malformed"
     until(lambda: Event.objects.filter(host="cmp1", changes__code=[None, "malformed"]).exists())
 
@@ -244,6 +252,28 @@ def test_a_gateway_that_does_not_answer_is_named_and_not_waited_for_again(monkey
         with pytest.raises(TimeoutError):
             stuck.accept()
     load.forget()
+
+
+def test_censuses_have_threads_of_their_own_and_who_was_never_asked_is_not_quiet(
+    db: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load, "AT_ONCE", 1)
+    monkeypatch.setattr(load, "DEADLINE_S", 0.2)
+    Gateway.objects.create(name="far", url="http://127.0.0.1:99999")
+    everybody, over = load.Everybody(), threading.Event()
+    everybody._slow.submit(over.wait, 30)
+    try:
+        assert everybody.ask(Ask((1,), within_s=0.01)) == Loads({}, ("far",))
+        assert everybody._quiet == {}
+        assert everybody.ask(Ask((1,))) == Loads({}, ("far",))
+        assert list(everybody._quiet) == ["far"], "it was asked, at what is no address"
+    finally:
+        over.set()
+
+
+def test_samples_that_cannot_be_read_cost_only_their_own_host() -> None:
+    held = [Held(1, 2.0, Raw(b"{}")), Held(2, 2.0, Raw(says(5.0).encode()))]
+    assert known(Loads(load._newest(held))) == {2: 5.0}
 
 
 def test_without_gateways_nothing_is_known_at_once(db: None) -> None:

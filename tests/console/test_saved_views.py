@@ -7,6 +7,7 @@ from django.contrib.auth.models import Permission, User
 from django.test import Client
 from django.urls import reverse
 
+from cyborgweb import roles
 from cyborgweb.models import SavedView
 from tests.console.conftest import Fill
 
@@ -49,6 +50,20 @@ def test_a_view_is_saved_shown_opened_and_deleted(operator: Client, viewer: Clie
     assert views(viewer) == ["for all"]
     operator.post(KEEP, {"delete": shared.pk})
     assert views(viewer) == []
+
+
+def test_who_sees_one_project_is_shown_no_views_but_their_own(operator: Client) -> None:
+    requests = reverse("admin:accelerators_acceleratorrequest_changelist")
+    keep = reverse("list_keep", args=["accelerators.acceleratorrequest"])
+    tenant = Client()
+    user = User.objects.create(username="tina", is_staff=True)
+    user.groups.add(roles.group("project:p1"))
+    tenant.force_login(user)
+    operator.post(keep, {"name": "bank's", "query": "q=bank", "shared": "on"})
+    tenant.post(keep, {"name": "mine", "query": "q=a"})
+    page = tenant.get(requests)
+    assert [view.name for view in page.context["cl"].views()] == ["mine"]
+    assert b"bank" not in page.content
 
 
 def test_a_name_is_saved_once_and_many_are_refused(operator: Client, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,6 +90,21 @@ def test_a_census_by_its_form(operator: Client, fill: Fill, busy: list[str]) -> 
         assert why in operator.post(CENSUS, said).content.decode()
 
 
+def test_who_takes_one_census_too_many_is_told_so(
+    operator: Client, fill: Fill, busy: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(1)
+    texts = []
+
+    def another(*_: object) -> Loads:
+        texts.append(operator.post(CENSUS, {"count": "1"}).content.decode())
+        return Loads({})
+
+    monkeypatch.setattr(load, "census", another)
+    operator.post(CENSUS, {"count": "1"})
+    assert ["2 censuses are under way" in text for text in texts] == [True, False]
+
+
 def test_a_device_and_a_host_show_what_they_say_or_why_they_say_nothing(
     operator: Client, fill: Fill, busy: list[str]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,10 @@ from django.db import connection
 from django.test import Client
 from django.test.utils import CaptureQueriesContext
 
+from accelerators.caller import Caller
 from accelerators.models import Event
+from accelerators.states import Source
+from cyborgweb import maintenance, roles
 from cyborgweb.notify import sender, subscriptions
 from cyborgweb.notify.models import Delivery, Subscription
 from tests.notify.conftest import OLGA, Subscribe
@@ -151,6 +155,56 @@ def test_an_inbox_is_its_persons_alone(ask: Ask, subscribe: Subscribe) -> None:
     assert Delivery.objects.get(pk=foreign.pk).read_at is None
 
 
+def test_x4_tokens_of_one_name_share_a_user_and_no_messages(ask: Ask, subscribe: Subscribe) -> None:
+    """`ask` makes all its tokens for one user."""
+    ours, theirs = (Subscription.objects.get(uuid=made(ask, INBOX, project=of)["uuid"]) for of in ("p1", "p2"))
+    cloud = Subscription.objects.get(uuid=made(ask, INBOX | {"scope": "cloud"}, by="operator")["uuid"])
+    for row in (ours, theirs, cloud):
+        row.deliveries.create(kind="request.bound", reader=row.person, event=1)
+    foreign = theirs.deliveries.get()
+    inbox = {
+        by: [row["subscription"]["uuid"] for row in results(ask("/api/inbox/", by))] for by in ("member", "operator")
+    }
+    assert inbox == {"member": [str(ours.uuid)], "operator": [str(cloud.uuid), str(ours.uuid)]}
+    message(ask(f"/api/inbox/{foreign.message}/", "admin"), 404)
+    message(ask(f"/api/inbox/{foreign.message}/read/", "member", "p1", "POST"), 404)
+    assert json.loads(ask("/api/inbox/read_all/", "member", "p1", "POST").content) == {"read": 1}
+    assert set(Delivery.objects.filter(read_at=None).values_list("pk", flat=True)) == {
+        foreign.pk,
+        cloud.deliveries.get().pk,
+    }
+
+
+def test_x4_the_consoles_inbox_of_who_sees_one_project_is_that_projects(client: Client, subscribe: Subscribe) -> None:
+    user = User.objects.create(username="tina", is_staff=True)
+    user.groups.add(roles.group("project:p1"))
+    member = Caller("tina", str(user.pk), frozenset({"member"}), "")
+    for project in ("p1", "p2"):
+        row = subscribe(name=f"of {project}", caller=replace(member, project_id=project), scope="project")
+        row.deliveries.create(kind="device.failed", data={"name": f"card {project}"}, reader=row.person, event=1)
+    client.force_login(user)
+    page = client.get("/admin/inbox/").content.decode()
+    assert "card p1" in page and "card p2" not in page
+    client.post("/admin/inbox/", {"all": "1"})
+    assert client.get("/admin/inbox/unread/").json() == {"unread": 0}
+    assert Delivery.objects.get(read_at=None).subscription.project_id == "p2"
+
+
+def test_an_inbox_is_read_while_everything_is_read_only(ask: Ask) -> None:
+    mine = Subscription.objects.get(uuid=made(ask, INBOX)["uuid"])
+    for number in range(2):
+        mine.deliveries.create(kind="device.failed", reader=mine.person, event=number)
+    maintenance.switch(True, OLGA, "", Source.PERSON)
+    maintenance._heard(None)
+    try:
+        message(ask("/api/subscriptions/", "member", "p1", "POST", INBOX), 503)
+        one = results(ask("/api/inbox/", "member"))[0]
+        assert ask(f"{at(one)}read/", "member", "p1", "POST").status_code == 200
+        assert json.loads(ask("/api/inbox/read_all/", "member", "p1", "POST").content) == {"read": 1}
+    finally:
+        maintenance._heard(None)
+
+
 def test_p3_lists_take_at_most_five_statements(ask: Ask, subscribe: Subscribe) -> None:
     ask("/api/subscriptions/")
     for _ in range(2):
@@ -192,6 +246,22 @@ def test_the_console_subscribes_shows_and_marks_read(client: Client, receiver: R
             shown = client.get(f"/admin/cyborgweb/{path}")
         assert shown.status_code == 200 and len(captured) <= 12, path
         assert b"in-the-url" not in shown.content
+
+
+def test_who_may_not_change_it_neither_sees_nor_guesses_the_url(client: Client, subscribe: Subscribe) -> None:
+    hook = subscribe("webhook", caller=replace(OLGA, project_id="local"), scope="project", target=HOOK["target"])
+    user = User.objects.create(username="aude", is_staff=True)
+    user.groups.add(roles.group(roles.AUDITORS.group))
+    page = f"/admin/cyborgweb/subscription/{hook.pk}/change/"
+    client.force_login(user)
+    shown = client.get(page).content.decode()
+    assert "https://hook.example" in shown and "t0ken" not in shown
+    for asked in ("target__startswith", "target", "secret__startswith"):
+        assert client.get("/admin/cyborgweb/subscription/", {asked: "https://hook.example/t"}).status_code == 400
+    for path in ("subscription/?deliveries__subscription__target=x", "delivery/?subscription__target__startswith=h"):
+        assert client.get(f"/admin/cyborgweb/{path}").status_code == 400
+    client.force_login(User.objects.create(username="vera", is_staff=True, is_superuser=True))
+    assert "t0ken" in client.get(page).content.decode()
 
 
 def test_who_has_no_role_sees_no_other_persons(client: Client, subscribe: Subscribe) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cyborgweb.notify import sender, webhook
+from cyborgweb.notify import mail, sender, webhook
 from cyborgweb.notify.kinds import Kind
 from tests.notify.conftest import Subscribe
 from tests.notify.receiver import Receiver
@@ -46,4 +46,5 @@ def test_its_figures_are_the_codes() -> None:
     assert tries == sender.PAUSES_S
     assert all(f"`{kind}`" in PAGE for kind in Kind)
     assert (sender.GIVEN_UP_S, sender.PAUSED_S, sender.KEPT_S) == (3 * 86_400, 3 * 86_400, 30 * 86_400)
+    assert (mail.WHOLE_S, sender.AWAY_S) == (20, 30)
     assert (sender.PER_DESTINATION, sender.BATCH, sender.DIGEST, sender.MAIL_PAUSE_S) == (4, 64, 100, 15)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 from django.core import mail
-from django.db import connection
+from django.core.mail import EmailMessage
+from django.db import connection, connections
 from django.test.utils import CaptureQueriesContext
 
 from accelerators.models import Event
+from cyborgweb.notify import mail as letters
 from cyborgweb.notify import sender, subscriptions, webhook
 from cyborgweb.notify.models import Delivery, Subscription
 from cyborgweb.notify.webhook import Outcome
@@ -171,12 +175,12 @@ def test_what_waits_for_days_is_given_up_and_what_is_old_is_forgotten(subscribe:
 def test_mail_is_plain_and_what_comes_together_is_one(subscribe: Subscribe) -> None:
     letters = subscribe("email", target="olga@example.org")
     waiting(letters, 1, host="cmp1\r\nBcc: x@y")
-    sender.run()
+    sender.run_mails()
     waiting_more = [letters.deliveries.create(kind="device.failed", data={"name": f"card {n}"}) for n in range(5)]
-    sender.run()
+    sender.run_mails()
     assert len(mail.outbox) == 1, "not before its time"
     due_now()
-    sender.run()
+    sender.run_mails()
     first, second = mail.outbox
     assert first.subject.startswith("[Accelerators] Accelerator ready: r") and "Bcc" not in first.extra_headers
     assert second.subject == "[Accelerators] 5 messages" and second.to == ["olga@example.org"]
@@ -191,8 +195,10 @@ def test_while_the_mail_server_is_away_nothing_is_lost(
     settings.EMAIL_HOST, settings.EMAIL_PORT = "127.0.0.1", 1
     for number in range(3):
         waiting(subscribe("email", name=str(number), target=f"p{number}@example.org"))
-    sender.step()
+    assert not sender.mail_step()
+    sender.run_mails()
     assert list(Delivery.objects.order_by("id").values_list("attempts", flat=True)) == [1, 0, 0]
+    assert not sender.due("email", 9), "nobody finds out again at once"
     assert "cannot be reached" in Delivery.objects.order_by("id")[0].last_error
 
 
@@ -200,10 +206,65 @@ def test_a_slow_mail_server_ends_a_round_early(subscribe: Subscribe, monkeypatch
     monkeypatch.setattr(sender, "MAIL_S", -1)
     for number in range(3):
         waiting(subscribe("email", name=str(number), target=f"p{number}@example.org"))
-    assert sender.step()
+    assert sender.mail_step()
     assert len(mail.outbox) == Delivery.objects.filter(progress="delivered").count() == 1
-    sender.run()
+    sender.run_mails()
     assert len(mail.outbox) == 3
+
+
+def test_a_letter_is_bounded_as_a_whole(subscribe: Subscribe, monkeypatch: pytest.MonkeyPatch) -> None:
+    released = threading.Event()
+    monkeypatch.setattr(EmailMessage, "send", lambda self: released.wait(30))
+    monkeypatch.setattr(letters, "WHOLE_S", 0.05)
+    waiting(subscribe("email", target="olga@example.org"))
+    sender.run_mails()
+    released.set()
+    one = Delivery.objects.get()
+    assert (one.attempts, one.last_error) == (1, "The mail server did not answer in time.")
+
+
+def test_a_mail_that_cannot_be_made_is_not_hidden(subscribe: Subscribe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EmailMessage, "send", lambda self: {}["a fault of ours"])
+    waiting(subscribe("email", target="olga@example.org"))
+    with pytest.raises(KeyError, match="a fault of ours"):
+        sender.run_mails()
+
+
+OPEN = """
+SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND backend_type = 'client backend'
+  AND xact_start IS NOT NULL AND pid <> pg_backend_pid()
+"""
+
+
+@pytest.mark.django_db(transaction=True)
+def test_while_it_posts_and_mails_no_transaction_is_open_and_nobody_else_does_it(
+    subscribe: Subscribe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+
+    def look() -> None:
+        """On the thread that posts: another connection, and the job comes once more."""
+        with closing(connections.create_connection("default")) as other, other.cursor() as cursor:
+            cursor.execute(OPEN)
+            seen.append(cursor.fetchone()[0])
+        try:
+            sender.run()
+            sender.run_mails()
+        finally:
+            connection.close()
+
+    def post(*_: Any) -> Outcome:
+        look()
+        return Outcome()
+
+    monkeypatch.setattr(webhook, "post", post)
+    monkeypatch.setattr(EmailMessage, "send", lambda self: look())
+    waiting(subscribe("webhook", target="https://hook.example/"))
+    waiting(subscribe("email", target="olga@example.org"))
+    sender.run()
+    sender.run_mails()
+    assert seen == [0, 0]
+    assert set(Delivery.objects.values_list("progress", "attempts")) == {("delivered", 1)}
 
 
 def test_a_secret_of_another_key_is_said(subscribe: Subscribe, receiver: Receiver, settings: Any) -> None:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Callable, Collection
 from datetime import UTC, datetime
+from typing import Any
 from uuid import uuid4
 
 import pytest
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
-from accelerators import conductor
+from accelerators import candidates, conductor
 from accelerators.models import AcceleratorRequest, AttachHandle, Deployable, Device, DeviceProfile, Host
 from agents import load
+from agents.gateway import Gateway
 from agents.load import HostLoad, Loads
 from agents.models import Agent, Lease
+from cyborgweb.asgi import Http
+from cyborgweb.settings.keys import Keys
 from tests.own.conftest import Ask, Fill, message, results
 from tests.support.reports import a_heard_host, a_host
 
@@ -91,6 +96,34 @@ def test_units_and_load_by_host_and_by_class(ask: Ask, fill: Fill, heard: Heard)
     (both,) = results(ask("/api/usage/?by=type,host&host=cmp1"))
     assert (both["group"], both["total"]) == ({"type": "FPGA", "host": "cmp1"}, 8)
     assert results(ask("/api/usage/?by=host&resource_class=VGPU")) == []
+
+
+def test_free_is_what_a_bind_would_get(ask: Ask, heard: Heard) -> None:
+    host = a_heard_host("cmp0", 5)
+    ready(host)
+    busy, device_nodes, gone, crowded, plain = host.devices.order_by("id")
+    handles = AttachHandle.objects
+    with conductor.writing():
+        Device.objects.filter(pk=busy.pk).update(busy_with=uuid4())
+        handles.filter(deployable__device=device_nodes).update(attach_type="DEV")
+        handles.filter(pk=handles.filter(deployable__device=gone).first().pk).update(missing_since=datetime.now(UTC))
+        profile = DeviceProfile.objects.create(name="one", groups=[])
+        for handle in handles.filter(deployable__device=crowded):
+            AcceleratorRequest.objects.create(
+                project_id="p1",
+                state="Bound",
+                profile=profile,
+                group={},
+                deployable=handle.deployable,
+                attach_handle=handle,
+            )
+        Deployable.objects.filter(device=crowded).update(num_accelerators=0)
+    (all_,) = results(ask("/api/usage/"))
+    assert [all_[name] for name in ("total", "held", "free", "reserved")] == [8, 2, 3, 5]
+    assert all_["free"] == sum(one.free for one in candidates.of(host))
+    with conductor.writing():
+        Deployable.objects.filter(device=plain).update(num_accelerators=1)
+    assert [one["free"] for one in results(ask("/api/usage/?by=host,type"))] == [2], "Placement gives no more"
 
 
 def test_what_cannot_be_is_not_counted(ask: Ask, fill: Fill, heard: Heard) -> None:
@@ -213,7 +246,7 @@ def test_a_census_of_named_hosts_counts_room_and_names_a_gateway_that_is_away(as
     [
         ({"hosts": ["nope"]}, 404, "There is no host nope."),
         ({"profile": "nope"}, 404, "There is no device profile 'nope'."),
-        ({"profile": "none"}, 400, "asks for no accelerator"),
+        ({"profile": "none"}, 409, "asks for no accelerator"),
         ({"count": 0}, 400, "count"),
         ({"count": 100_000}, 400, "count"),
         ({"within_s": 11}, 400, "within_s"),
@@ -231,6 +264,47 @@ def test_a_census_is_for_who_runs_accelerators(ask: Ask, db: None) -> None:
     for who, status in (("admin", 200), ("manager", 200), ("operator", 200), ("member", 403), ("", 401)):
         assert ask(CENSUS, who, method="POST", data={}).status_code == status
     message(ask(CENSUS), 405)
+
+
+def test_only_so_many_censuses_at_once(ask: Ask, heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
+    a_heard_host("cmp0", 1)
+    meanwhile = []
+
+    def another(hosts: Collection[int], within_s: float) -> Loads:
+        meanwhile.append(ask(CENSUS, method="POST", data={}))
+        return Loads({})
+
+    monkeypatch.setattr(load, "census", another)
+    for _ in range(2):
+        meanwhile.clear()
+        assert ask(CENSUS, method="POST", data={}).status_code == 200
+        refused, second = meanwhile
+        assert "2 censuses are under way" in message(refused, 503) and refused["Retry-After"] == "5"
+        assert second.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "where"),
+    [
+        ("POST", "/api/census/", "long"),
+        ("POST", "/api/census", "long"),
+        ("POST", "/admin/census/", "long"),
+        ("GET", "/admin/census/", "short"),
+        ("POST", "/api/censuses/", "short"),
+    ],
+)
+def test_a_census_takes_no_thread_from_lists(method: str, path: str, where: str) -> None:
+    taken = []
+
+    async def short(*_: Any) -> None:
+        taken.append("short")
+
+    async def long(*_: Any) -> None:
+        taken.append("long")
+
+    http = Http(Gateway(Keys()), short, long)  # type: ignore[arg-type]
+    asyncio.run(http({"type": "http", "method": method, "path": path, "headers": []}, None, None))
+    assert taken == [where]
 
 
 def test_a_census_of_a_thousand_hosts_costs_what_one_of_ten_costs(ask: Ask, heard: Heard) -> None:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 
 import pytest
-from django.contrib.auth.models import Permission, User
+from django.contrib.auth.models import Group, Permission, User
 from django.core.management import CommandError, call_command
 from django.test import Client
 
@@ -28,7 +28,7 @@ def enter() -> Enter:
     """A person in the group of this name, at the console."""
 
     def come(group: str) -> Client:
-        user = User.objects.create(username=group, is_staff=True, is_superuser=group == "administrators")
+        user = User.objects.create(username=group, is_staff=True, is_superuser=group == "role:administrator")
         user.groups.add(roles.group(group))
         client = Client()
         client.force_login(user)
@@ -55,16 +55,15 @@ def test_each_role_is_offered_what_it_may_do_and_told_why_not_the_rest(enter: En
         False,
         False,
     ]
-    assert (
-        "It takes the role admin, or a place in the group administrators; yours: auditor, reader." in shown["auditors"]
-    )
-    assert "Why can’t I change anything here?" in shown["operators"]
-    assert "Why can’t I do anything else?" in shown["administrators"]
+    why = "It takes the role admin, or a place in the group role:administrator; yours: auditor, reader."
+    assert why in shown["role:auditor"]
+    assert "Why can’t I change anything here?" in shown["role:operator"]
+    assert "Why can’t I do anything else?" in shown["role:administrator"]
 
 
 def test_operators_have_hosts_looked_at_again_and_nothing_that_takes_more(enter: Enter, device: Device) -> None:
     host = f"/admin/accelerators/host/{device.host_id}/"
-    operator, viewer = enter("operators"), enter("viewers")
+    operator, viewer = enter("role:operator"), enter("role:viewer")
     assert ['value="rescan"' in one.get(f"{host}change/").content.decode() for one in (operator, viewer)] == [
         True,
         False,
@@ -80,7 +79,7 @@ def test_operators_have_hosts_looked_at_again_and_nothing_that_takes_more(enter:
 
 def test_auditors_see_who_has_access_and_viewers_do_not(enter: Enter) -> None:
     pages = "/admin/auth/user/", "/admin/cyborgweb/apitoken/", "/admin/accelerators/event/"
-    auditor, viewer = enter("auditors"), enter("viewers")
+    auditor, viewer = enter("role:auditor"), enter("role:viewer")
     assert [auditor.get(page).status_code for page in pages] == [200, 200, 200]
     assert [viewer.get(page).status_code for page in pages] == [403, 403, 200]
 
@@ -106,6 +105,20 @@ def test_a_tenant_sees_its_own_project_s_requests_wherever_it_looks(enter: Enter
     assert [row["uuid"] for row in rows] == [str(mine.uuid)]
 
 
+def test_a_group_of_one_s_own_means_nothing_and_one_of_a_project_is_given_what_it_takes(enter: Enter) -> None:
+    Group.objects.create(name="operators")
+    User.objects.create(username="max").groups.add(Group.objects.get(name="operators"))
+    assert roles.words_of(User.objects.get(username="max")) == {"reader"}
+    admin = enter("role:administrator")
+    admin.post("/admin/auth/group/add/", {"name": "project:p9"})
+    given = Group.objects.get(name="project:p9").permissions.values_list("codename", flat=True)
+    assert set(given) == {"view_acceleratorrequest", "view_deviceprofile"}
+    Group.objects.create(name="project:")
+    User.objects.get(username="max").groups.set([Group.objects.get(name="project:")])
+    assert roles.project_of(User.objects.get(username="max")) == ""
+    assert not User.objects.get(username="max").has_perm("accelerators.view_acceleratorrequest")
+
+
 def test_django_s_own_permission_does_as_well(device: Device, client: Client) -> None:
     rudi = User.objects.create(username="rudi", is_staff=True)
     rudi.user_permissions.set(Permission.objects.filter(codename__in=["view_device", "change_device"]))
@@ -118,10 +131,10 @@ def test_django_s_own_permission_does_as_well(device: Device, client: Client) ->
 
 @pytest.mark.django_db(transaction=True)
 def test_read_only_holds_console_and_apis_back_and_says_why(enter: Enter, device: Device) -> None:
-    ada = enter("administrators")
+    ada = enter("role:administrator")
     token = {"X-Auth-Token": ApiToken.make("t", User.objects.get(), sorted(roles.ADMINISTRATORS.words), "p1")}
     ada.post("/admin/cyborgweb/maintenance/1/change/", {"on": "yes", "reason": "the database moves"})
-    because = "by administrators: the database moves. Try again later."
+    because = "by role:administrator: the database moves. Try again later."
     for path, body in (
         (f"/admin/accelerators/device/{device.pk}/decide/", {"choice": "quarantine"}),
         (f"/api/devices/{device.uuid}/quarantine/", {}),
@@ -143,13 +156,13 @@ def test_read_only_holds_console_and_apis_back_and_says_why(enter: Enter, device
         Event.objects.filter(action__startswith="maintenance.").order_by("id").values_list("action", "actor", "reason")
     )
     assert list(said) == [
-        ("maintenance.begun", "administrators", "the database moves"),
-        ("maintenance.ended", "administrators", ""),
+        ("maintenance.begun", "role:administrator", "the database moves"),
+        ("maintenance.ended", "role:administrator", ""),
     ]
 
 
 def test_who_may_not_switch_it_does_not(enter: Enter) -> None:
-    enter("operators").post("/admin/cyborgweb/maintenance/1/change/", {"on": "yes"})
+    enter("role:operator").post("/admin/cyborgweb/maintenance/1/change/", {"on": "yes"})
     assert maintenance.current() is None
 
 

@@ -18,7 +18,9 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from accelerators import conductor
-from accelerators.models import Device
+from accelerators.models import AcceleratorRequest, Device, DeviceProfile
+from accelerators.states import Source
+from cyborgweb import roles
 from cyborgweb.live.feed import Feed, Pace
 from cyborgweb.live.socket import Console
 from tests.support.reports import a_heard_host, a_host, answer, apply, card
@@ -180,6 +182,33 @@ def test_what_no_generation_counts_is_told_as_well(port: int, page: Client, pers
     agent.version = "9.9"
     agent.save()
     tab.until(lambda: "9.9" in tab.cells[str(agent.pk)]["field-version"])
+
+
+def test_who_sees_one_project_s_rows_and_who_sees_all_are_each_told_of_their_own(port: int) -> None:
+    with conductor.writing():
+        profile = DeviceProfile.objects.create(name="small", groups=[{"resources:FPGA": "1"}])
+        make = {"state": "Initial", "profile": profile, "group": {}}
+        made = [AcceleratorRequest.objects.create(project_id=project, **make) for project in ("p1", "p2")]
+        conductor.record("request.created", Source.SYSTEM, "test")
+    mine, theirs = (str(one.pk) for one in made)
+    requests, tabs = "/admin/accelerators/acceleratorrequest/", []
+    for group in ("project:p1", "role:administrator"):
+        user = User.objects.create(username=group, is_staff=True, is_superuser=group == "role:administrator")
+        user.groups.add(roles.group(group))
+        client = Client()
+        client.force_login(user)
+        tabs.append(Tab(port, client, requests))
+    tenant, admin = tabs
+    assert (set(tenant.cells), set(admin.cells)) == ({mine}, {mine, theirs})
+    tenant.say(path=requests, query="", rows=[mine, theirs])  # what its page never showed
+    tenant.until(lambda: tenant.live and theirs in tenant.gone)
+    admin.until(lambda: admin.live)
+    with conductor.writing():
+        AcceleratorRequest.objects.update(hostname="cmp77")
+        conductor.record("request.bound", Source.SYSTEM, "test")
+    admin.until(lambda: all("cmp77" in cells["field-hostname"] for cells in admin.cells.values()))
+    tenant.until(lambda: "cmp77" in tenant.cells[mine]["field-hostname"])
+    assert not admin.gone and set(tenant.cells) == {mine}
 
 
 def test_other_pages_are_told_to_fetch_themselves_once_for_many_changes(port: int, page: Client) -> None:

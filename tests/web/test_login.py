@@ -118,7 +118,12 @@ def test_which_roles_may_look_is_configured(client: Client, console: None) -> No
 
 
 def test_each_of_keystone_s_roles_has_its_place(client: Client, console: None) -> None:
-    places = {"accelerator_operator": "operators", "auditor": "auditors", "manager": "viewers", "member": "project:p1"}
+    places = {
+        "accelerator_operator": "role:operator",
+        "auditor": "role:auditor",
+        "manager": "role:viewer",
+        "member": "project:p1",
+    }
     with vouching(CYBORG_CONSOLE_TENANT_ROLES="member") as keystone:
         for role, place in places.items():
             keystone.users.append(Person(f"one {role}", PASSWORD, {"p1": [role, "reader"]}))

@@ -7,7 +7,9 @@ import os
 import re
 import subprocess
 import sys
+import time
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -252,6 +254,26 @@ def test_what_devices_have_to_do_is_told_where_that_is_wanted_and_no_more_than_i
     assert value(bounded, "cyborg_device_load_left_out") == 2
 
 
+def test_a_host_takes_no_other_hosts_place_and_makes_up_no_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    greedy, modest = a_heard_host("cmp1", 3), a_heard_host("cmp2", 1)
+    kept = {"temperature_celsius": 61.0, "temperature_celsius_63": 50.0, "power_watts": 75.0}
+    made_up = dict.fromkeys(("of_my_own", "temperature_celsius_064", "temperature_celsius_100", "power_watts_2"), 1.0)
+
+    def last() -> load.Loads:
+        said = {host: dict.fromkeys(host.devices.values_list("key", flat=True), kept) for host in (greedy, modest)}
+        said[greedy] = {key: made_up | values for key, values in said[greedy].items()}
+        return load.Loads({host.pk: load.HostLoad(host.pk, time.time(), devices) for host, devices in said.items()})
+
+    monkeypatch.setattr(load, "last", last)
+    monkeypatch.setattr(settings, "KEYS", replace(settings.KEYS, metrics_devices=True))
+    monkeypatch.setattr(snapshot, "MOST_OF_HOST", 4)
+    told = scrape()
+    series = [dict(labels) for name, labels in told if name == "cyborg_device_load"]
+    assert Counter(one["host"] for one in series) == {"cmp1": 4, "cmp2": 3}
+    assert {one["metric"] for one in series} == {*kept}
+    assert value(told, "cyborg_device_load_left_out") == 3 * (len(kept) + len(made_up)) - 4
+
+
 def test_every_route_has_a_template_that_people_can_read() -> None:
     def routes(of: Any, before: str = "") -> Iterator[str]:
         for pattern in of.url_patterns:
@@ -315,6 +337,45 @@ def test_what_forks_count_is_added_up_and_outlives_them_in_no_more_files(tmp_pat
     assert [told["cyborg_now"] for told in (*first, *second)] == [3, 0, 3, 0]
     assert first[1]["files"] == second[1]["files"], "a process that is gone leaves its files to the next"
     assert cleared["cyborg_done_total"] == 1, "what the living one counted"
+
+
+FAILING = """
+import os
+from contextlib import suppress
+from accelerators import meters, slots
+where = slots.folder()
+meters.gauge("cyborg_now", "Now.").set(1)
+room = {file.name: file.stat().st_blocks * 512 for file in where.glob("*.db")}
+assert len(room) == 3 and min(room.values()) >= slots.ROOM_BYTES, room
+where.rename(where.with_name("away"))
+where.write_text("no folder")
+for counts in (True, False):
+    if not (pid := os.fork()):
+        mine = []
+        for _ in range(2):
+            if counts:
+                meters.merged(0.1, 1, 1)
+                meters._answers.labels("new").observe(0.1)
+            else:
+                with suppress(OSError):
+                    slots.mine()
+            mine = mine or [os.open("/", os.O_RDONLY)]
+        os._exit(not all(os.fstat(one) for one in mine))
+    assert os.waitpid(pid, 0)[1] == 0, counts
+"""
+
+
+def test_what_is_counted_goes_on_where_a_fork_finds_no_files_and_no_file_is_without_room(tmp_path: Path) -> None:
+    said = subprocess.run(
+        [sys.executable, "-c", FAILING],
+        env=os.environ | {slots.VARIABLE: str(tmp_path / "metrics"), "CYBORG_STATE_DIR": str(tmp_path)},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert said.returncode == 0, said.stderr
+    assert said.stderr.count("counts nowhere") == 1
 
 
 def test_a_folder_that_cannot_be_used_costs_no_more_than_the_sum(tmp_path: Path) -> None:

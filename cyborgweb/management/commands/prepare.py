@@ -7,13 +7,15 @@ import json
 import os
 import secrets
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 from django.contrib.auth import get_user_model
 from django.core.management import call_command
-from django.core.management.base import BaseCommand
-from django.db import connection
+from django.core.management.base import BaseCommand, CommandError
+from django.db import OperationalError, connection
+from psycopg.errors import LockNotAvailable
 
 from accelerators import conductor, rules, ticks
 from accelerators.caller import Caller
@@ -21,11 +23,12 @@ from accelerators.models import AdmissionRule, Event, Host
 from accelerators.states import Source
 from agents import enrolment
 from agents.host.settings import AgentSettings, host_of
-from cyborgweb import roles
 from cyborgweb.settings.keys import keys
 from drivers.configuration import load
 
 MIGRATION_LOCK = 0x6D696772
+TRIES, PAUSE_S = 60, 1.0
+"""How often a migration is tried that cannot get its lock: who serves meanwhile is never kept waiting for long."""
 
 
 class Command(BaseCommand):
@@ -41,13 +44,7 @@ class Command(BaseCommand):
         )
 
     def handle(self, *args: Any, **options: Any) -> None:
-        with connection.cursor() as cursor:
-            cursor.execute("SELECT pg_advisory_lock(%s)", [MIGRATION_LOCK])
-        call_command("migrate", verbosity=0, interactive=False, stdout=sys.stderr, skip_checks=True)
-        with connection.cursor() as cursor:  # the database may have been restored elsewhere
-            cursor.execute("SELECT accelerators_event_renumber()")
-        for role in roles.ROLES:
-            roles.group(role.group)
+        _migrate()
         if options["sample_rules"]:
             _sample_rules()
         path = keys().state / "first-login"
@@ -60,6 +57,23 @@ class Command(BaseCommand):
             "dsn": _dsn(),
         }
         self.stdout.write(json.dumps(facts))
+
+
+def _migrate() -> None:
+    """One process at a time. Who waits holds no snapshot: an index that is built beside writers would wait for it."""
+    for tries in range(TRIES, -1, -1):
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT pg_try_advisory_lock(%s)", [MIGRATION_LOCK])
+            mine = cursor.fetchone()[0]
+        try:
+            if mine:
+                call_command("migrate", verbosity=0, interactive=False, stdout=sys.stderr, skip_checks=True)
+                return
+        except OperationalError as error:
+            if not (isinstance(error.__cause__, LockNotAvailable) and tries):
+                raise
+        time.sleep(PAUSE_S)
+    raise CommandError("another process has been migrating this database for a minute: see what it waits for")
 
 
 def _first_login(path: Path) -> str:

@@ -69,6 +69,8 @@ class StandIn:
     jitter_s: float = 0.0
     samples: list[wire.Samples] = field(default_factory=list)
     images: dict[str, bytes] = field(default_factory=dict)
+    busy: int = 0
+    """So many challenges are refused with 503."""
     reports: list[wire.Report] = field(default_factory=list)
     beats: list[wire.Beat] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
@@ -101,6 +103,9 @@ class StandIn:
     def _request(self, connection: ServerConnection, request: Request) -> Response | None:
         self.requests.append(request.path)
         if request.path == wire.CHALLENGE_PATH:
+            if self.busy:
+                self.busy -= 1
+                return connection.respond(http.HTTPStatus.SERVICE_UNAVAILABLE, "{}")
             nonce = secrets.token_urlsafe(18)
             self._nonces.add(nonce)
             body = msgspec.json.encode(credentials.Challenge(nonce=nonce, seconds=30, versions=wire.VERSIONS))

@@ -346,7 +346,9 @@ def test_the_pinned_server_is_spoken_to(tmp_path: Path, certificate: tuple[ssl.S
     asyncio.run(story())
 
 
-def test_the_pinned_server_hands_out_images(tmp_path: Path, certificate: tuple[ssl.SSLContext, str]) -> None:
+def test_the_pinned_server_hands_out_images(
+    tmp_path: Path, certificate: tuple[ssl.SSLContext, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def story() -> None:
         context, fingerprint = certificate
         server = StandIn(fingerprint=fingerprint, images={"i": b"bits"})
@@ -361,6 +363,15 @@ def test_the_pinned_server_hands_out_images(tmp_path: Path, certificate: tuple[s
                 assert Path(image.path).exists()
             assert not Path(image.path).exists()
             assert [one.epoch for one in server.credentials] == [7]
+            monkeypatch.setattr("agents.host.images.PAUSE_S", 0.01)
+            server.busy = 3
+            async with images.lent(ref, lambda _: None) as image:
+                assert server.busy == 0 and Path(image.path).exists(), "it is asked again until it has time"
+            monkeypatch.setattr("agents.host.images.BUSY_S", 0.0)
+            server.busy = 1
+            with pytest.raises(DriverError, match="503"):
+                async with images.lent(ref, lambda _: None):
+                    raise AssertionError("never")
             other = replace(server.gateway(), fingerprint="ab" * 32)
             with pytest.raises(DriverError, match="the join token pins"):
                 async with Images(tmp_path / "other", other, keys, lambda: 7).lent(ref, lambda _: None):

@@ -105,6 +105,18 @@ def test_a_driver_is_spared_as_long_as_it_was_slow_and_longer_with_every_failure
     assert manners.failed(100.0) == PAUSE_S
 
 
+def test_what_a_driver_was_not_asked_for_and_what_no_message_holds_is_left_out() -> None:
+    class Liar:
+        async def samples(self, asks: Sequence[Ask]) -> tuple[Sample, ...]:
+            many = tuple(Sample("a", f"metric_{n}", 1.0) for n in range(100))
+            return (Sample("b", "power_watts", 1.0), Sample("a", "power_watts", math.inf), *many)
+
+    report = wire.Report(1, 1, "x" * 40, (found(keys=["a"]),))
+    told = asyncio.run(Meter({"fake_driver": Liar()}, lambda: report)._round())
+    assert [one.key for one in told.loads] == ["a"] and "power_watts" not in told.loads[0].values
+    assert wire.decode_from_agent(wire.encode(told)) == told, "the gateway takes it"
+
+
 def test_what_the_gateway_does_not_take_is_left_out_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
     loads = tuple(wire.DeviceLoad(f"pci:é{n}", {"power_watts": float(n)}) for n in range(5000))
     meter = Meter({}, lambda: None)

@@ -1,0 +1,103 @@
+"""What overtakes what in the gateway's writer: its turns are taken by hand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from accelerators import conductor
+from accelerators.models import Host
+from agents import credentials
+from agents.gateway import Gateway
+from agents.models import Agent, Spooled
+from agents.spool import AdmitJob, Job, SpoolJob
+from cyborgweb.settings.keys import Keys
+from tests.support.reports import a_host
+from tests.support.wireagent import WireAgent
+
+pytestmark = pytest.mark.django_db
+R0, R1 = "0" * 40, "1" * 40
+
+
+@dataclass
+class Turns:
+    """The writer of a gateway, and an event loop that runs when somebody looks."""
+
+    gateway: Gateway
+    loop: asyncio.AbstractEventLoop
+
+    def put(self, job: Job) -> asyncio.Future[Any]:
+        """As the event loop does."""
+        self.gateway._writer._jobs.put(job)
+        return job.future
+
+    def report(self, host: Host, seq: int, content: str, *, urgent: bool = False) -> asyncio.Future[Any]:
+        """One that waits to be stored."""
+        return self.put(SpoolJob(self.loop.create_future(), host.id, (1, seq), content, "{}", urgent))
+
+    def admit(self, agent: WireAgent) -> str:
+        """What the agent of a host that connects now is told to be applied."""
+        credential = credentials.parse_authorization(agent.credential("nonce"))
+        future = self.put(AdmitJob(self.loop.create_future(), credential))
+        self.turn()
+        return str(future.result().applied_hash)
+
+    def turn(self) -> None:
+        """One batch."""
+        self.gateway._writer._turn()
+        self.loop.call_soon(self.loop.stop)
+        self.loop.run_forever()
+
+
+@pytest.fixture
+def turns() -> Iterator[Turns]:
+    loop = asyncio.new_event_loop()
+    made = Turns(Gateway(Keys(flush_max_rows=1, flush_interval_ms=0.0)), loop)
+    made.gateway._writer._loop = loop
+    yield made
+    loop.close()
+
+
+@pytest.fixture
+def agent() -> WireAgent:
+    made = WireAgent(0)
+    host = a_host("cmp1")
+    with conductor.writing():
+        Host.objects.filter(pk=host.pk).update(applied_hash=R0)
+    Agent.objects.create(host=host, public_key=made.public_key)
+    return made
+
+
+@pytest.mark.parametrize("urgent", [False, True])
+def test_a_report_that_waits_is_never_overtaken_by_what_is_applied(
+    turns: Turns, agent: WireAgent, urgent: bool
+) -> None:
+    host, other = Host.objects.get(), a_host("cmp2")
+    assert turns.admit(agent) == R0
+    turns.report(other, 1, R1)
+    before = turns.report(host, 1, R1)
+    assert turns.admit(agent) == "", "it waits behind the other's"
+    after = turns.report(host, 2, R0, urgent=urgent)
+    for _ in range(2):
+        turns.turn()
+    assert (before.result(), after.result()) == (True, True), "both are stored, and seq says which is the later"
+    assert turns.admit(agent) == ""
+    Spooled.objects.all().delete()
+    assert turns.report(host, 3, R0) and turns.admit(agent) == "", "of this batch"
+    assert turns.admit(agent) == R0
+    assert not Spooled.objects.exists(), "alone it is what is applied"
+
+
+def test_a_report_whose_connection_has_ended_is_not_stored(turns: Turns, agent: WireAgent) -> None:
+    host, other = Host.objects.get(), a_host("cmp2")
+    turns.report(other, 1, R1)
+    gone = turns.report(host, 1, R1)
+    turns.turn()
+    gone.cancel()
+    turns.turn()
+    assert list(Spooled.objects.values_list("host", flat=True)) == [other.id]
+    assert turns.admit(agent) == R0
