@@ -272,6 +272,7 @@ async def aside(work: Callable[[], T], timeout_s: float = READ_S) -> T:
 
     threading.Thread(target=run, daemon=True).start()
     try:
-        return await asyncio.wait_for(answer, timeout_s)
+        async with asyncio.timeout(timeout_s):  # wait_for of Python 3.11 forgets a cancellation that meets the answer
+            return await answer
     except TimeoutError:
         raise Timeout(f"reading the host took more than {timeout_s:g} s") from None

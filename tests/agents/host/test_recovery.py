@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import pytest
 from agents import wire
 from agents.host.journal import Journal
 from agents.host.ledger import Ledger
+from agents.host.perform import aside
 from agents.host.roster import Roster
 from drivers.errors import Busy
 from drivers.hand import Hand
@@ -260,6 +263,21 @@ def test_what_takes_too_long_after_a_reboot_does_not_hold_the_first_report(tmp_p
         driver.plans["install"] = once(endless)
         async with workshop(tmp_path, driver, boot="boot2", prepare_s=0.1) as host:
             assert status(host) == ("failed", "after the reboot it could not be put back within 0.1 s")
+
+    asyncio.run(story())
+
+
+def test_a_cancellation_that_meets_the_answer_of_a_look_is_not_forgotten() -> None:
+    async def story() -> None:
+        threads: list[threading.Thread] = []
+        task = asyncio.ensure_future(aside(lambda: threads.append(threading.current_thread())))
+        await asyncio.sleep(0)
+        while not threads:
+            time.sleep(0.001)
+        threads[0].join()  # its answer waits for the loop, and the cancellation comes right behind it
+        asyncio.get_running_loop().call_soon(task.cancel)
+        with pytest.raises(asyncio.CancelledError):
+            await task
 
     asyncio.run(story())
 
