@@ -15,7 +15,8 @@ from pathlib import Path
 
 from drivers.process import die_with_parent
 from tests.bench.figures import Row, table
-from tests.bench.lab import CannotMeasure, Generator, Lab
+from tests.bench.lab import Generator, Lab
+from tests.bench.orders import CannotMeasure
 from tests.bench.whole import Whole
 
 GROUPS = {"samples", "wire", "merge", "api", "whole", "agent", "uevent", "silence", "commands", "openstack", "console"}

@@ -7,7 +7,6 @@ first; PostgreSQL goes where the kernel puts it, so on two cores it shares them 
 from __future__ import annotations
 
 import fcntl
-import json
 import logging
 import os
 import shutil
@@ -18,18 +17,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from cyborgweb.postgres import Postgres
+from tests.bench.orders import ROOT, CannotMeasure, Ordered
 
-ROOT = Path(__file__).resolve().parents[2]
 CORES = sorted(os.sched_getaffinity(0))
 SERVER_CORE, LOAD_CORE = {CORES[0]}, {CORES[-1]}
 READY_S = 30
-
-
-class CannotMeasure(RuntimeError):
-    """Something the bench needs did not come up; the text says what."""
 
 
 class Lab:
@@ -144,46 +139,15 @@ def _wait_until_it_answers(process: subprocess.Popen[bytes], port: int, name: st
             raise CannotMeasure(f"the server {name} does not answer (exit status {process.poll()})")
 
 
-class Generator:
-    """The other end of `tests.bench.load`: `generator.run(group=…)` is its command `run`."""
+class Generator(Ordered):
+    """The other end of `tests.bench.load`: `generator.ask("run", group=…)` is its command `run`."""
 
     def __init__(self, lab: Lab) -> None:
         with lab.log("load") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.bench.load"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                cwd=ROOT,
-                env=_environment(),
-            )
-        os.sched_setaffinity(self._process.pid, LOAD_CORE)
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._process.pid
-
-    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """Have it done; raises CannotMeasure with what went wrong."""
-        assert self._process.stdin and self._process.stdout
-        self._process.stdin.write(json.dumps({"do": do} | arguments) + "\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        if not line:
-            raise CannotMeasure(f"the load generator ended in {do!r} with {self._process.wait(5)}")
-        answer: dict[str, Any] = json.loads(line)
-        if "error" in answer:
-            raise CannotMeasure(f"{do}: {answer['error']}")
-        return answer
+            super().__init__("tests.bench.load", log)
+        os.sched_setaffinity(self.pid, LOAD_CORE)
 
     def connect(self, group: str, port: int, count: int) -> None:
         """`count` agents; raises CannotMeasure when one is refused."""
         if refused := self.ask("connect", group=group, port=port, count=count)["refused"]:
             raise CannotMeasure(f"{group}: {sum(refused.values())} agents were refused: {refused}")
-
-    def stop(self) -> None:
-        """End it."""
-        self._process.kill()
-        self._process.wait()

@@ -6,19 +6,15 @@ Each line is a command with its arguments, each answer one line. `tests.bench.la
 from __future__ import annotations
 
 import asyncio
-import json
 import random
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
-import uvloop
-
 from agents import wire
 from agents.host.pace import Backoff, Pace
-from drivers.process import die_with_parent
 from tests.bench import callers, messages, visible
+from tests.bench.orders import obey
 from tests.bench.peer import Address, Key, Peer, Refused, address, connect, key_of
 from tests.bench.sampling import Sampling
 
@@ -250,23 +246,5 @@ def _percentiles(ordered: list[float]) -> dict[str, float]:
     return {f"p{n}_ms": ordered[min(len(ordered) - 1, len(ordered) * n // 100)] * 1000 for n in (50, 99)}
 
 
-async def _serve() -> None:
-    load, loop = Load(), asyncio.get_running_loop()
-    while line := await loop.run_in_executor(None, sys.stdin.readline):
-        command = json.loads(line)
-        try:
-            answer = await getattr(load, command.pop("do"))(**command)
-        except (OSError, TimeoutError, RuntimeError) as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answer), flush=True)
-
-
-def main() -> None:
-    """Until standard input ends."""
-    die_with_parent()
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve())
-
-
 if __name__ == "__main__":
-    main()
+    obey(Load)

@@ -17,7 +17,8 @@ from accelerators import commands, conductor, hub
 from accelerators.commands import Order
 from tests.bench import fixtures
 from tests.bench.figures import Row, median
-from tests.bench.lab import CannotMeasure, Generator
+from tests.bench.lab import Generator
+from tests.bench.orders import CannotMeasure
 from tests.bench.whole import Whole
 
 AGENTS = 200

@@ -16,7 +16,8 @@ from uuid import uuid4
 from tests.bench import rows_placement
 from tests.bench.callers import BIND, PROFILE
 from tests.bench.figures import Row, median
-from tests.bench.lab import CannotMeasure, Lab
+from tests.bench.lab import Lab
+from tests.bench.orders import CannotMeasure
 from tests.bench.whole import Whole, running, wait_for
 from tests.support import nova as novas
 from tests.support.nova import Nova

@@ -29,7 +29,7 @@ from placement_sync import tasks
 from placement_sync.models import Tree, WrittenProvider
 from tests.bench import fixtures, messages
 from tests.bench.figures import Row
-from tests.bench.lab import CannotMeasure
+from tests.bench.orders import CannotMeasure
 from tests.system.placement import Placement
 
 DEVICES = 8

@@ -22,7 +22,8 @@ from accelerators.caller import Caller
 from tests.bench import inventory
 from tests.bench.callers import PROFILE
 from tests.bench.figures import Row, cpu_s
-from tests.bench.lab import CannotMeasure, Generator, Lab
+from tests.bench.lab import Generator, Lab
+from tests.bench.orders import CannotMeasure
 from tests.bench.scaled import granian
 from tests.bench.whole import Whole, children
 

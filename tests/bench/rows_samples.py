@@ -14,7 +14,8 @@ from typing import Any
 
 from tests.bench import fixtures
 from tests.bench.figures import Row, cpu_s, median
-from tests.bench.lab import CannotMeasure, Generator, Lab, Server, serving
+from tests.bench.lab import Generator, Lab, Server, serving
+from tests.bench.orders import CannotMeasure
 
 DEVICES, METRICS = 8, 6
 EVERY_S, FOR_S = 1.0, 4.0

@@ -20,7 +20,8 @@ from django.db import connection
 from tests.bench import fixtures, inventory, messages
 from tests.bench.callers import REQUESTS
 from tests.bench.figures import Row
-from tests.bench.lab import CannotMeasure, Generator, Lab
+from tests.bench.lab import Generator, Lab
+from tests.bench.orders import CannotMeasure
 from tests.bench.whole import Whole, get, wait_for
 
 DEVICES = 8

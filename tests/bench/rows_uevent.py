@@ -17,7 +17,8 @@ from time import monotonic, sleep
 from agents import enrolment
 from agents.host.settings import AgentSettings
 from tests.bench.figures import Row, median
-from tests.bench.lab import ROOT, CannotMeasure, Lab
+from tests.bench.lab import Lab
+from tests.bench.orders import ROOT, CannotMeasure
 from tests.bench.visible import Api
 from tests.bench.whole import Whole, api_token
 

@@ -17,7 +17,8 @@ from django.db import connection
 
 from tests.bench import fixtures
 from tests.bench.figures import Row, cpu_s, median, rss_kb
-from tests.bench.lab import SERVER_CORE, CannotMeasure, Generator, Lab, serving
+from tests.bench.lab import SERVER_CORE, Generator, Lab, serving
+from tests.bench.orders import CannotMeasure
 from tests.bench.whole import Whole, api_token, get, pin, wait_for
 
 DEVICES = 8

@@ -10,7 +10,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tests.bench.lab import ROOT, CannotMeasure, Lab, Server
+from tests.bench.lab import Lab, Server
+from tests.bench.orders import ROOT, CannotMeasure
 from tests.bench.whole import wait_for
 
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.bench.lab import ROOT, CannotMeasure, Lab
+from tests.bench.lab import Lab
+from tests.bench.orders import ROOT, CannotMeasure
 
 AGENTS = re.compile(r"agents: https://127\.0\.0\.1:(\d+) \(certificate sha256:([0-9a-f]{64})\)")
 CONSOLE = re.compile(r"console: http://127\.0\.0\.1:(\d+)/")

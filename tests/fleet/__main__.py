@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from drivers.process import die_with_parent
-from tests.bench.lab import CannotMeasure
+from tests.bench.orders import CannotMeasure
 from tests.fleet import verdict
 from tests.fleet.installation import Installation, installed
 from tests.fleet.scenarios import SCENARIOS, Run, judged

@@ -7,24 +7,19 @@ model `g<number>`, so the tables tell which report they are of.
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import resource
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-import uvloop
-
 from agents import wire
 from agents.host.pace import Backoff, Owed, Pace
 from drivers.inventory import DriverReport
-from drivers.process import die_with_parent
 from tests.bench import messages
+from tests.bench.orders import obey
 from tests.bench.peer import Address, Peer, Refused, address, connect, key_of
 
 DRIVER = "bench_driver"
@@ -322,23 +317,5 @@ def _misbehave(host: Host) -> None:
     host.change()
 
 
-async def _serve() -> None:
-    hosts, loop = Hosts(), asyncio.get_running_loop()
-    while line := await loop.run_in_executor(None, sys.stdin.readline):
-        command = json.loads(line)
-        try:
-            answer = await getattr(hosts, command.pop("do"))(**command)
-        except (OSError, RuntimeError, ValueError) as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        print(msgspec.json.encode(answer).decode(), flush=True)
-
-
-def main() -> None:
-    """Until standard input ends."""
-    die_with_parent()
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve())
-
-
 if __name__ == "__main__":
-    main()
+    obey(Hosts)

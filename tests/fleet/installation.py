@@ -5,11 +5,8 @@ Used by `__main__`, the bench and tests/system/test_bootstorm.py. All of it dies
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +17,8 @@ from typing import Any
 import psycopg
 
 from tests.bench.figures import cpu_s, rss_kb
-from tests.bench.lab import ROOT, CannotMeasure, Lab
+from tests.bench.lab import Lab
+from tests.bench.orders import CannotMeasure, Ordered
 from tests.bench.whole import Whole, children, command, running, wait_for
 
 DEPTH = """
@@ -54,38 +52,12 @@ class Sight:
         return sum(count for what, count in self.refused.items() if what.isdigit())
 
 
-class Fleet:
+class Fleet(Ordered):
     """The other end of `tests.fleet.hosts`: `fleet.ask("change", share=0.1)` is its command `change`."""
 
     def __init__(self, lab: Lab) -> None:
         with lab.log("fleet") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.fleet.hosts"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                cwd=ROOT,
-                env=os.environ | {"CYBORG_PARENT": str(os.getpid())},
-            )
-
-    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """Have it done; raises CannotMeasure with what went wrong."""
-        assert self._process.stdin and self._process.stdout
-        self._process.stdin.write(json.dumps({"do": do} | arguments) + "\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        if not line:
-            raise CannotMeasure(f"the fleet ended in {do!r} with {self._process.wait(5)}")
-        answer: dict[str, Any] = json.loads(line)
-        if "error" in answer:
-            raise CannotMeasure(f"{do}: {answer['error']}")
-        return answer
-
-    def stop(self) -> None:
-        """End it."""
-        self._process.kill()
-        self._process.wait()
+            super().__init__("tests.fleet.hosts", log)
 
 
 @dataclass

@@ -1,0 +1,83 @@
+"""A process of its own that does as it is told: orders and answers are JSON lines on its standard input and output.
+
+Both ends: `Ordered` for who tells (`tests.bench.lab`, `tests.fleet.installation`), `obey` for who is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+import uvloop
+
+from drivers.process import die_with_parent
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class CannotMeasure(RuntimeError):
+    """Something that a measurement needs did not come up; the text says what."""
+
+
+class Ordered:
+    """The module `module`, running; it dies with this process, and writes what it has to say to `log`."""
+
+    def __init__(self, module: str, log: IO[bytes]) -> None:
+        self._module = module
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            cwd=ROOT,
+            env=os.environ | {"CYBORG_PARENT": str(os.getpid()), "PYTHONUNBUFFERED": "1"},
+        )
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+        """Have it done; raises CannotMeasure with what went wrong."""
+        assert self._process.stdin and self._process.stdout
+        self._process.stdin.write(json.dumps({"do": do} | arguments) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise CannotMeasure(f"{self._module} ended in {do!r} with {self._process.wait(5)}")
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise CannotMeasure(f"{do}: {answer['error']}")
+        return answer
+
+    def stop(self) -> None:
+        """End it."""
+        self._process.kill()
+        self._process.wait()
+
+
+def obey(begin: Callable[[], object]) -> None:
+    """Do orders until standard input ends: each names an async method of what `begin` makes, and its arguments."""
+    die_with_parent()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(begin))
+
+
+async def _serve(begin: Callable[[], object]) -> None:
+    servant, loop = begin(), asyncio.get_running_loop()
+    while line := await loop.run_in_executor(None, sys.stdin.readline):
+        order = json.loads(line)
+        try:
+            answer = await getattr(servant, order.pop("do"))(**order)
+        except (OSError, TimeoutError, RuntimeError, ValueError) as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        print(msgspec.json.encode(answer).decode(), flush=True)
