@@ -10,7 +10,6 @@ import hashlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Protocol
@@ -86,7 +85,7 @@ def run() -> None:
     while (waiting := _waiting(tried)) and time.monotonic() < end:
         tried |= {number for numbers in waiting.values() for number in numbers}
         missing = _give_what_is_here(waiting)
-        with _alone() as mine:
+        with ticks.alone("images") as mine:  # who looked while it was taken is served by its holder, who looks again
             if missing and mine:
                 unfinished |= _fetch_all(missing, end)
     if unfinished or waiting:
@@ -144,22 +143,6 @@ def _single(found: Sequence[Any], function: str) -> Any:
 
 def _said(kind: str, value: str) -> str:
     return f"{FUNCTION}={value[:255]}" if kind == "function_id" else f"the id {value[:255]}"
-
-
-@contextmanager
-def _alone() -> Iterator[bool]:
-    """Whether nobody else fetches: a lock of this connection, not of a transaction. Who looked while it was taken is
-    served by its holder, who looks again after having given it back."""
-    key = [ticks.LOCK_CLASS, ticks.lock_id("images")]
-    with connection.cursor() as cursor:
-        cursor.execute("SELECT pg_try_advisory_lock(%s, %s)", key)
-        mine = cursor.fetchone()[0]
-    try:
-        yield mine
-    finally:
-        if mine:
-            with connection.cursor() as cursor:
-                cursor.execute("SELECT pg_advisory_unlock(%s, %s)", key)
 
 
 def _fetch_all(missing: Mapping[Wanted, list[int]], end: float) -> bool:

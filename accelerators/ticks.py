@@ -128,6 +128,22 @@ def run(name: str, step: Callable[[], bool]) -> None:
 
 
 @contextmanager
+def alone(name: str) -> Iterator[bool]:
+    """Whether nobody else does the work of `name`, for a job that must hold no transaction meanwhile: a lock of this
+    connection, which ends with a worker that is killed. Who finds it taken leaves the rest to its holder, or kicks."""
+    key = [LOCK_CLASS, lock_id(name)]
+    with connection.cursor() as cursor:
+        cursor.execute("SELECT pg_try_advisory_lock(%s, %s)", key)
+        mine: bool = cursor.fetchone()[0]
+    try:
+        yield mine
+    finally:
+        if mine:
+            with connection.cursor() as cursor:
+                cursor.execute("SELECT pg_advisory_unlock(%s, %s)", key)
+
+
+@contextmanager
 def _locked(name: str) -> Iterator[bool]:
     with transaction.atomic(), connection.cursor() as cursor:
         cursor.execute("SELECT pg_try_advisory_xact_lock(%s, %s)", [LOCK_CLASS, lock_id(name)])

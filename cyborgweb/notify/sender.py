@@ -11,9 +11,8 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,27 +137,12 @@ def _rounds(job: str, step: Callable[[], bool]) -> None:
     with connection.cursor() as cursor:
         cursor.execute("DELETE FROM tick WHERE name = %s", [job])
     end = time.monotonic() + SLICE_S
-    with _alone(job) as mine:
+    with ticks.alone(job) as mine:
         while more := mine and step():
             if time.monotonic() > end:
                 break
     if more:
         ticks.kick(job)
-
-
-@contextmanager
-def _alone(job: str) -> Iterator[bool]:
-    """Whether nobody else does it: a lock of this connection, which ends with a worker that is killed."""
-    key = [ticks.LOCK_CLASS, ticks.lock_id(job)]
-    with connection.cursor() as cursor:
-        cursor.execute("SELECT pg_try_advisory_lock(%s, %s)", key)
-        (mine,) = cursor.fetchone()
-    try:
-        yield mine
-    finally:
-        if mine:
-            with connection.cursor() as cursor:
-                cursor.execute("SELECT pg_advisory_unlock(%s, %s)", key)
 
 
 def due(way: str, count: int) -> list[Due]:
