@@ -35,18 +35,13 @@ class Role:
     """`words` are what its group's members are to the APIs where there is no Keystone, in Keystone's own words."""
 
     group: str
-    meaning: str
     words: frozenset[str]
 
 
-ADMINISTRATORS = Role("role:administrator", "everything", frozenset({ADMIN, "manager", "member", "reader"}))
-OPERATORS = Role(
-    "role:operator",
-    "sees all hosts and projects, looks for more, rolls out drivers, attaches and detaches",
-    frozenset({OPERATOR, "member", "reader"}),
-)
-AUDITORS = Role("role:auditor", "sees all, also who has access, and changes nothing", frozenset({AUDITOR, "reader"}))
-VIEWERS = Role("role:viewer", "sees all but who has access", frozenset({"manager", "member", "reader"}))
+ADMINISTRATORS = Role("role:administrator", frozenset({ADMIN, "manager", "member", "reader"}))
+OPERATORS = Role("role:operator", frozenset({OPERATOR, "member", "reader"}))
+AUDITORS = Role("role:auditor", frozenset({AUDITOR, "reader"}))
+VIEWERS = Role("role:viewer", frozenset({"manager", "member", "reader"}))
 ROLES = (ADMINISTRATORS, OPERATORS, AUDITORS, VIEWERS)
 """Who has several, has all that they give. The names begin so that no group of somebody's own means one by chance."""
 _BY_GROUP = {role.group: role for role in ROLES}
@@ -122,6 +117,11 @@ def session_caller(user: Any, session: Any) -> Caller | None:
     return Caller(facts["name"], facts["id"], frozenset(facts["roles"]), facts["project"]) if facts else None
 
 
+def caller_of(request: HttpRequest) -> Caller | None:
+    """The same of who sent this request."""
+    return session_caller(request.user, getattr(request, "session", {}))
+
+
 def why_not(request: HttpRequest, rule: str, permission: str) -> str:
     """Why this person may not do what `rule` is about, and what would help; '' where they may.
 
@@ -130,7 +130,7 @@ def why_not(request: HttpRequest, rule: str, permission: str) -> str:
     if now := maintenance.current():
         return maintenance.sentence(now)
     user: Any = request.user
-    caller: Caller | None = session_caller(user, getattr(request, "session", {}))
+    caller = caller_of(request)
     if user.has_perm(permission) or (caller and policy.allows(caller, rule)):
         return ""
     if caller is None:

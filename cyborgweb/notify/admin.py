@@ -20,14 +20,13 @@ from unfold.widgets import UnfoldAdminCheckboxSelectMultipleWidget
 
 from accelerators.admin import marks
 from accelerators.admin.listing import Listing, ReadOnly
-from accelerators.caller import Caller
 from accelerators.refusals import Refused
 from accelerators.states import Source
 from cyborgweb import policy
 from cyborgweb.notify import subscriptions
 from cyborgweb.notify.kinds import MEANINGS, Kind, Progress, Scope, Standing, Way, sentence
 from cyborgweb.notify.models import Delivery, Subscription
-from cyborgweb.roles import session_caller
+from cyborgweb.roles import caller_of
 
 STANDINGS = {"active": "good", "off": "calm", "paused": "bad", "gone": "bad"}
 PROGRESS = {"waiting": "busy", "delivered": "good", "given up": "bad"}
@@ -36,11 +35,6 @@ HIDDEN = ("target", "secret")
 """By what no list is narrowed."""
 LATELY = 10
 """So many of its deliveries are shown with a subscription."""
-
-
-def caller_of(request: HttpRequest) -> Caller | None:
-    """Who this person is to the rules."""
-    return session_caller(request.user, getattr(request, "session", {}))
 
 
 def may(request: HttpRequest, rule: str) -> bool:

@@ -18,7 +18,7 @@ from cyborgweb import policy
 from cyborgweb.notify import subscriptions
 from cyborgweb.notify.kinds import TITLES, sentence
 from cyborgweb.notify.models import Delivery
-from cyborgweb.roles import project_of, session_caller
+from cyborgweb.roles import caller_of, project_of
 
 ROWS = 50
 MOST_UNREAD = 99
@@ -58,7 +58,7 @@ def _unread(rows: QuerySet[Delivery]) -> int:
 
 def _rows(request: HttpRequest) -> QuerySet[Delivery]:
     """Of this person's inbox what they may see: who sees one project, that project's."""
-    caller = session_caller(request.user, request.session)
+    caller = caller_of(request)
     if caller is None:
         raise PermissionDenied("Your session does not say who you are any more: log out and in again.")
     if not project_of(request.user):
