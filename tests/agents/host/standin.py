@@ -20,7 +20,7 @@ from websockets.http11 import Request, Response
 from agents import credentials, wire
 from agents.host.door import Gateway
 from agents.host.pace import Pace
-from drivers.inventory import Device, DriverReport, Fault
+from drivers.inventory import Device, DriverReport
 from tests.support.webserver import PATIENCE
 
 QUICK = Pace(low=0.02, high=0.05, slow=0.05, settled=0.5, open=5.0, ping=20.0, silence=15.0, report=60.0)
@@ -37,11 +37,6 @@ def found(driver: str = "fake_driver", keys: Iterable[str] = ("a",), **more: str
     """An answer with these devices."""
     devices = tuple(Device(key=key, type="FPGA", vendor="0xABCD", model=more.get("model", "m")) for key in keys)
     return DriverReport(driver=driver, devices=devices, error=more.get("error", ""))
-
-
-def faulty(driver: str, subject: str, reason: str) -> DriverReport:
-    """An answer that could take nothing for a device."""
-    return DriverReport(driver=driver, faults=(Fault(subject, reason),))
 
 
 @dataclass
