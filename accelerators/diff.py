@@ -300,7 +300,7 @@ def _attributes(
     for key, value in wanted.items():
         attribute = known.get(key)
         if attribute is None or (attribute.value != value and attribute.origin == "agent"):
-            into.attributes.append({"uuid": str(uuid.uuid4()), "deployable": deployable, "key": key, "value": value})
+            into.attributes.append({"deployable": deployable, "key": key, "value": value})
             if old:
                 changes[f"attribute {key}"] = [attribute.value if attribute else None, value]
     for key, attribute in known.items():
@@ -317,9 +317,7 @@ def _handles(
     for info, attach_type in wanted.items():
         handle = known.get(info)
         if handle is None or handle.missing or handle.attach_type != attach_type:
-            into.handles.append(
-                {"uuid": str(uuid.uuid4()), "deployable": deployable, "type": attach_type, "info": info}
-            )
+            into.handles.append({"deployable": deployable, "type": attach_type, "info": info})
             if old:
                 changes[f"handle {info}"] = ["missing" if handle else None, attach_type]
     for info, handle in known.items():

@@ -75,9 +75,9 @@ ON CONFLICT (device_id, name) DO UPDATE SET num_accelerators = excluded.num_acce
 
 ATTRIBUTES = """
 INSERT INTO accelerators_attribute AS t (uuid, deployable_id, key, value, origin)
-SELECT x.uuid, p.id, x.key, x.value, 'agent'
-FROM ROWS FROM (jsonb_to_recordset(%s::jsonb) AS (uuid uuid, deployable uuid, key text, value text)) WITH ORDINALITY
-  AS x(uuid, deployable, key, value, n)
+SELECT gen_random_uuid(), p.id, x.key, x.value, 'agent'
+FROM ROWS FROM (jsonb_to_recordset(%s::jsonb) AS (deployable uuid, key text, value text)) WITH ORDINALITY
+  AS x(deployable, key, value, n)
 JOIN accelerators_deployable p ON p.uuid = x.deployable
 ORDER BY x.n
 ON CONFLICT (deployable_id, key) DO UPDATE SET value = excluded.value, updated_at = now() WHERE t.origin = 'agent'
@@ -85,9 +85,9 @@ ON CONFLICT (deployable_id, key) DO UPDATE SET value = excluded.value, updated_a
 
 HANDLES = """
 INSERT INTO accelerators_attachhandle AS t (uuid, deployable_id, attach_type, attach_info)
-SELECT x.uuid, p.id, x.type, x.info
-FROM ROWS FROM (jsonb_to_recordset(%s::jsonb) AS (uuid uuid, deployable uuid, type text, info text)) WITH ORDINALITY
-  AS x(uuid, deployable, type, info, n)
+SELECT gen_random_uuid(), p.id, x.type, x.info
+FROM ROWS FROM (jsonb_to_recordset(%s::jsonb) AS (deployable uuid, type text, info text)) WITH ORDINALITY
+  AS x(deployable, type, info, n)
 JOIN accelerators_deployable p ON p.uuid = x.deployable
 ORDER BY x.n
 ON CONFLICT (deployable_id, attach_info) DO UPDATE SET attach_type = excluded.attach_type, missing_since = NULL,

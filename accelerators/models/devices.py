@@ -19,7 +19,7 @@ UNWELL = (Health.DEGRADED.value, Health.FAILED.value)
 class Device(fields.Row):
     """A card. Identity: its host and `key`. `state` is the operator's, `status` is the hardware's."""
 
-    host = models.ForeignKey(Host, models.PROTECT, related_name="devices")
+    host = models.ForeignKey(Host, models.PROTECT, related_name="devices", db_index=False)
     key = fields.name(help_text="Identity on the host: serial:…, else pci:address, else the driver's own.")
     driver = models.CharField(max_length=64, db_collation="C")
     type = models.CharField(max_length=16, choices=fields.choices(DeviceType))
@@ -117,7 +117,7 @@ class Device(fields.Row):
 class Deployable(fields.Row):
     """The part of a device that is a resource provider. `rp_uuid`, once recorded, always wins over a computed one."""
 
-    device = models.ForeignKey(Device, models.PROTECT, related_name="deployables")
+    device = models.ForeignKey(Device, models.PROTECT, related_name="deployables", db_index=False)
     parent = models.ForeignKey("self", models.PROTECT, null=True, blank=True, related_name="children")
     root = models.ForeignKey("self", models.PROTECT, null=True, blank=True, related_name="+")
     name = fields.name(help_text="The provider's name in Placement.")
@@ -141,7 +141,7 @@ class Deployable(fields.Row):
 class Attribute(fields.Row):
     """A key and a value of a deployable; `origin` operator survives reports."""
 
-    deployable = models.ForeignKey(Deployable, models.CASCADE, related_name="attributes")
+    deployable = models.ForeignKey(Deployable, models.CASCADE, related_name="attributes", db_index=False)
     key = fields.name()
     value = models.TextField()
     origin = models.CharField(max_length=16, choices=fields.choices(Origin), default=Origin.AGENT.value)
@@ -160,7 +160,7 @@ class Attribute(fields.Row):
 class AttachHandle(fields.Row):
     """One assignable unit. Who holds it stands in the request (one handle, one request)."""
 
-    deployable = models.ForeignKey(Deployable, models.PROTECT, related_name="attach_handles")
+    deployable = models.ForeignKey(Deployable, models.PROTECT, related_name="attach_handles", db_index=False)
     attach_type = models.CharField(max_length=16, choices=fields.choices(HandleType))
     attach_info = models.CharField(max_length=255, db_collation="C", help_text="JSON; its bytes are its identity.")
     missing_since = models.DateTimeField(null=True, blank=True)
