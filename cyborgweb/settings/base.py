@@ -8,6 +8,7 @@ from urllib.parse import unquote, urlsplit
 
 from accelerators import states
 from cyborgweb.postgres import Postgres
+from cyborgweb.settings import over_tls
 from cyborgweb.settings.keys import Keys, keys
 
 KEYS = keys()
@@ -34,6 +35,18 @@ PLANNED_ONCE: dict[str, object] = {"prepare_threshold": 5}
 """What a connection repeats five times it prepares; Django would have that switched off. Half the database's CPU."""
 
 
+SEEN_DEAD: dict[str, object] = {
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 30_000,
+    "options": "-c tcp_keepalives_idle=10 -c tcp_keepalives_interval=5 -c tcp_keepalives_count=3"
+    " -c tcp_user_timeout=30000",
+}
+"""A machine that vanishes without a word is missed within half a minute, by us and by PostgreSQL. By default that takes
+two hours, and so long the locks of who was cut off would be kept."""
+
+
 def _database(settings: Keys) -> dict[str, object]:
     common = {
         "ENGINE": "django.db.backends.postgresql",
@@ -56,7 +69,7 @@ def _database(settings: Keys) -> dict[str, object]:
         "PASSWORD": unquote(url.password or ""),
         "HOST": options.pop("host", None) or url.hostname or "",
         "PORT": str(url.port or ""),
-        "OPTIONS": PLANNED_ONCE | options,
+        "OPTIONS": PLANNED_ONCE | SEEN_DEAD | options,
     }
 
 
@@ -131,6 +144,7 @@ AUTH_PASSWORD_VALIDATORS = [
 ]
 SECURE_REFERRER_POLICY = "same-origin"
 X_FRAME_OPTIONS = "DENY"
+globals().update(over_tls.settings(KEYS.public_url))
 DATA_UPLOAD_MAX_MEMORY_SIZE = 1_048_576
 EMAIL_HOST, EMAIL_PORT, DEFAULT_FROM_EMAIL = KEYS.mail_host, KEYS.mail_port, KEYS.mail_from
 EMAIL_USE_TLS, EMAIL_USE_SSL = KEYS.mail_tls == "starttls", KEYS.mail_tls == "tls"

@@ -197,6 +197,13 @@ class Keys:
     )
     mail_user: str = key("CYBORG_MAIL_USER", "", "The name to log in with there.", "*(absent: no login)*")
     mail_password_file: str = key("CYBORG_MAIL_PASSWORD_FILE", "", "The file with its password.", "*(absent)*")
+    public_url: str = key(
+        "CYBORG_PUBLIC_URL",
+        "",
+        "Where people reach it: `https://NAME`, through a proxy that does TLS and sets `X-Forwarded-Proto` itself."
+        " Cookies go over TLS alone then, and who opens the console by http is sent there.",
+        "*(absent: http, for one's own machine)*",
+    )
     allowed_hosts: tuple[str, ...] = key(
         "CYBORG_ALLOWED_HOSTS", ("*",), "Host names the web answers to, separated by commas.", "`*`"
     )
@@ -271,6 +278,8 @@ def _check_outside(read: Keys) -> None:
     """What concerns who asks for metrics and who is told things; raises ConfigurationError."""
     if read.metrics_token and not re.fullmatch(r"[!-~]{16,}", read.metrics_token):
         raise ConfigurationError("CYBORG_METRICS_TOKEN is not usable: write 16 characters or more, without blanks")
+    if read.public_url and not re.fullmatch(r"https://[^/?#@\s]{1,200}", read.public_url):
+        raise ConfigurationError("CYBORG_PUBLIC_URL is not usable: write https://NAME, without a path")
     if read.mail_tls not in ("off", "starttls", "tls"):
         raise ConfigurationError(f"CYBORG_MAIL_TLS={read.mail_tls!r} is not usable: write off, starttls or tls")
     try:
