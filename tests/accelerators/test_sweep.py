@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 
+import psycopg
 import pytest
+from django.db import connection
 
-from accelerators import conductor, safety
+from accelerators import conductor, safety, sweep
 from accelerators.models import AcceleratorRequest, AttachHandle, Device, DeviceProfile, Event, Host, Intent
 from accelerators.safety import Testimony
 from accelerators.sweep import remove_missing
+from tests.support import emptying
 from tests.support.reports import a_host, answer, apply, card
 
 pytestmark = pytest.mark.django_db
@@ -70,3 +73,22 @@ def test_S1_missing_stays_while_a_witness_does_not_call_it_free(host: Host, said
     remove_missing(LATER)
     assert missing() == 0
     assert Intent.objects.filter(kind="provider", key=str(host.uuid)).exists()
+
+
+@pytest.mark.django_db(transaction=True)
+def test_months_ahead_wait_for_who_reads_events_for_long_and_let_writers_by() -> None:
+    """A backup reads for minutes: what waits behind it for the table would keep everybody from writing events."""
+    newest = "SELECT max(inhrelid::regclass::text) FROM pg_inherits WHERE inhparent = 'accelerators_event'::regclass"
+    with connection.cursor() as cursor:
+        cursor.execute(f"{newest} AND inhrelid::regclass::text ~ '[0-9]$'")
+        (month,) = cursor.fetchone()
+        cursor.execute(f"DROP TABLE {month}")
+        with psycopg.connect(connection.connection.info.dsn) as reader:
+            reader.execute("LOCK TABLE accelerators_event IN ACCESS SHARE MODE")
+            sweep.run()
+            cursor.execute("SELECT to_regclass(%s)", [month])
+            assert cursor.fetchone() == (None,)
+        sweep.run()
+        cursor.execute("SELECT to_regclass(%s) IS NOT NULL", [month])
+        assert cursor.fetchone() == (True,)
+    emptying.allow()

@@ -66,18 +66,21 @@ class Site:
     def hardware(self, name: str = "*") -> list[Path]:
         return sorted((self.product.state / "agent" / "drivers" / "fake_driver").glob(f"*/0/{name}"))
 
-    def bind(self, **group: str) -> tuple[str, str]:
+    def bind(self, instance: str = "", **group: str) -> tuple[str, str]:
         """A new request, bound or begun to be: its uuid, the instance's."""
-        profile, instance = f"p-{uuid.uuid4().hex[:8]}", str(uuid.uuid4())
+        profile, instance = f"p-{uuid.uuid4().hex[:8]}", instance or str(uuid.uuid4())
         body = [{"name": profile, "groups": [{"resources:FPGA": "1"} | group]}]
         assert self.call("POST", "/v2/device_profiles", body).status_code == 201
         (request,) = self.call("POST", "/v2/accelerator_requests", {"device_profile_name": profile}).json()["arqs"]
-        (part,) = self.call("GET", "/v2/deployables").json()["deployables"]
-        values = {"hostname": "here.example", "device_rp_uuid": part["rp_uuid"], "instance_uuid": instance}
+        values = {"hostname": "here.example", "device_rp_uuid": self.provider(), "instance_uuid": instance}
         patch = {request["uuid"]: [{"op": "add", "path": f"/{name}", "value": v} for name, v in values.items()]}
         answer = self.call("PATCH", "/v2/accelerator_requests", patch)
         assert answer.status_code == 202, answer.text
         return request["uuid"], instance
+
+    def provider(self) -> str:
+        (part,) = self.call("GET", "/v2/deployables").json()["deployables"]
+        return str(part["rp_uuid"])
 
     def request(self, request: str) -> dict[str, Any]:
         return dict(self.call("GET", f"/v2/accelerator_requests/{request}").json())

@@ -1,0 +1,53 @@
+"""`manage.py backup FOLDER`: the database and what else cannot be made again, while everything goes on."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser
+from pathlib import Path
+from typing import Any
+
+from django.core.management.base import CommandError
+
+from accelerators.management import shell
+from cyborgweb import backup
+from cyborgweb.postgres import PostgresError
+
+TEACHING = """\
+The folder is made anew. It has the database as of the moment of the call, the secret key, and the agents' certificate
+where it was made here: whoever can read it can read everything, so keep it as the secret it is, on another machine.
+
+  manage.py backup /backups/accelerators-2026-11-22
+  manage.py restore /backups/accelerators-2026-11-22
+
+docs/backup.md says what is not in it, and what to look at after a restore.
+"""
+
+
+class Command(shell.Taught):
+    teaching = TEACHING
+    help = "Back up the database and the secrets, while everything goes on."
+    requires_system_checks: list[str] = []
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        parser.add_argument("folder", type=Path, help="is made, and must not be there")
+
+    def handle(self, *args: Any, folder: Path, **options: Any) -> None:
+        try:
+            with backup.database(alone=False):
+                about = backup.take(folder.absolute(), _progress)
+        except (backup.Unusable, PostgresError) as error:
+            raise CommandError(str(error)) from None
+        size = (folder / backup.DUMP).stat().st_size
+        files = ", ".join(about.files) or "no other files"
+        self.stdout.write(f"{folder}: the database of {about.taken_at:%Y-%m-%d %H:%M:%S} UTC, {_mb(size)}; {files}")
+
+
+def _progress(done: int) -> None:
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r{_mb(done)} written\r")
+        sys.stderr.flush()
+
+
+def _mb(size: int) -> str:
+    return f"{size / 1e6:.1f} MB"

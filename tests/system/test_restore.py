@@ -1,0 +1,146 @@
+"""A backup is taken while everything goes on; then the state is gone, and all but what came later is there again.
+
+The hosts are of a later hour than the restored database: what an instance got after the backup stays with it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.system.load import Load
+from tests.system.product import Product, running
+from tests.system.test_acts import SETTINGS, Site
+
+pytestmark = pytest.mark.system
+USERS = "SELECT username, password FROM auth_user ORDER BY username"
+ROLES = {f"role:{name}" for name in ("administrator", "operator", "auditor", "viewer")}
+
+
+class Installation(Site):
+    """What belongs to the host, its agent's state and its hardware, lies beside the state directory."""
+
+    def __init__(self, product: Product, host: Path) -> None:
+        self.host, self.card, self.acknowledged = host, "", list[str]()
+        super().__init__(product)
+
+    def provider(self) -> str:
+        self.card = self.card or super().provider()
+        return self.card
+
+    def cards(self) -> int:
+        """As many as the machine's own agent shows."""
+        there = "SELECT count(*) FROM accelerators_device WHERE driver = 'fake_driver' AND state <> 'missing'"
+        return int(self.product.rows(there)[0][0])
+
+    def hardware(self, name: str = "*") -> list[Path]:
+        return sorted((self.host / "agent" / "drivers" / "fake_driver").glob(f"*/0/{name}"))
+
+    def instances(self) -> dict[str, str]:
+        """Handle → the instance that has it, as the hardware says."""
+        return {path.name.removeprefix("mdev-"): path.read_text() for path in self.hardware("mdev-*")}
+
+    def script(self, **words: object) -> None:
+        (self.host / "new.json").write_text(json.dumps({"handle_type": "MDEV"} | words))
+        (self.host / "new.json").replace(self.host / "fake.json")
+
+    def profiles(self) -> set[str]:
+        return {one["name"] for one in self.call("GET", "/v2/device_profiles").json()["device_profiles"]}
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """One profile after the other meanwhile; `acknowledged` are those that were answered."""
+        over = threading.Event()
+
+        def write() -> None:
+            while not over.is_set():
+                name = f"w-{len(self.acknowledged)}"
+                groups = [{"resources:FPGA": "1"}]
+                if self.call("POST", "/v2/device_profiles", [{"name": name, "groups": groups}]).status_code == 201:
+                    self.acknowledged.append(name)
+
+        thread = threading.Thread(target=write, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join(30)
+
+
+@pytest.fixture
+def site(folder: Path) -> Iterator[Installation]:
+    """One fake card that is ready; behind a proxy, past which its agent comes by http."""
+    (folder / "drivers.toml").write_text(f'[fake_driver]\ncontrol_file = "{folder}/fake.json"\n')
+    (folder / "fake.json").write_text('{"handle_type": "MDEV"}')
+    host = {"CYBORG_AGENT_STATE_DIR": f"{folder}/agent", "CYBORG_DRIVER_SETTINGS": f"{folder}/drivers.toml"}
+    proxy = {"CYBORG_PUBLIC_URL": "https://accelerators.example"}
+    with running(Product(folder / "state", SETTINGS | host | proxy)) as product:
+        site = Installation(product, folder)
+        site.act("enable")
+        yield site
+
+
+def test_L2_a_backup_taken_amid_writes_brings_back_all_that_was_acknowledged_before(site: Installation) -> None:
+    product, load = site.product, Load(site.product, 2)
+    assert {name for (name,) in product.rows("SELECT name FROM auth_group")} == ROLES
+    assert [product.get(path)[0] for path in ("/admin/login/", "/healthz", "/readyz")] == [301, 200, 200]
+    assert product.get("/admin/login/", X_Forwarded_Proto="https")[0] == 200
+    users = product.rows(USERS)
+    before, kept = site.bind()
+    site.until_state(before, "Bound")
+    agent = product.child("agent")
+    assert agent
+    os.kill(agent.pid, signal.SIGSTOP)
+    meanwhile, waiting = site.bind()
+    with load.reporting(), site.writing():
+        load.until_acknowledged(10)
+        site.until(lambda: len(site.acknowledged) > 5, "profiles are made")
+        profiles, reports = set(site.acknowledged), {host.name: host.acked for host in load.hosts}
+        product.manage("backup", str(site.host / "backup"))
+        load.until_acknowledged(5)
+    os.kill(agent.pid, signal.SIGCONT)
+    site.until_state(meanwhile, "Bound")
+    site.script(count=2)
+    site.until(lambda: site.cards() == 2, "a card that came after the backup")
+    after, later = site.bind()
+    site.until_state(after, "Bound")
+    made = site.instances()
+    assert set(made.values()) == {kept, waiting, later}
+
+    product.interrupt()
+    product.state.rename(site.host / "lost")
+    product.manage("restore", str(site.host / "backup"))
+    product.start()
+
+    assert profiles <= site.profiles()
+    applied = "SELECT name, applied_seq FROM accelerators_host WHERE name LIKE 'load%%'"
+    site.until(lambda: all(seq >= reports[name] for name, seq in product.rows(applied)), "the reports of before")
+    assert len(product.rows(applied)) == len(reports)
+    assert product.rows(USERS) == users
+    assert site.request(before)["state"] == "Bound"
+    site.until_state(meanwhile, "Bound")  # its agent says once more how it ended
+    assert site.call("GET", f"/v2/accelerator_requests/{after}").status_code == 404
+    site.until(lambda: site.cards() == 2, "its agent shows again what it found since")
+    assert "they fit" in " ".join(product.manage("verify_events"))
+
+    refused = site.call("POST", "/v2/accelerator_requests", {"device_profile_name": min(profiles)})
+    assert refused.status_code == 503 and "restored from the backup" in refused.text
+    product.manage("read_only", "off")
+    other, _ = site.bind()
+    site.until_state(other, "BindFailed")
+    assert f"attached to {later}" in str(site.commands("attach")[0]["text"])
+    assert site.instances() == made, "what an instance got after the backup was taken from it"
+    known, _ = site.bind(later)
+    assert site.until_state(known, "Bound")["attach_handle_uuid"] in made
+    assert site.instances() == made
+    site.call("DELETE", f"/v2/accelerator_requests?instance={later}")
+    site.until(lambda: set(site.instances().values()) == {kept, waiting}, "what is known is given back")
+    assert json.loads(product.manage("verify_events", "--json")[0])["ok"]
