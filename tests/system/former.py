@@ -1,0 +1,93 @@
+"""Writes as the release before does: a row of each table it knew, with the columns it knew, then again after `migrate`.
+
+`python -m tests.system.former` over an empty embedded database; run by `test_upgrade`.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from datetime import UTC, datetime
+from typing import Any
+
+import django
+
+os.environ.setdefault("DJANGO_SETTINGS_MODULE", "cyborgweb.settings.base")
+django.setup()
+
+from django.db import connection, models, transaction  # noqa: E402  (what follows needs Django's registry)
+from django.db.migrations.executor import MigrationExecutor  # noqa: E402
+
+from tests.test_migrations import FORMER, OURS  # noqa: E402
+
+OTHERS = [("auth", "0012_alter_user_first_name_max_length"), ("contenttypes", "0002_remove_content_type_name")]
+GIVEN = {"auth.user.username", "accelerators.device.key"}
+"""Columns with a default that are unique all the same."""
+VALUES = {
+    "accelerators.device.type": "GPU",
+    "accelerators.attachhandle.attach_type": "PCI",
+    "accelerators.attribute.origin": "agent",
+    "accelerators.event.source": "system",
+    "accelerators.intent.kind": "provider",
+}
+"""What the database lets stand in no other way."""
+
+
+class Writer:
+    """The former release: historical models. `made` has the newest row of each."""
+
+    def __init__(self, apps: Any) -> None:
+        self.models = [model for label in OURS for model in apps.get_app_config(label).get_models()]
+        self.made: dict[str, models.Model] = {}
+
+    def write(self, turn: str) -> None:
+        """A row of each model, then an UPDATE of all of its columns, but for events, which nobody changes."""
+        self.made.clear()
+        for model in self.models:
+            if model._meta.managed:
+                self.row(model, turn)
+        for label, row in self.made.items():
+            if label != "accelerators.event":
+                row.save()
+
+    def row(self, model: Any, turn: str) -> models.Model:
+        """The one of this turn, with those that it names."""
+        if (label := model._meta.label_lower) not in self.made:
+            values = {field.name: self.value(field, turn) for field in model._meta.concrete_fields if needed(field)}
+            self.made[label] = model.objects.create(**values)
+        return self.made[label]
+
+    def value(self, field: Any, turn: str) -> Any:
+        """Something that fits the column."""
+        if field.is_relation:
+            return self.row(field.remote_field.model, turn)
+        if (known := VALUES.get(str(field).lower())) is not None:
+            return known
+        if field.choices:
+            return field.choices[0][0]
+        kinds = {models.UUIDField: uuid.uuid4(), models.DateTimeField: datetime.now(UTC), models.JSONField: {}}
+        kinds |= {models.IntegerField: 1, models.BigIntegerField: int(turn), models.BinaryField: b""}
+        found = [made for kind, made in kinds.items() if isinstance(field, kind)]
+        return found[0] if found else f"{turn}-{field.name}"[: field.max_length]
+
+
+def needed(field: Any) -> bool:
+    """Whether the code before says it in each INSERT for want of a default."""
+    automatic = field.has_default() or field.has_db_default() or isinstance(field, models.AutoField)
+    return str(field).lower() in GIVEN or not (field.null or automatic)
+
+
+def main() -> None:
+    """Ends without a word, or with the error that the former release would have met."""
+    executor = MigrationExecutor(connection)
+    writer = Writer(executor.migrate([*FORMER.items(), *OTHERS]).apps)
+    with transaction.atomic():
+        writer.write("1")
+    executor = MigrationExecutor(connection)
+    executor.migrate(executor.loader.graph.leaf_nodes())
+    with transaction.atomic():
+        writer.write("2")
+
+
+if __name__ == "__main__":
+    main()

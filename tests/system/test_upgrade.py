@@ -1,0 +1,27 @@
+"""The database of the release before, migrated while that one goes on writing (docs/upgrade.md)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cyborgweb.postgres import Postgres
+from tests.system.product import ROOT, environment
+
+pytestmark = pytest.mark.system
+
+
+def test_the_former_release_writes_all_its_tables_after_the_migration_as_before(folder: Path) -> None:
+    postgres = Postgres(folder / "postgres", durable=False)
+    postgres.start()
+    try:
+        postgres.ensure_database("cyborg")
+        command = [sys.executable, "-m", "tests.system.former"]
+        surroundings = environment(CYBORG_STATE_DIR=str(folder))
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=surroundings)
+    finally:
+        postgres.stop()
+    assert done.returncode == 0, done.stderr[-3000:]
