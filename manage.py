@@ -8,4 +8,9 @@ if __name__ == "__main__":
     os.environ.setdefault("DJANGO_SETTINGS_MODULE", "cyborgweb.settings.base")
     from django.core.management import execute_from_command_line
 
-    execute_from_command_line(sys.argv)
+    from drivers.configuration import ConfigurationError
+
+    try:
+        execute_from_command_line(sys.argv)
+    except ConfigurationError as error:
+        sys.exit(f"manage.py: {error}")

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
+import subprocess
+import sys
 from io import StringIO
 from pathlib import Path
 
 import pytest
+from django.conf import settings
 from django.core.management import CommandError, call_command
 from django.test import override_settings
 
@@ -54,6 +58,19 @@ def test_join_token_is_one_pasteable_line() -> None:
 def test_bad_words_are_refused_with_a_sentence(args: tuple[str, ...]) -> None:
     with pytest.raises(CommandError):
         said(*args)
+
+
+def test_a_setting_that_cannot_be_used_is_one_sentence_on_the_shell() -> None:
+    done = subprocess.run(
+        [sys.executable, "manage.py", "check"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=settings.BASE_DIR,
+        env=os.environ | {"CYBORG_AUTH": "ldap"},
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "manage.py: CYBORG_AUTH='ldap' is not usable: write local or keystone\n"
 
 
 def test_prepare_makes_the_first_login_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
