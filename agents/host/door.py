@@ -13,7 +13,7 @@ import io
 import ssl
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 from urllib.parse import urlsplit
 
@@ -24,6 +24,8 @@ from agents import credentials, wire
 ANSWER_LIMIT = 64 * 1024
 """Bytes of an HTTP answer that are read; a challenge has some 200."""
 RETRY_LIMIT_S = 600.0
+NEXT_ADDRESS_S = 2.0
+"""After so long without an answer the next address of the gateway's name is tried as well."""
 SILENCE_S = 30.0
 """Between two pieces of a download."""
 
@@ -35,6 +37,8 @@ class Gateway:
     address: str
     fingerprint: str
     secret: str = ""
+    at: str = ""
+    """Which of the name's addresses; '' any."""
 
     @property
     def socket_address(self) -> str:
@@ -84,10 +88,15 @@ def tls(gateway: Gateway) -> ssl.SSLContext | None:
     return context
 
 
-async def challenge(gateway: Gateway, context: ssl.SSLContext | None, timeout: float) -> credentials.Challenge:
-    """Ask for a nonce. Raises Refused, OSError (unreachable, TLS, time-out) or wire.Malformed."""
+async def challenge(
+    gateway: Gateway, context: ssl.SSLContext | None, timeout: float
+) -> tuple[credentials.Challenge, Gateway]:
+    """Ask for a nonce; it is good where it was made: at this one of the name's addresses.
+
+    Raises Refused, OSError (unreachable, TLS, time-out) or wire.Malformed.
+    """
     async with asyncio.timeout(timeout):
-        status, headers, body = await _get(gateway.address, wire.CHALLENGE_PATH, context)
+        (status, headers, body), at = await _get(gateway, wire.CHALLENGE_PATH, context)
     if status != 200:
         raise refusal(status, headers, body)
     try:
@@ -99,7 +108,7 @@ async def challenge(gateway: Gateway, context: ssl.SSLContext | None, timeout: f
             status,
             f"it speaks {', '.join(found.versions)}, this agent {', '.join(wire.VERSIONS)}: upgrade one",
         )
-    return found
+    return found, replace(gateway, at=at)
 
 
 def refusal(status: int, headers: Any, body: bytes) -> Refused:
@@ -126,7 +135,7 @@ async def download(
     """Give the content at `path` to `take`, piece by piece. Raises Refused, OSError, wire.Malformed, as `take`."""
     header = f"Authorization: {authorization}\r\n"
     # HTTP/1.0: its answers come in one piece, up to the end of the connection.
-    async with _request(gateway.address, f"GET {{}}{path} HTTP/1.0", header, context) as reader:
+    async with _request(gateway, f"GET {{}}{path} HTTP/1.0", header, context) as (reader, _):
         async with asyncio.timeout(SILENCE_S):
             try:
                 head = await reader.readuntil(b"\r\n\r\n")
@@ -144,27 +153,36 @@ async def download(
             take(piece)
 
 
-async def _get(address: str, path: str, context: ssl.SSLContext | None) -> tuple[int, Any, bytes]:
-    async with _request(address, f"GET {{}}{path} HTTP/1.1", "Connection: close\r\n", context) as reader:
+async def _get(gateway: Gateway, path: str, context: ssl.SSLContext | None) -> tuple[tuple[int, Any, bytes], str]:
+    """The answer, and the address that gave it."""
+    async with _request(gateway, f"GET {{}}{path} HTTP/1.1", "Connection: close\r\n", context) as (reader, at):
         data = bytearray()
         while len(data) < ANSWER_LIMIT and (chunk := await reader.read(ANSWER_LIMIT - len(data))):
             data += chunk
-    return _parsed(bytes(data), address)
+    return _parsed(bytes(data), gateway.address), at
 
 
 @asynccontextmanager
 async def _request(
-    address: str, line: str, headers: str, context: ssl.SSLContext | None
-) -> AsyncIterator[asyncio.StreamReader]:
-    """The stream that a request is answered on; `line` has `{}` where the address' own path stands."""
-    parts = urlsplit(address)
+    gateway: Gateway, line: str, headers: str, context: ssl.SSLContext | None
+) -> AsyncIterator[tuple[asyncio.StreamReader, str]]:
+    """The stream that a request is answered on, and by which address; `line` has `{}` where the gateway's own path
+    stands."""
+    parts = urlsplit(gateway.address)
     port = parts.port or (443 if context else 80)
     async with asyncio.timeout(SILENCE_S):
-        reader, writer = await asyncio.open_connection(parts.hostname, port, ssl=context, limit=ANSWER_LIMIT)
+        reader, writer = await asyncio.open_connection(
+            gateway.at or parts.hostname,
+            port,
+            limit=ANSWER_LIMIT,
+            ssl=context,
+            server_hostname=parts.hostname if context else None,
+            happy_eyeballs_delay=NEXT_ADDRESS_S,
+        )
     try:
         first = line.format(parts.path.rstrip("/"))
         writer.write(f"{first}\r\nHost: {parts.netloc}\r\n{headers}\r\n".encode())
-        yield reader
+        yield reader, str(writer.get_extra_info("peername")[0])
     finally:
         writer.transport.abort()
 

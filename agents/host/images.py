@@ -96,7 +96,7 @@ class Images:
 
     async def _download(self, ref: wire.ImageRef, path: Path, progress: Callable[[int], None]) -> None:
         context = door.tls(self._gateway)
-        challenge = await door.challenge(self._gateway, context, CHALLENGE_S)
+        challenge, gateway = await door.challenge(self._gateway, context, CHALLENGE_S)
         credential = self._keys.current.credential(challenge, self._epoch(), self._gateway.fingerprint, "")
         unfinished = path.with_suffix(f".{ref.id}.new")
         digest, size = hashlib.sha256(), 0
@@ -114,7 +114,7 @@ class Images:
                     progress(size * 100 // max(ref.size, 1))
 
                 address = wire.IMAGE_PATH + ref.id
-                await door.download(self._gateway, context, address, credentials.authorization(credential), take)
+                await door.download(gateway, context, address, credentials.authorization(credential), take)
             _check(ref, size, digest.hexdigest())
             unfinished.rename(path)
         finally:

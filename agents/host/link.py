@@ -96,7 +96,8 @@ class Link:
         return self._retry(reason)
 
     def _refused(self, error: door.Refused) -> float:
-        if error.status not in (200, 401, 403):
+        # Behind a balancer the one that made the challenge may have ended before it was answered.
+        if error.status not in (200, 401, 403) or error.code == "challenge":
             return self._retry(str(error), error.retry_after)
         if error.code == wire.KEY_BARRED and not self._with_following and self._prepared():
             self._with_following = True
@@ -135,14 +136,15 @@ class Link:
             log.warning("%s: %s%s; next attempt in %.1f s", self.gateway.address, reason, again, delay)
 
     async def _connect(self) -> None:
-        challenge = await door.challenge(self.gateway, self._tls, self.pace.open)
+        challenge, gateway = await door.challenge(self.gateway, self._tls, self.pace.open)
         secret = self.gateway.secret if self._with_token else ""
         following = self.keys.following if self._with_following else None
         identity = following or self.keys.current
         credential = identity.credential(challenge, self.journal.epoch, self.gateway.fingerprint, secret)
         try:
             async with connect(
-                self.gateway.socket_address,
+                gateway.socket_address,
+                host=gateway.at,
                 subprotocols=[Subprotocol(version) for version in wire.VERSIONS],
                 additional_headers={"Authorization": credentials.authorization(credential)},
                 compression=None,

@@ -71,16 +71,17 @@ class StandIn:
     requests: list[str] = field(default_factory=list)
     sockets: list[ServerConnection] = field(default_factory=list)
     address: str = ""
+    at: str = "127.0.0.1"
     port: int = 0
     _nonces: set[str] = field(default_factory=set)
 
     @asynccontextmanager
     async def open(self, tls: ssl.SSLContext | None = None) -> AsyncIterator[StandIn]:
-        """Listen on a free port of 127.0.0.1 (the same one again after a restart)."""
+        """Listen on a free port (the same one again after a restart)."""
         server: Server
         async with serve(
             self._session,
-            "127.0.0.1",
+            self.at,
             self.port,
             subprotocols=list(wire.VERSIONS),  # type: ignore[arg-type]
             process_request=self._request,
@@ -88,7 +89,7 @@ class StandIn:
             ssl=tls,
         ) as server:
             self.port = next(iter(server.sockets)).getsockname()[1]
-            self.address = f"{'https' if tls else 'http'}://127.0.0.1:{self.port}"
+            self.address = f"{'https' if tls else 'http'}://{self.at}:{self.port}"
             yield self
 
     def gateway(self, secret: str = "") -> Gateway:
