@@ -15,6 +15,7 @@ import socket
 import ssl
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 import uvicorn
 
@@ -40,7 +41,6 @@ def main() -> None:
     from cyborgweb import asgi
 
     listener = socket.socket(fileno=arguments.fd)
-    asgi.begin(reached_at(listener))
     server = Server(configured(asgi.application), asgi.end)
     if arguments.agent_fd is not None:
         from cyborgweb import tls
@@ -50,14 +50,35 @@ def main() -> None:
     _settle_memory()
     if arguments.after is not None:
         os.read(arguments.after, 1)
+    asgi.begin(reached_at(listener, keys().database_url))
     server.run(sockets=[listener])
 
 
-def reached_at(listener: socket.socket) -> str:
-    """The address under which processes on this machine reach it."""
+def reached_at(listener: socket.socket, database_url: str = "") -> str:
+    """The address under which our other processes reach it.
+
+    What listens on all addresses is reached at the one that faces the database, as others of ours use that one, too.
+    """
     host, port = listener.getsockname()[:2]
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    if host in ("0.0.0.0", "::"):
+        host = _facing(urlsplit(database_url).hostname or "") or {"::": "::1"}.get(host, "127.0.0.1")
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _facing(database: str) -> str:
+    """This machine's address on the way there, '' for a database of its own. To connect a UDP socket sends nothing."""
+    if not database:
+        return ""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(database.partition(",")[0], 5432, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        logging.getLogger(__name__).warning(
+            "other machines do not learn where this gateway is (%s): set CYBORG_GATEWAY_URL", error
+        )
+        return ""
 
 
 def configured(application: Any) -> uvicorn.Config:

@@ -49,7 +49,7 @@ class Keys:
         "",
         "Where other processes of ours reach the web process that holds agents' connections, for example"
         " `http://10.0.0.5:8000`; needed where such processes run on several machines.",
-        "*(`CYBORG_LISTEN`, on this machine)*",
+        "*(`CYBORG_LISTEN`; where that is all addresses, the one that faces the database)*",
     )
     request_threads: int = key(
         "CYBORG_REQUEST_THREADS", 4, "HTTP requests worked on at once by one web process; more make agents wait."

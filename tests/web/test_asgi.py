@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import socket
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +11,25 @@ from typing import Any
 import pytest
 
 from cyborgweb.asgi import BoundedThreads
+from cyborgweb.web import reached_at
 from tests.support.webserver import serving, until
+
+
+@pytest.mark.parametrize(
+    ("listen", "database", "reached"),
+    [
+        ("127.0.0.2", "postgresql://db.example.invalid/x", "127.0.0.2"),
+        ("0.0.0.0", "", "127.0.0.1"),
+        ("0.0.0.0", "postgresql:///x?host=/run/postgresql", "127.0.0.1"),
+        ("0.0.0.0", "postgresql://user:word@[::1]:5433/x", "[::1]"),
+        ("0.0.0.0", "postgresql://db.example.invalid/x", "127.0.0.1"),
+    ],
+)
+def test_a_gateway_is_reached_where_it_listens_or_where_it_faces_the_database(
+    listen: str, database: str, reached: str
+) -> None:
+    with socket.create_server((listen, 0)) as listener:
+        assert reached_at(listener, database) == f"http://{reached}:{listener.getsockname()[1]}"
 
 
 class Slow:
