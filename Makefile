@@ -44,8 +44,9 @@ test-browser: $(VENV)/browser  ## an operator's day in a real Chromium; pictures
 deps-browser: $(VENV)/browser  ## what test-browser needs: Playwright, and Debian's Chromium (as root) where there is no browser yet
 	@$(BIN)/python -m tests.browser.chromium
 
-deps-sim:  ## what simulated hardware needs: Debian's packages (as root), and a kernel into .sim
+deps-sim:  ## what simulated hardware and machines need: Debian's packages (as root), a kernel and nginx into .sim
 	@$(PYTHON) -m tests.qemu.prepare
+	@$(PYTHON) -m tests.system.simulated
 
 environments: $(VENV)/dev  ## other projects' software for test-system: Keystone, Nova, the clients
 	$(BIN)/python -m tests.system.environments

@@ -60,8 +60,8 @@ class CannotStart(RuntimeError):
 class Supervisor:
     """Starts everything, keeps it running, stops it in order."""
 
-    def __init__(self, settings: Keys) -> None:
-        self.settings = settings
+    def __init__(self, settings: Keys, *, agent: bool = True) -> None:
+        self.settings, self.agent = settings, agent
         self.selector = selectors.DefaultSelector()
         self.children: dict[str, Child] = {}
         self.postgres: Postgres | None = None
@@ -81,7 +81,7 @@ class Supervisor:
         try:
             self._start_database()
             self._start_web(listener, agents)
-            facts = self._prepare(listener)
+            facts = self._prepare(self._for_the_agent(listener) if self.agent else [])
             if not self.stopping:
                 self._start_others(facts)
                 self._greet(listener, agents, facts)
@@ -145,16 +145,18 @@ class Supervisor:
         self.postgres.ensure_database("cyborg")
         say("postgres", f"accepting connections in {self.postgres.socket}")
 
-    def _prepare(self, listener: socket.socket) -> dict[str, Any]:
-        """Migrate, make the first login and the local agent's join token: `manage.py prepare`, in its own process.
+    def _for_the_agent(self, listener: socket.socket) -> list[str]:
+        """What is prepared for this machine's own: with the sample drivers the rule that lets their devices in."""
+        samples = [] if "CYBORG_ENABLED_DRIVERS" in os.environ else ["--sample-rules"]
+        return ["--address", _address(listener), *samples]
+
+    def _prepare(self, more: list[str]) -> dict[str, Any]:
+        """Migrate, make the first login and what `more` asks for: `manage.py prepare`, in a process of its own.
 
         Told to stop it has PREPARE_S to end; what a migration had not committed then was never done.
         """
-        address = _address(listener)
-        # With the sample drivers comes the rule that lets their devices in; see `_agent_defaults`.
-        samples = [] if "CYBORG_ENABLED_DRIVERS" in os.environ else ["--sample-rules"]
         preparing = subprocess.Popen(
-            [sys.executable, ROOT / "manage.py", "prepare", "--address", address, *samples],
+            [sys.executable, ROOT / "manage.py", "prepare", *more],
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,
@@ -198,8 +200,9 @@ class Supervisor:
         for name in ("ingest", "work"):
             environment = self._environment(DJANGO_SETTINGS_MODULE=worker, Q_CLUSTER_NAME=name)
             self._start(name, [sys.executable, manage, "cluster", name], environment)
-        environment = self._environment(CYBORG_JOIN_TOKEN=facts["join"], **self._agent_defaults())
-        self._start("agent", [sys.executable, "-m", "agents.host.main", "--die-with-parent"], environment)
+        if self.agent:
+            environment = self._environment(CYBORG_JOIN_TOKEN=facts["join"], **self._agent_defaults())
+            self._start("agent", [sys.executable, "-m", "agents.host.main", "--die-with-parent"], environment)
         self.watch = TickWatch(facts["jobs"], facts["dsn"], self.settings.tick_stall_s, self.wake_w)
         self.watch.start()
 
@@ -321,10 +324,17 @@ def main() -> None:
         epilog="Configuration: CYBORG_… variables or a TOML file named by CYBORG_CONFIG; see docs/configuration.md.",
     )
     parser.add_argument("--leash", action="store_true", help="stop when the process that started this one ends")
-    if parser.parse_args().leash:
+    parser.add_argument(
+        "--no-agent",
+        dest="agent",
+        action="store_false",
+        help="leave out this machine's own agent, its join token and the sample rule: for a controller",
+    )
+    arguments = parser.parse_args()
+    if arguments.leash:
         die_with_parent(signal.SIGTERM)
     try:
-        Supervisor(keys()).run()
+        Supervisor(keys(), agent=arguments.agent).run()
     except (CannotStart, ConfigurationError, PostgresError) as error:
         print(f"cyborgweb: {error}", file=sys.stderr)  # noqa: T201
         sys.exit(2)

@@ -51,6 +51,7 @@ class Product:
     state: Path
     settings: dict[str, str] = field(default_factory=dict)
     before: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
     port: int = 0
     process: subprocess.Popen[bytes] | None = None
     seen: set[Process] = field(default_factory=set)
@@ -64,7 +65,7 @@ class Product:
         self._log_from = self.log_file.stat().st_size if self.log_file.exists() else 0
         with self.log_file.open("ab") as log:
             self.process = subprocess.Popen(
-                [*self.before, sys.executable, "-m", "cyborgweb.serve", "--leash"],
+                [*self.before, sys.executable, "-m", "cyborgweb.serve", "--leash", *self.options],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -33,6 +33,16 @@ def test_a_first_start_makes_a_login_and_a_second_one_keeps_it(folder: Path) -> 
         assert product.get("/readyz")[0] == 200
 
 
+def test_a_controller_has_no_agent_of_its_own(folder: Path) -> None:
+    with running(Product(folder / "state", options=("--no-agent",))) as product:
+        for cluster in ("ingest", "work"):
+            product.until(lambda c=cluster: product.child(c), 30, f"{cluster} runs")
+        assert product.child("agent") is None
+        assert not (product.state / "agent").exists()
+        for table in ("agents_jointoken", "accelerators_admissionrule"):
+            assert product.rows(f"SELECT count(*) FROM {table}") == [(0,)]
+
+
 @pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_the_group_ends_everything_in_order(folder: Path, sig: signal.Signals) -> None:
     product = Product(folder / "state")

@@ -38,7 +38,7 @@ class Command(BaseCommand):
     requires_system_checks: list[str] = []
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--address", required=True, help="where agents reach this conductor: http://host:port")
+        parser.add_argument("--address", help="where this machine's agent reaches us; without it, no join token")
         parser.add_argument(
             "--sample-rules", action="store_true", help="let fake devices in by a rule, if the installation is new"
         )
@@ -48,11 +48,11 @@ class Command(BaseCommand):
         if options["sample_rules"]:
             _sample_rules()
         path = keys().state / "first-login"
-        with_keystone = keys().auth == "keystone"
+        login = "with your name and password in Keystone" if keys().auth == "keystone" else _first_login(path)
         facts = {
-            "login": "with your name and password in Keystone" if with_keystone else _first_login(path),
-            "login_file": "" if with_keystone else str(path),
-            "join": _join(options["address"]),
+            "login": login,
+            "login_file": str(path) if keys().auth != "keystone" and path.exists() else "",
+            "join": _join(options["address"]) if options["address"] else "",
             "jobs": {j.name: (j.cluster, ticks.LOCK_CLASS, ticks.lock_id(j.name)) for j in ticks.jobs()},
             "dsn": _dsn(),
         }
@@ -60,7 +60,10 @@ class Command(BaseCommand):
 
 
 def _migrate() -> None:
-    """One process at a time. Who waits holds no snapshot: an index that is built beside writers would wait for it."""
+    """One process at a time, until it ends: nobody makes another first login meanwhile.
+
+    Who waits holds no snapshot: an index that is built beside writers would wait for it.
+    """
     for tries in range(TRIES, -1, -1):
         with connection.cursor() as cursor:
             cursor.execute("SELECT pg_try_advisory_lock(%s)", [MIGRATION_LOCK])
@@ -109,5 +112,6 @@ def _dsn() -> str:
     from psycopg.conninfo import make_conninfo
 
     params = connection.get_connection_params()
-    wanted = {k: v for k, v in params.items() if k in ("dbname", "user", "password", "host", "port")}
+    where = ("dbname", "user", "password", "host", "port", "options", "tcp_user_timeout")
+    wanted = {k: v for k, v in params.items() if k in where or k.startswith(("keepalives", "ssl"))}
     return make_conninfo("", **wanted)
