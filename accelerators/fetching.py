@@ -15,7 +15,6 @@ from datetime import UTC, datetime
 from typing import Any, Protocol
 from uuid import UUID
 
-from django.db import connection
 from django.db.models import Q
 
 from accelerators import commands, conductor, images, ticks
@@ -79,8 +78,7 @@ def register(service: ImageService) -> None:
 
 def run() -> None:
     """The job: every command that waits is tried once; what is unfinished then is gone on with at once."""
-    with connection.cursor() as cursor:
-        cursor.execute("DELETE FROM tick WHERE name = 'images'")
+    ticks.take_up("images")
     end, tried, unfinished = time.monotonic() + SLICE_S, set[int](), False
     while (waiting := _waiting(tried)) and time.monotonic() < end:
         tried |= {number for numbers in waiting.values() for number in numbers}

@@ -90,8 +90,7 @@ def kick_all(cluster: str | None = None) -> None:
     """Wake every job (of `cluster`) afresh: after a start, or after tasks were lost with the cluster that held them."""
     for job in jobs():
         if cluster in (None, job.cluster):
-            with connection.cursor() as cursor:
-                cursor.execute("DELETE FROM tick WHERE name = %s", [job.name])
+            take_up(job.name)
             kick(job.name)
 
 
@@ -108,14 +107,19 @@ def backstop() -> None:
         kick(job.name)
 
 
+def take_up(name: str) -> None:
+    """From now on a kick wakes the job again: called before it looks at what there is to do."""
+    with connection.cursor() as cursor:
+        cursor.execute("DELETE FROM tick WHERE name = %s", [name])
+
+
 def run(name: str, step: Callable[[], bool]) -> None:
     """Take up the tick of `name`, then call `step` under the job's lock until it says there is nothing left.
 
     `step` runs in a transaction of its own; the lock goes with it, so a killed worker blocks nobody. Who finds the
     lock taken looks again until it is free: the holder may have looked before our wake-up's work was there.
     """
-    with connection.cursor() as cursor:
-        cursor.execute("DELETE FROM tick WHERE name = %s", [name])
+    take_up(name)
     end = time.monotonic() + SLICE_S
     while time.monotonic() < end:
         with _locked(name) as mine:

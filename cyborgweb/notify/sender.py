@@ -134,8 +134,7 @@ def mail_step() -> bool:
 def _rounds(job: str, step: Callable[[], bool]) -> None:
     """As `ticks.run`, without its transaction. Who finds the lock taken leaves what there is to its holder, or to the
     clock: a worker that waited here would be missed elsewhere."""
-    with connection.cursor() as cursor:
-        cursor.execute("DELETE FROM tick WHERE name = %s", [job])
+    ticks.take_up(job)
     end = time.monotonic() + SLICE_S
     with ticks.alone(job) as mine:
         while more := mine and step():
