@@ -11,7 +11,7 @@ import logging
 from datetime import UTC, datetime
 
 from django.conf import settings
-from django.db import OperationalError
+from django.db import OperationalError, connection, transaction
 from django.db.models import Sum
 
 from accelerators import chain, conductor, sealing, ticks
@@ -21,7 +21,9 @@ from accelerators.states import Source
 log = logging.getLogger(__name__)
 
 PATIENCE = "200ms"
-"""Dropping waits so long for who writes events, and who comes after waits for it; then the next pass tries again."""
+"""Making a month and dropping one wait so long for who writes or reads events, and everybody who comes after to write
+waits for them; then the next pass tries again."""
+BRIEFLY = "SELECT set_config('lock_timeout', %s, true)"
 OLDEST = """
 SELECT min(right(inhrelid::regclass::text, 7)) FROM pg_inherits
 WHERE inhparent = 'accelerators_event'::regclass AND inhrelid::regclass::text ~ '_\\d{4}_\\d\\d$'
@@ -31,6 +33,17 @@ WHERE inhparent = 'accelerators_event'::regclass AND inhrelid::regclass::text ~ 
 def run() -> None:
     """The job `seals`: seal what there is, then drop months that are kept no longer."""
     ticks.run(sealing.JOB, lambda: sealing.seal() or drop_oldest())
+
+
+def make_months() -> None:
+    """The months to come, from job `sweep`. They are made long before they are needed, so this need not wait for who
+    reads for long, as a backup does."""
+    try:
+        with transaction.atomic(), connection.cursor() as cursor:
+            cursor.execute(BRIEFLY, [PATIENCE])
+            cursor.execute("SELECT accelerators_event_months(2)")
+    except OperationalError as error:
+        log.warning("partitions for the months to come are made later: %s", error)
 
 
 def drop_oldest(now: datetime | None = None) -> bool:
@@ -57,7 +70,7 @@ def _before(now: datetime, months: int) -> str:
 
 def _drop(name: str, months: int) -> bool:
     month, table, write = name.replace("_", "-"), f"accelerators_event_{name}", conductor.cursor()
-    write.execute("SELECT set_config('lock_timeout', %s, true)", [PATIENCE])
+    write.execute(BRIEFLY, [PATIENCE])
     (there,) = write.execute(f"SELECT count(*) FROM {table}").fetchone()
     seals = Seal.objects.filter(month=month, events__gt=0)
     sealed = seals.aggregate(events=Sum("events", default=0))["events"]

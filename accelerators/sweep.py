@@ -12,11 +12,10 @@ import logging
 from datetime import UTC, datetime, timedelta
 
 from django.conf import settings
-from django.db import OperationalError, connection, transaction
 from django.db.models import Exists, F, Func, OuterRef, Q, QuerySet, TextField, Value
 from django.db.models.functions import Coalesce
 
-from accelerators import bulks, conductor, lifecycle, rollouts, safety, ticks
+from accelerators import bulks, conductor, lifecycle, retention, rollouts, safety, ticks
 from accelerators.models import AcceleratorRequest, AttachHandle, Attribute, Command, Deployable, Device
 from accelerators.models.commands import OPEN
 from accelerators.models.devices import driver_error
@@ -26,26 +25,14 @@ from accelerators.states import DriverState, Source
 log = logging.getLogger(__name__)
 
 BATCH = 200
-PATIENCE = "200ms"
 REMEMBERED = timedelta(days=30)
 """Commands are kept so long after their end; their events stay."""
 
 
 def run() -> None:
     """The job `sweep`: partitions for the months to come, then what is missing for long, and what is old."""
-    _months_ahead()
+    retention.make_months()
     ticks.run("sweep", lambda: remove_missing() | forget_commands() | bulks.forget() | rollouts.forget())
-
-
-def _months_ahead() -> None:
-    """Events have their partitions long before they need them, so this need not wait: behind who reads for long, as a
-    backup does, it would, and behind it everybody who writes an event."""
-    try:
-        with transaction.atomic(), connection.cursor() as cursor:
-            cursor.execute("SELECT set_config('lock_timeout', %s, true)", [PATIENCE])
-            cursor.execute("SELECT accelerators_event_months(2)")
-    except OperationalError as error:
-        log.warning("partitions for the months to come are made later: %s", error)
 
 
 def forget_commands(now: datetime | None = None) -> bool:
