@@ -23,6 +23,7 @@ from accelerators.models import Command, Image, ImageSource
 from accelerators.models.commands import OPEN
 from accelerators.refusals import Reason, Refused
 from accelerators.states import Source
+from drivers.files import sync_directory
 
 CHUNK = 1024 * 1024
 MAX_PROPERTIES, MAX_KEY, MAX_VALUE = 64, 255, 1024
@@ -189,11 +190,7 @@ def keep(file: IO[bytes], uuid: UUID | str) -> None:
     file.flush()
     os.fsync(file.fileno())
     os.rename(part(uuid), path(uuid))
-    folder = os.open(directory(), os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync_directory(directory())
 
 
 def _receive(chunks: Iterable[bytes], size: int, file: IO[bytes]) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import logging
-import os
 import stat
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from agents import credentials, wire
 from drivers.configuration import ConfigurationError
+from drivers.files import sync_directory, write_private
 
 log = logging.getLogger("cyborg.identity")
 
@@ -141,24 +141,8 @@ def _load(path: Path) -> Ed25519PrivateKey | None:
 def _make(path: Path) -> Ed25519PrivateKey:
     key = Ed25519PrivateKey.generate()
     text = base64.urlsafe_b64encode(key.private_bytes_raw()) + b"\n"
-    unfinished = path.with_suffix(".new")
     try:
-        unfinished.unlink(missing_ok=True)
-        with open(os.open(unfinished, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.rename(path)
-        sync_directory(path.parent)
+        write_private(path, text)
     except OSError as error:
         raise ConfigurationError(f"the agent's key {path} cannot be written: {error.strerror}") from None
     return key
-
-
-def sync_directory(path: Path) -> None:
-    """Names in a directory outlive a power cut only after this. Raises OSError."""
-    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

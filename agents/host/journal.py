@@ -23,7 +23,7 @@ import msgspec
 
 from agents import wire
 from agents.host import ledger, wishes
-from agents.host.identity import sync_directory
+from drivers.files import sync_directory
 from drivers.inventory import DriverReport
 
 log = logging.getLogger("cyborg.journal")
