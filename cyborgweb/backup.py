@@ -21,16 +21,15 @@ from django.db.migrations.loader import MigrationLoader
 from django.db.migrations.recorder import MigrationRecorder
 from psycopg.conninfo import make_conninfo
 
-from cyborgweb import tls
+from cyborgweb import libpq, tls
 from cyborgweb.postgres import Postgres, program
 from cyborgweb.settings.keys import keys
+from drivers.files import sync_directory, write_private
 
 DUMP, ABOUT = "database.dump", "backup.json"
 SECRET = "secret-key"
 KEPT = (SECRET, tls.FILE, "policy.yaml", "drivers.toml")
 """Files of the state directory that belong to a backup, where they are."""
-NOT_LIBPQ = ("context", "cursor_factory", "prepare_threshold")
-"""Of our connection, what psycopg alone knows."""
 LOOK_S = 0.2
 Progress = Callable[[int], None]
 TABLES = """SELECT count(*) FROM pg_class
@@ -66,11 +65,12 @@ def take(folder: Path, progress: Progress) -> About:
         _run("pg_dump", words, made / DUMP, progress)
         files = tuple(name for name in KEPT if (state / name).exists())
         for name in files:
-            _copy(state / name, made / name)
+            write_private(made / name, (state / name).read_bytes())
         applied = sorted(".".join(one) for one in MigrationRecorder(connection).applied_migrations())
         about = About(at, _server(), tuple(applied), files)
-        (made / ABOUT).write_bytes(msgspec.json.format(msgspec.json.encode(about)))
+        write_private(made / ABOUT, msgspec.json.format(msgspec.json.encode(about)))
         made.rename(folder)
+        sync_directory(folder.parent)
     except OSError as error:
         raise Unusable(f"{made} cannot be written: {error.strerror}") from None
     return about
@@ -101,7 +101,7 @@ def load(folder: Path, about: About) -> None:
         cursor.execute("ANALYZE")
     for name in set(about.files) & set(KEPT):
         if name == SECRET or not (keys().state / name).exists():
-            _copy(folder / name, keys().state / name)
+            write_private(keys().state / name, (folder / name).read_bytes())
 
 
 def nobody_else() -> None:
@@ -163,7 +163,7 @@ def _taken(lock: int) -> bool:
 
 def _run(name: str, words: list[str], written: Path | None = None, progress: Progress | None = None) -> None:
     """One of PostgreSQL's programs on our database. The password is in its environment, which others cannot read."""
-    where = {k: v for k, v in connection.get_connection_params().items() if k not in NOT_LIBPQ}
+    where = libpq.parameters()
     environment = os.environ | {"PGPASSWORD": where.pop("password", "")}
     command = [program(name, _server(), keys().pg_bin), "--dbname", make_conninfo("", **where), *words]
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as running:
@@ -188,12 +188,3 @@ def _count(statement: str) -> int:
     with connection.cursor() as cursor:
         cursor.execute(statement)
         return int(cursor.fetchone()[0])
-
-
-def _copy(source: Path, target: Path) -> None:
-    """Readable by its owner alone from its first byte on, and whole or not at all."""
-    made = target.with_name(f"{target.name}.new")
-    made.unlink(missing_ok=True)
-    with os.fdopen(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(source.read_bytes())
-    made.rename(target)

@@ -15,6 +15,7 @@ from django.contrib.auth import get_user_model
 from django.core.management import call_command
 from django.core.management.base import BaseCommand, CommandError
 from django.db import OperationalError, connection
+from psycopg.conninfo import make_conninfo
 from psycopg.errors import LockNotAvailable
 
 from accelerators import conductor, rules, ticks
@@ -23,6 +24,7 @@ from accelerators.models import AdmissionRule, Event, Host
 from accelerators.states import Source
 from agents import enrolment
 from agents.host.settings import AgentSettings, host_of
+from cyborgweb import libpq
 from cyborgweb.settings.keys import keys
 from drivers.configuration import load
 
@@ -54,7 +56,7 @@ class Command(BaseCommand):
             "login_file": str(path) if keys().auth != "keystone" and path.exists() else "",
             "join": _join(options["address"]) if options["address"] else "",
             "jobs": {j.name: (j.cluster, ticks.LOCK_CLASS, ticks.lock_id(j.name)) for j in ticks.jobs()},
-            "dsn": _dsn(),
+            "dsn": make_conninfo("", **libpq.parameters()),
         }
         self.stdout.write(json.dumps(facts))
 
@@ -106,12 +108,3 @@ def _sample_rules() -> None:
 def _join(address: str) -> str:
     host, _ = host_of(load(AgentSettings, os.environ), None, "")
     return enrolment.make_token(host, address=address, hours=keys().join_token_hours, created_by=enrolment.MACHINE)
-
-
-def _dsn() -> str:
-    from psycopg.conninfo import make_conninfo
-
-    params = connection.get_connection_params()
-    where = ("dbname", "user", "password", "host", "port", "options", "tcp_user_timeout")
-    wanted = {k: v for k, v in params.items() if k in where or k.startswith(("keepalives", "ssl"))}
-    return make_conninfo("", **wanted)
