@@ -89,8 +89,8 @@ def asked(socket: ClientConnection) -> Watch:
 
 
 def greeted(gateway: Served) -> int:
-    """The id of the host, once its Hello is heard."""
-    until(lambda: any(one.greeted for one in gateway.holders.by_host.values()))
+    """The id of the host, once its Hello is heard and it can be asked."""
+    until(lambda: any(one.greeted for one in gateway.holders.by_host.values()) and gateway.board.name in samples.here)
     return Host.objects.get().id
 
 

@@ -1,4 +1,4 @@
-"""Rows of a fleet against the whole product: a storm with reports, thousands at rest, and an hour of kills.
+"""Rows of a fleet against the whole product: a storm with reports, a census, thousands at rest, and an hour of kills.
 
 The agents are those of `tests.fleet`: they back off, honour Retry-After and the jitter they are told, and remember what
 was acknowledged, which is compared with the tables at the end.
@@ -6,21 +6,24 @@ was acknowledged, which is compared with the tables at the end.
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic, sleep
 
-from tests.bench import fixtures
-from tests.bench.figures import Row, cpu_s
+from tests.bench import fixtures, messages
+from tests.bench.figures import Row, cpu_s, median
 from tests.bench.lab import Generator, Lab, serving
 from tests.bench.statements import logged
-from tests.bench.whole import Whole, wait_for
+from tests.bench.whole import Whole, api_token, post, wait_for
 from tests.fleet import verdict
 from tests.fleet.installation import Fleet, Installation
 
 DEVICES = 8
 REPORTERS = 200
+COUNTED, CENSUSES = 1000, 5
+"""So many hosts are named in a census, so often."""
 BEAT_S, FLUSH_S = 8.0, 5.0
 """Of a product with its defaults."""
 PATIENCE_S = 600.0
@@ -39,7 +42,7 @@ class Size:
 
 
 def rows(lab: Lab, whole: Whole, generator: Generator, size: Size, progress: Callable[[str], None]) -> list[Row]:
-    """Up to five figures, on one running product."""
+    """Up to six figures, on one running product."""
     found = _storm(lab, whole, generator, size.storm, progress)
     found += _rest(lab, whole, size, progress)
     if size.soak_s:
@@ -71,6 +74,7 @@ def _storm(lab: Lab, whole: Whole, generator: Generator, count: int, progress: C
         durable = durable or seen
         done, sight = verdict.settled(there, PATIENCE_S)
         lost = verdict.lost(there)
+        census = _census(whole, count, progress)
     finally:
         fleet.stop()
     ceiling = count / connects + count / reports
@@ -84,7 +88,24 @@ def _storm(lab: Lab, whole: Whole, generator: Generator, count: int, progress: C
     return [
         Row(f"{name}: durable", durable, "s", against, 0.40, ceiling, ceiling / durable, None, note, holds),
         Row(f"{name}: visible", seen, "s", against, 0.40, ceiling, ceiling / seen, None, "", holds),
+        census,
     ]
+
+
+def _census(whole: Whole, there: int, progress: Callable[[str], None]) -> Row:
+    """Hosts of a fleet that is up are asked how busy they are, and their places are counted."""
+    names = [messages.host_name(number) for number in range(min(COUNTED, there))]
+    progress(f"a census of {len(names)} hosts")
+    token, took, came = api_token(), list[float](), list[int]()
+    for _ in range(CENSUSES):
+        began = monotonic()
+        status, body = post(whole.port, "/api/census/", token, {"hosts": names, "count": DEVICES})
+        took.append(monotonic() - began)
+        told = json.loads(body) if status == 200 else {"came": 0}
+        came.append(told["came"])
+    note = f"POST /api/census/, {there} agents of {DEVICES} devices connected; at least {min(came)} hosts answered"
+    holds = min(came) == len(names)
+    return Row(f"census of {len(names)} hosts", median(took), "s", "", 3.0, note=note, holds=holds)
 
 
 def _durable_rate(whole: Whole, generator: Generator) -> float:

@@ -18,7 +18,8 @@ from tests.bench.lab import Generator, Lab, Server, serving
 from tests.bench.orders import CannotMeasure
 
 DEVICES, METRICS = 8, 6
-EVERY_S, FOR_S = 1.0, 4.0
+EVERY_S, FOR_S = 1.0, 10.0
+"""As a host's page asks for it."""
 PAUSE_S = 2.0
 PATIENCE_S = 30.0
 

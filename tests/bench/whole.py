@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import http.client
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,9 +92,20 @@ def _ready(port: int) -> bool:
 
 def get(port: int, path: str, token: str = "") -> tuple[int, bytes]:
     """Status and body."""
+    return _call("GET", port, path, token)
+
+
+def post(port: int, path: str, token: str, body: object) -> tuple[int, bytes]:
+    """The same, of what is sent as JSON."""
+    return _call("POST", port, path, token, json.dumps(body), {"Content-Type": "application/json"})
+
+
+def _call(
+    method: str, port: int, path: str, token: str, body: str | None = None, headers: Mapping[str, str] | None = None
+) -> tuple[int, bytes]:
     client = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     try:
-        client.request("GET", path, headers={"X-Auth-Token": token} if token else {})
+        client.request(method, path, body, {**(headers or {}), **({"X-Auth-Token": token} if token else {})})
         answer = client.getresponse()
         return answer.status, answer.read()
     finally:

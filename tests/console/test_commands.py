@@ -6,9 +6,7 @@ import re
 
 import pytest
 from django.contrib.auth.models import Permission, User
-from django.db import connection
 from django.test import Client
-from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 
 from accelerators import commands, conductor, outcomes
@@ -16,6 +14,7 @@ from accelerators.caller import Caller
 from accelerators.models import Command, Device, Event, Host
 from tests.console.conftest import Fill
 from tests.support.reports import answer, apply, card
+from tests.support.statements import statements
 
 pytestmark = pytest.mark.django_db
 
@@ -211,15 +210,9 @@ def test_P3_pages_and_pieces_cost_the_same_at_any_number_of_commands(operator: C
         reverse("admin:accelerators_command_lately", args=["host", device.host_id]),
         reverse("admin:accelerators_command_now", args=[first.pk]),
     ]
-    few = {path: _statements(operator, path) for path in paths}
+    few = {path: statements(operator, path) for path in paths}
     with conductor.writing():
         for _ in range(12):
             begun(device)
-    assert {path: _statements(operator, path) for path in paths} == few
+    assert {path: statements(operator, path) for path in paths} == few
     assert max(few.values()) <= 12 and max(few[path] for path in paths[4:]) <= 4, few
-
-
-def _statements(client: Client, path: str) -> int:
-    with CaptureQueriesContext(connection) as captured:
-        assert client.get(path).status_code == 200
-    return len(captured)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 from django.contrib.auth.models import Permission, User
-from django.db import connection
 from django.test import Client
-from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 
 from accelerators import rollouts
@@ -14,6 +12,7 @@ from accelerators.models import Command, HostDriver, Rollout
 from drivers.inventory import DriverReport
 from tests.accelerators.test_rollouts import said, work
 from tests.support.reports import a_host, answer, apply, card
+from tests.support.statements import statements
 
 pytestmark = pytest.mark.django_db
 LIST = "/admin/accelerators/hostdriver/"
@@ -101,15 +100,8 @@ def test_who_may_only_look_changes_nothing(client: Client) -> None:
 
 
 def test_the_lists_take_as_many_statements_for_many_hosts_as_for_few(operator: Client) -> None:
-    operator.get(LIST)
-
-    def statements() -> int:
-        with CaptureQueriesContext(connection) as found:
-            assert operator.get(LIST).status_code == 200
-        return len(found)
-
-    few = statements()
+    few = statements(operator, LIST)
     for n in range(3, 30):
         apply(a_host(f"cmp{n}"), DriverReport("pci_driver", state="absent"), answer(card(1)))
-    assert statements() == few <= 12
+    assert statements(operator, LIST) == few <= 12
     assert not rollouts.step()

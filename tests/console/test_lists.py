@@ -7,7 +7,6 @@ from datetime import UTC, datetime
 import pytest
 from django.db import connection
 from django.test import Client
-from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 
 from accelerators import conductor
@@ -17,6 +16,7 @@ from agents.models import Agent, JoinToken
 from cyborgweb.models import ApiToken
 from tests.console.conftest import Fill
 from tests.support.reports import a_host, answer, apply, card
+from tests.support.statements import statements
 
 pytestmark = pytest.mark.django_db
 
@@ -41,17 +41,11 @@ def test_every_list_and_page_answers_with_rows(model: type, operator: Client, fi
 
 def test_P3_lists_cost_the_same_at_any_size(operator: Client, fill: Fill) -> None:
     fill(3)
-    small = {model: _statements(operator, url(model, "changelist")) for model in SHOWN}
+    small = {model: statements(operator, url(model, "changelist")) for model in SHOWN}
     fill(297, first=1)
-    large = {model: _statements(operator, url(model, "changelist")) for model in SHOWN}
+    large = {model: statements(operator, url(model, "changelist")) for model in SHOWN}
     assert large == small
     assert max(large.values()) <= LIST_BUDGET
-
-
-def _statements(operator: Client, path: str) -> int:
-    with CaptureQueriesContext(connection) as captured:
-        assert operator.get(path).status_code == 200
-    return len(captured)
 
 
 def test_P3_pages_of_a_device_and_of_a_host_cost_the_same_at_any_size(operator: Client, fill: Fill) -> None:
@@ -60,7 +54,7 @@ def test_P3_pages_of_a_device_and_of_a_host_cost_the_same_at_any_size(operator: 
     apply(wide, answer(*(card(n, handles=8) for n in range(200))))
     for model, pages in ((Host, (small, wide)), (Device, (small.devices.first(), wide.devices.first()))):
         for row in pages:
-            assert _statements(operator, url(model, "change", row.pk)) <= LIST_BUDGET
+            assert statements(operator, url(model, "change", row.pk)) <= LIST_BUDGET
 
 
 @pytest.mark.parametrize(
