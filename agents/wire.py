@@ -230,7 +230,8 @@ class Writer(Message, frozen=True):
 class Watch(Message, frozen=True):
     """Somebody looks at this host: send Samples at once, then every `every_s` seconds, until `for_s` have passed.
 
-    The next one takes its place; `for_s` 0 asks for one look. Agents that are older than samples drop it.
+    The next one takes its place; `for_s` 0 asks for one look. One that has the same go on for longer need not be
+    answered at once. Agents that are older than samples drop it.
     """
 
     every_s: float

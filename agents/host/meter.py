@@ -64,10 +64,15 @@ class Timetable:
         self._phase, self.due = None, math.inf
 
     def wished(self, now: float, wish: wire.Watch) -> None:
-        """At once, though never sooner than `SHORTEST_S` after the last; the wish takes the place of the one before."""
-        self._every = min(max(wish.every_s, SHORTEST_S), REST_S)
-        self._until = now + min(max(wish.for_s, 0.0), LONGEST_WISH_S)
-        self.due = max(now, self._begun + SHORTEST_S)
+        """At once, though never sooner than `SHORTEST_S` after the last; the wish takes the place of the one before.
+        Whoever only looks on does not have it read more often."""
+        every, until = min(max(wish.every_s, SHORTEST_S), REST_S), now + min(max(wish.for_s, 0.0), LONGEST_WISH_S)
+        looks_on = every == self._every and now <= self._until < until - SHORTEST_S
+        self._every, self._until = every, until
+        if not looks_on:
+            self.due = max(now, self._begun + SHORTEST_S)
+        elif self.due < math.inf:
+            self.due = max(now, self._begun + every)
 
     def begins(self, now: float) -> None:
         """A round begins; until it ends only a wish makes the next one due."""

@@ -36,6 +36,7 @@ class Sampling:
         self._peers, self._text, self._pause = peers, samples(devices), pause
         self._later = asyncio.get_running_loop().call_later
         self._wishes: dict[Peer, tuple[float, float]] = {}
+        self._next: dict[Peer, asyncio.TimerHandle] = {}
         self.sent = 0
         self.times: list[float] = []
 
@@ -59,14 +60,20 @@ class Sampling:
             return
         asked = wire.decode_from_gateway(payload)
         assert isinstance(asked, wire.Watch)
-        wish = self._wishes[peer] = asked.every_s, time.perf_counter() + asked.for_s
-        self._say(peer, wish)
+        now = time.perf_counter()
+        every, until = self._wishes.get(peer, (0.0, 0.0))
+        self._wishes[peer] = asked.every_s, now + asked.for_s
+        if every != asked.every_s or until < now:  # else it only goes on
+            if peer in self._next:
+                self._next[peer].cancel()
+            self._say(peer)
 
-    def _say(self, peer: Peer, wish: tuple[float, float]) -> None:
-        if self._wishes.get(peer) is wish and time.perf_counter() <= wish[1] and not peer.lost:
+    def _say(self, peer: Peer) -> None:
+        every, until = self._wishes[peer]
+        if time.perf_counter() <= until and not peer.lost:
             peer.send(self._text)
             self.sent += 1
-            self._later(wish[0], self._say, peer, wish)
+            self._next[peer] = self._later(every, self._say, peer)
 
     async def look(self, seconds: float) -> dict[str, Any]:
         """What was sent and acknowledged in the next `seconds`."""

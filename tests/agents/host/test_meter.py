@@ -56,6 +56,26 @@ def test_while_somebody_looks_rounds_are_as_often_as_wished_and_then_rest_again(
     assert rounds(table, 209.0) == [201.0, 202.0, 203.0], "the later wish takes the place of the first"
 
 
+def test_who_looks_on_gets_no_more_rounds_than_wished_and_a_census_meanwhile_one_at_once() -> None:
+    table, often = Timetable(), wire.Watch(2.0, 10.0)
+    table.connected(0.0, 0.5)
+    table.wished(100.0, often)
+    assert rounds(table, 105.0) == [100.0, 102.0, 104.0]
+    table.wished(105.0, often)
+    table.begins(table.due)
+    table.wished(106.1, often)  # while a round is under way
+    table.ended(106.2)
+    assert rounds(table, 150.0) == [108.0, 110.0, 112.0, 114.0, 116.0, 150.0]
+    table.wished(200.0, often)
+    assert rounds(table, 210.0) == [200.0, 202.0, 204.0, 206.0, 208.0, 210.0]
+    table.wished(210.0, often)  # in the last moment: what was due next was a minute away
+    assert rounds(table, 213.0) == [212.0]
+    table.wished(213.0, wire.Watch(2.0, 7.0))  # what a census says: nothing lasts longer by it
+    assert rounds(table, 214.0) == [213.0]
+    table.wished(214.0, wire.Watch(1.0, 20.0))
+    assert rounds(table, 214.0) == [214.0], "more often is at once"
+
+
 @pytest.mark.parametrize(
     ("wish", "began"),
     [
