@@ -55,6 +55,8 @@ WHERE p.missing_since IS NULL AND t.missing_since IS NULL AND d.state = 'ready' 
   AND NOT EXISTS (SELECT FROM accelerators_acceleratorrequest r WHERE r.attach_handle_id = t.id)
 """
 """The handles `t` that a request can get now, with their deployables `p` and devices `d`."""
+IN_OFFER = "least({free}, greatest(p.num_accelerators - {held}, 0))"
+"""So many of a deployable `p` requests can get: Placement gives no more of it than its total, whatever is free."""
 _FREE = f"{FREE} AND p.rp_uuid = %(rp)s::uuid"
 
 _RESERVE = f"""

@@ -14,15 +14,17 @@ from uuid import UUID
 from django.db import connection
 
 from accelerators import groups
-from accelerators.binding_sql import FREE
+from accelerators.binding_sql import FREE, IN_OFFER
 from accelerators.models import Host
 from accelerators.refusals import Reason, Refused
 
+_HELD = """(SELECT count(*) FROM accelerators_acceleratorrequest q
+    WHERE q.deployable_id = p.id AND q.attach_handle_id IS NOT NULL)"""
 OF_HOSTS = f"""
 SELECT d.host_id, p.rp_uuid::text,
   coalesce((SELECT a.value FROM accelerators_attribute a WHERE a.deployable_id = p.id AND a.key = 'rc'), ''),
   ARRAY(SELECT a.value FROM accelerators_attribute a WHERE a.deployable_id = p.id AND a.key LIKE 'trait%%'),
-  count(*), array_agg(DISTINCT t.attach_type::text)
+  {IN_OFFER.format(free="count(*)", held=_HELD)}, array_agg(DISTINCT t.attach_type::text)
 {FREE} AND d.host_id = ANY(%(hosts)s::bigint[]) AND (%(device)s::uuid IS NULL OR d.uuid = %(device)s::uuid)
   AND p.rp_uuid IS NOT NULL
 GROUP BY d.host_id, p.id ORDER BY p.id
@@ -31,7 +33,7 @@ GROUP BY d.host_id, p.id ORDER BY p.id
 
 @dataclass(frozen=True)
 class Candidate:
-    """A provider with free handles."""
+    """A provider that has some in offer: `free` handles, and no more than Placement would give."""
 
     provider: str
     resource_class: str
@@ -69,7 +71,8 @@ def at(hosts: Collection[int], device: UUID | None = None) -> defaultdict[int, l
     with connection.cursor() as cursor:
         cursor.execute(OF_HOSTS, {"hosts": list(hosts), "device": device})
         for host, provider, name, traits, free, types in cursor.fetchall():
-            found[host].append(Candidate(provider, name, frozenset(traits), free, frozenset(types)))
+            if free:
+                found[host].append(Candidate(provider, name, frozenset(traits), free, frozenset(types)))
     return found
 
 

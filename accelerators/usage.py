@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from django.db import connection
 
-from accelerators.binding_sql import FREE
+from accelerators.binding_sql import FREE, IN_OFFER
 
 MOST = 10_000
 """So many groups are given at once."""
@@ -33,11 +33,23 @@ _OF_ALL = f"""LEFT JOIN (SELECT deployable_id, count(*) AS held FROM accelerator
   LEFT JOIN (SELECT t.deployable_id, count(*) AS free {FREE} AND (%(host{{n}})s::text IS NULL
     OR d.host_id = (SELECT id FROM accelerators_host WHERE name = %(host{{n}})s)) GROUP BY 1) f
     ON f.deployable_id = p.id"""
-_FREE = "least(coalesce(f.free, 0), greatest(p.num_accelerators - coalesce(r.held, 0), 0))"
-"""Placement gives no more of a part than its total, however many of its handles are free."""
+_FREE = IN_OFFER.format(free="coalesce(f.free, 0)", held="coalesce(r.held, 0)")
 _OF_PROJECTS = """JOIN (SELECT deployable_id, project_id, count(*) AS held FROM accelerators_acceleratorrequest
   WHERE attach_handle_id IS NOT NULL AND (%(project{n})s::text IS NULL OR project_id = %(project{n})s)
   GROUP BY 1, 2) r ON r.deployable_id = p.id"""
+_SAID = """said AS (
+  SELECT * FROM unnest(%(hosts)s::bigint[], %(keys)s::text[], %(busy)s::float8[], %(used)s::float8[],
+    %(size)s::float8[], %(power)s::float8[]) AS s(host, key, busy, used, size, power))"""
+_LOAD = """count(*) AS devices, count(s.key) AS sampled, round(avg(busy)::numeric, 1)::float8 AS mean,
+    round(max(busy)::numeric, 1)::float8 AS highest, sum(used) FILTER (WHERE size IS NOT NULL)::bigint AS used,
+    sum(size) FILTER (WHERE used IS NOT NULL)::bigint AS size, round(sum(power)::numeric, 1)::float8 AS power"""
+"""Of devices, of which some `said` something; memory is of those that give both numbers: used is part of all."""
+_HOSTS = f"""
+WITH {_SAID}
+SELECT x.host_id, {_LOAD}
+FROM accelerators_device x LEFT JOIN said s ON s.host = x.host_id AND s.key = x.key
+WHERE x.host_id = ANY(%(asked)s::bigint[]) AND x.state <> 'retired' GROUP BY 1
+"""
 _GROUPS = """
 SELECT {n} AS n, g.* FROM (
 WITH part AS MATERIALIZED (
@@ -49,17 +61,13 @@ WITH part AS MATERIALIZED (
   {holders}
   WHERE (%(host{n})s::text IS NULL OR h.name = %(host{n})s) AND (%(type{n})s::text IS NULL OR d.type = %(type{n})s)
     AND (%(resource_class{n})s::text IS NULL OR coalesce(a.value, '') = %(resource_class{n})s)),
-said AS (
-  SELECT * FROM unnest(%(hosts)s::bigint[], %(keys)s::text[], %(busy)s::float8[], %(used)s::float8[],
-    %(size)s::float8[], %(power)s::float8[]) AS s(host, key, busy, used, size, power)),
+{said},
 units AS (
   SELECT k1, k2, sum(total)::bigint AS total, sum(held)::bigint AS held, sum(free)::bigint AS free,
     sum(greatest(total - held - free, 0))::bigint AS reserved
   FROM part GROUP BY 1, 2 HAVING sum(total) > 0 OR sum(held) > 0),
 loads AS (
-  SELECT k1, k2, count(*) AS devices, count(s.key) AS sampled, round(avg(busy)::numeric, 1)::float8 AS mean,
-    round(max(busy)::numeric, 1)::float8 AS highest, sum(used)::bigint AS used, sum(size)::bigint AS size,
-    round(sum(power)::numeric, 1)::float8 AS power
+  SELECT k1, k2, {load}
   FROM (SELECT DISTINCT k1, k2, host, key FROM part) x LEFT JOIN said s USING (host, key) GROUP BY 1, 2)
 SELECT row_number() OVER (ORDER BY {order}) AS place, k1, k2, total, held, free, reserved, devices, sampled, mean,
   highest, used, size, power
@@ -83,7 +91,8 @@ class Said:
 class Load:
     """Of `devices`, `sampled` have said something lately; the numbers are of those that have one, else None.
 
-    `mean` and `highest` are percent of utilisation, `used` and `size` bytes of memory, `power` is watts.
+    `mean` and `highest` are percent of utilisation, `used` and `size` bytes of memory of the devices
+    that give both, `power` is watts.
     """
 
     devices: int = 0
@@ -145,12 +154,22 @@ def groups(asked: Sequence[Asked], said: Collection[Said] = ()) -> list[list[Gro
     return found
 
 
+def of_hosts(hosts: Collection[int], said: Collection[Said]) -> dict[int, Load]:
+    """How busy each of these hosts is, where it has devices: all of them together. One statement; devices that are
+    retired or not known do not count."""
+    with connection.cursor() as cursor:
+        cursor.execute(_HOSTS, {**_columns(said), "asked": list(hosts)})
+        return {host: Load(*load) for host, *load in cursor.fetchall()}
+
+
 def _statement(n: int, asked: Asked) -> str:
     keys, by_project = [COLUMNS[name] for name in asked.by], "project" in asked.by
     sign = "<" if asked.order.startswith("-") else ">"
     beyond = f'WHERE (k1 COLLATE "C", k2 COLLATE "C") {sign} (%(first{n})s, %(second{n})s)'
     return _GROUPS.format(
         n=n,
+        said=_SAID,
+        load=_LOAD,
         first=keys[0],
         second=keys[1] if len(keys) > 1 else "''",
         total="NULL::bigint" if by_project else "p.num_accelerators",

@@ -84,9 +84,12 @@ def parse_authorization(value: str) -> Credential:
     if scheme.lower() != SCHEME.lower() or len(encoded) > 8192:
         raise Malformed(f"the Authorization header is not '{SCHEME} …'")
     try:
-        return msgspec.json.decode(base64.urlsafe_b64decode(encoded.strip()), type=Credential)
-    except (ValueError, msgspec.DecodeError):
+        credential = msgspec.json.decode(base64.urlsafe_b64decode(encoded.strip()), type=Credential)
+    except (ValueError, msgspec.DecodeError, RecursionError):
         raise Malformed("the credential is not readable") from None
+    if "\0" in credential.host + credential.node:
+        raise Malformed("the credential names a host with a NUL character")
+    return credential
 
 
 def join_string(address: str, fingerprint: str, host: str, secret: str) -> str:

@@ -22,6 +22,8 @@ from agents import credentials, trust, wire
 from agents.models import Agent, JoinToken
 
 CHALLENGE_S = 30.0
+LEAP = 2**33
+"""An agent begins with its clock's seconds and counts up. Who has its key for a while leaves it enough to go on."""
 MAX_CHALLENGES = 100_000
 MACHINE = "prepare"
 """Who made the tokens that every start of the one-command mode makes. They enrol; they undo no person's decision."""
@@ -84,6 +86,11 @@ class Identity:
     barred: str = ""
     barred_reason: str = ""
     rotate: bool = False
+
+
+def highest_epoch(known: int) -> int:
+    """What an agent may be at that was last heard at `known`."""
+    return max(known, int(time.time())) + LEAP
 
 
 class Challenges:

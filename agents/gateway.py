@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 ADMIT_S = 8.0
 """How long a connection may wait for the database; then it is sent away, so that an outage piles up nothing."""
+FIRST_S = 30.0
+"""A connection that has said nothing by then is ended: it holds a place that others want."""
 FAREWELL_S = 1.0
 """How long a peer may take to take in why it is sent away."""
 PROGRESS_S = 0.2
@@ -139,6 +141,8 @@ class Gateway:
             fingerprint = enrolment.verify(credential, self.challenges, fingerprints)
             with self.admission.handshake():
                 identity = await self._admit(credential)
+            if credential.epoch > enrolment.highest_epoch(identity.epoch):
+                raise Refused(403, "epoch", f"epoch {credential.epoch} is out of range: is the journal damaged?")
         except Refused as refused:
             if refused.code != "busy":
                 self.refusals.add(MANY if refused.status == 503 else host, refused.code, refused.reason)
@@ -191,14 +195,17 @@ class Gateway:
 
     async def _receive(self, session: Session, receive: Any) -> None:
         newer, settled = session.offers_newer, False
-        while (event := await receive())["type"] == "websocket.receive":
+        while (event := await (receive() if settled else _in_time(receive)))["type"] == "websocket.receive":
             data = event.get("text") or event.get("bytes") or b""
             try:
                 if len(data) > self.limits.max_message_bytes:
                     raise wire.Malformed(f"{len(data)} bytes; at most {self.limits.max_message_bytes} are taken")
-                if isinstance(data, str) and data.startswith(BEGINNING) and not self.board.takes(session, len(data)):
+                samples = isinstance(data, str) and data.startswith(BEGINNING)
+                # Never while another connection may still speak for this host.
+                if samples and not (settled and self.board.takes(session, len(data))):
                     del event, data
                     continue
+                data = _text(data)
                 message = wire.decode_from_agent(data)
                 if newer:
                     self.counters["unknown_fields"] += wire.unknown_fields(data, message)
@@ -256,10 +263,17 @@ class Gateway:
             session.progress[message.number] = message
 
     def _tell_progress(self, session: Session) -> None:
+        """What was told before is to be stored first: while the database is away nothing piles up."""
+        loop = asyncio.get_running_loop()
+        if not all(told.done() for told in session.telling):
+            loop.call_later(PROGRESS_S, self._tell_progress, session)
+            return
         said, session.progress = session.progress, {}
-        session.progress_at = asyncio.get_running_loop().time()
-        for number, one in said.items():
-            self._tell(Progress(session.identity.host_id, number, one.percent, one.text.replace("\0", "")))
+        session.progress_at = loop.time()
+        host = session.identity.host_id
+        session.telling = [
+            self._tell(Progress(host, number, one.percent, one.text.replace("\0", ""))) for number, one in said.items()
+        ]
 
     async def _result(self, session: Session, told: wire.Result) -> None:
         """Acknowledged when the report that goes with it is applied: now, or by the courier."""
@@ -305,22 +319,21 @@ class Gateway:
         self._writer.put(TrustJob(future, work))
         return future
 
-    async def _report(
-        self, session: Session, order: tuple[int, int], content: str, data: str | bytes, *, urgent: bool
-    ) -> None:
+    async def _report(self, session: Session, order: tuple[int, int], content: str, data: str, *, urgent: bool) -> None:
         """Acknowledge it when it is durable, applied already, or old. One at a time: the socket is not read meanwhile,
         so that a host has no more than one message in memory."""
         self.spread.reported()
         host_id = session.identity.host_id
         meters.tally["reports"] += 1
+        if order[0] > session.highest_epoch:
+            raise Expelled("epoch", f"epoch {order[0]} is out of range: is the journal damaged?")
         self.leases.seen(host_id, order[0])
         if order > session.last and session.applied != content:
-            payload = data if isinstance(data, str) else data.decode()
-            if "\\u0000" in payload:
+            if "\\u0000" in data:
                 raise Expelled("malformed", "a text with a NUL character cannot be stored")
             if self._pending_bytes > self.limits.pending_report_bytes:
                 raise Expelled("busy", "too many reports wait to be stored: come back")
-            job = SpoolJob(asyncio.get_running_loop().create_future(), host_id, order, content, payload, urgent)
+            job = SpoolJob(asyncio.get_running_loop().create_future(), host_id, order, content, data, urgent)
             session.applied = "" if await self._durable(job) else content
         session.last = max(session.last, order)
         await session.send({"type": "websocket.send", "text": f'{{"type":"Ack","seq":{order[1]},"of":"Report"}}'})
@@ -344,6 +357,23 @@ class Gateway:
                 await session.send({"type": "websocket.close", "code": 1008, "reason": expelled.code})
         except (TimeoutError, RuntimeError, OSError) as error:
             log.debug("%s was gone before it was refused: %s", session.identity.host, error)
+
+
+async def _in_time(receive: Any) -> Any:
+    """The first that is said, or raises Expelled."""
+    try:
+        async with asyncio.timeout(FIRST_S):
+            return await receive()
+    except TimeoutError:
+        raise Expelled("silent", f"nothing was said within {FIRST_S:.0f} s") from None
+
+
+def _text(data: str | bytes) -> str:
+    """Of a frame of either kind; raises Malformed."""
+    try:
+        return data if isinstance(data, str) else data.decode()
+    except UnicodeDecodeError:
+        raise wire.Malformed("it is not UTF-8") from None
 
 
 def _address(scope: Any) -> str:

@@ -18,12 +18,14 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from agents import credentials, trust, wire
-from agents.enrolment import Identity
+from agents.enrolment import Identity, highest_epoch
 from agents.trust import Connection, News
 
 log = logging.getLogger(__name__)
 
 PROBE_S = 3.0
+MAX_COMING = 4
+"""So many connections of one host may be open that have said nothing yet; the oldest makes room."""
 
 Bar = Callable[[int, str, Connection, Connection], None]
 
@@ -48,6 +50,7 @@ class Session:
         "expelled",
         "fingerprint",
         "greeted",
+        "highest_epoch",
         "identity",
         "key",
         "last",
@@ -60,6 +63,7 @@ class Session:
         "rotating",
         "send",
         "task",
+        "telling",
         "version",
     )
 
@@ -79,11 +83,14 @@ class Session:
         self.address = str((scope.get("client") or ("unknown",))[0])[:64]
         self.applied = identity.applied_hash
         self.last = (0, 0)
+        self.highest_epoch = highest_epoch(identity.epoch)
         self.boot_id = self.next_key = ""
         self.rotating = self.contested = self.greeted = False
         self.outbox: list[str] = []
         self.progress: dict[int, wire.Progress] = {}
         self.progress_at = 0.0
+        self.telling: list[asyncio.Future[bool]] = []
+        """What was said of progress last, on its way to the database."""
         self.probes: dict[str, asyncio.Future[bool]] = {}
         self.expelled: Expelled | None = None
         self.task = asyncio.current_task()
@@ -104,7 +111,7 @@ class Holders:
 
     def __init__(self, bar: Bar) -> None:
         self.by_host: dict[int, Session] = {}
-        self._coming: dict[int, set[Session]] = {}
+        self._coming: dict[int, list[Session]] = {}
         self._bar = bar
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -112,7 +119,10 @@ class Holders:
         """A new connection. Where its host has one already, it waits for its own first message: `settle`."""
         host = session.identity.host_id
         if self.by_host.setdefault(host, session) is not session:
-            self._coming.setdefault(host, set()).add(session)
+            waiting = self._coming.setdefault(host, [])
+            waiting.append(session)
+            if len(waiting) > MAX_COMING:
+                waiting.pop(0).expel("superseded", "this host has connected again")
 
     def leave(self, session: Session) -> None:
         """It has ended."""
@@ -207,10 +217,11 @@ class Holders:
 
     def _arrived(self, session: Session) -> None:
         host = session.identity.host_id
-        if waiting := self._coming.get(host):
-            waiting.discard(session)
-            if not waiting:
-                del self._coming[host]
+        waiting = self._coming.get(host, [])
+        if session in waiting:
+            waiting.remove(session)
+        if not waiting:
+            self._coming.pop(host, None)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from datetime import UTC, datetime, timedelta
 
 import msgspec
 from django.conf import settings
-from django.db import connection
+from django.db import DataError, connection
 
 from accelerators import conductor, ticks
 from accelerators.models import Host
 from agents import wire
 from agents.holders import Session
+
+log = logging.getLogger(__name__)
 
 FLUSH = """
 WITH here AS (
@@ -89,7 +92,10 @@ class Leases:
                 renewed = {"hosts": list(seen), "times": times, "epochs": [epoch for _, epoch in seen.values()]}
                 cursor.execute(FLUSH, {"name": name, "url": url} | renewed)
             if facts:
-                cursor.execute(FACTS, [msgspec.json.encode(list(facts.values())).decode()])
+                try:
+                    cursor.execute(FACTS, [msgspec.json.encode(list(facts.values())).decode()])
+                except DataError:  # what agents say of themselves never keeps leases from being renewed
+                    log.exception("what %d agents said of themselves cannot be stored", len(facts))
 
 
 def watch() -> bool:

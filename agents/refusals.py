@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
+from typing import Any
+
+from django.db import DatabaseError, InterfaceError, OperationalError
 
 from accelerators import conductor
 from accelerators.states import Source
 from agents import meters
 
+log = logging.getLogger(__name__)
+
 WINDOW_S = 60.0
-MAX_KEYS = 10_000
+MAX_KEYS = 500
+"""Who is refused says a name that nobody has proved: so many at a time have tallies of their own."""
 
 
 @dataclass(slots=True)
@@ -26,27 +33,45 @@ class Refusals:
     def __init__(self) -> None:
         self._tallies: dict[tuple[str, str], _Tally] = {}
 
-    def add(self, host: str, code: str, reason: str) -> None:
-        """One refusal of whoever says to be `host`."""
-        meters.refused[code] += 1
-        key = (host[:255] or "(unknown)", code)
+    def add(self, host: str, code: str, reason: str, *, away: bool = True) -> None:
+        """One refusal of whoever says to be `host`. `away`: it is not let in, or not let go on."""
+        meters.refused[code] += away
+        key = (host[:255].replace("\0", "") or "(unknown)", code)
         if key not in self._tallies and len(self._tallies) >= MAX_KEYS:
             key = ("(many)", code)
         tally = self._tallies.setdefault(key, _Tally(0, reason, -WINDOW_S))
         tally.count += 1
-        tally.reason = reason
+        tally.reason = reason.replace("\0", "")
 
     def flush(self) -> None:
-        """Write the tallies that are due, forget those that are quiet."""
+        """Write the tallies that are due, in one statement; forget those that are quiet."""
         now = time.monotonic()
-        for (host, code), tally in list(self._tallies.items()):
+        due: dict[tuple[str, str], int] = {}
+        for key, tally in list(self._tallies.items()):
             if now - tally.written_at < WINDOW_S:
                 continue
-            if not tally.count:
-                del self._tallies[host, code]
-                continue
-            count, reason = tally.count, tally.reason
-            changes = {"code": [None, code], "count": [None, count]}
-            conductor.record("agent.refused", Source.SYSTEM, "gateway", host_name=host, changes=changes, reason=reason)
-            tally.count -= count  # only now: the database may have been away
-            tally.written_at = now
+            if tally.count:
+                due[key] = tally.count
+            else:
+                del self._tallies[key]
+        if due:
+            self._write(due)
+        for key, count in due.items():  # only now: the database may have been away
+            self._tallies[key].count -= count
+            self._tallies[key].written_at = now
+
+    def _write(self, due: dict[tuple[str, str], int]) -> None:
+        """What the database refuses is lost, and said: it must not keep what comes after it from being written."""
+        try:
+            conductor.record_all([self._event(*key, count) for key, count in due.items()])
+        except (OperationalError, InterfaceError):
+            raise
+        except DatabaseError:
+            log.exception("refusals of %d agents cannot be recorded", len(due))
+
+    def _event(self, host: str, code: str, count: int) -> dict[str, Any]:
+        changes = {"code": [None, code], "count": [None, count]}
+        reason = self._tallies[host, code].reason
+        return conductor.event(
+            "agent.refused", Source.SYSTEM, "gateway", host_name=host, changes=changes, reason=reason
+        )

@@ -186,7 +186,7 @@ class Board:
         return [line for host in hosts if (line := self._lines.get(host)) and line.session.greeted]
 
     def _refuse(self, session: Session, why: str) -> None:
-        self._refusals.add(session.identity.host, "samples", why)
+        self._refusals.add(session.identity.host, "samples", why, away=False)
 
     def _line(self, session: Session) -> _Line:
         host = session.identity.host_id

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeVar
 
 import psycopg
 from django.db import DatabaseError, InterfaceError, OperationalError, close_old_connections, connection
@@ -27,6 +27,7 @@ from accelerators import hub, refusals, ticks
 from agents import courier, credentials, enrolment, meters, trust
 from agents.admission import Spread
 from agents.enrolment import Refused
+from agents.holders import Expelled
 from agents.leases import Leases
 from agents.refusals import Refusals
 
@@ -42,6 +43,7 @@ COPY_TYPES = ("int8", "int8", "int8", "timestamptz", "text", "bool")
 DEPTH = """
 SELECT (SELECT id FROM spool ORDER BY id LIMIT 1), (SELECT id FROM spool ORDER BY id DESC LIMIT 1)
 """
+PAUSE_S = 1.0
 FORGOTTEN_S = 10.0
 DEPTH_S = 1.0
 """How often the spool's depth is looked at while it fills."""
@@ -90,6 +92,8 @@ class CommandJob:
 
 
 Job = SpoolJob | AdmitJob | TrustJob | CommandJob
+T = TypeVar("T", SpoolJob, CommandJob)
+Results = list[tuple[asyncio.Future[Any], Any]]
 
 
 class Writer(threading.Thread):
@@ -144,15 +148,25 @@ class Writer(threading.Thread):
 
     def run(self) -> None:
         while not self._stopping:
-            self._turn()
-            self._until_done(self._housekeeping)
+            try:
+                self._turn()
+                self._until_done(self._housekeeping)
+            except Exception:  # every agent waits for this thread: it says what it met, and goes on
+                log.exception("the writer of what agents say met what nobody expected")
+                time.sleep(PAUSE_S)
         connection.close()
 
     def _turn(self) -> None:
         """One batch."""
         if batch := self._collect():
-            self._until_done(lambda: self._serve(batch))
-            self._let_go(batch)
+            try:
+                self._until_done(lambda: self._serve(batch))
+            except Exception:
+                assert self._loop
+                self._loop.call_soon_threadsafe(_resolve, [(job.future, _unserved(job)) for job in batch])
+                raise
+            finally:
+                self._let_go(batch)
 
     def _collect(self) -> list[Job]:
         """The first job, and what has arrived when the interval after it is over: the most urgent, and no more reports
@@ -201,6 +215,17 @@ class Writer(threading.Thread):
                 connection.close()
                 time.sleep(pause)
                 pause = min(pause * 2, 2.0)
+                self._forget_gone()
+
+    def _forget_gone(self) -> None:
+        """Jobs that nobody waits for any more: an outage piles up nothing."""
+        with suppress(queue.Empty):
+            while True:
+                self._sort(self._jobs.get_nowait())
+        for lane in (self._others, self._urgent, self._reports):
+            jobs = _first(lane, len(lane))
+            self._let_go([job for job in jobs if job.future.done()])
+            lane.extend(job for job in jobs if not job.future.done())
 
     def _serve(self, batch: list[Job]) -> None:
         """Faults first, in a commit of their own; who connects need not wait for the others' reports either.
@@ -210,20 +235,20 @@ class Writer(threading.Thread):
         assert self._loop
         reports = [job for job in batch if isinstance(job, SpoolJob) and not job.future.done()]
         if urgent := [job for job in reports if job.urgent]:
-            self._loop.call_soon_threadsafe(_resolve, self._spool(urgent))
+            self._loop.call_soon_threadsafe(_resolve, _apart(self._spool, urgent, _unserved))
         if admits := [job for job in batch if isinstance(job, AdmitJob) and not job.future.done()]:
             self._loop.call_soon_threadsafe(_resolve, self._admit(admits))
         for decision in batch:
             if isinstance(decision, TrustJob):
                 self._loop.call_soon_threadsafe(_resolve, [(decision.future, _outcome(decision))])
         if told := [job for job in batch if isinstance(job, CommandJob)]:
-            self._loop.call_soon_threadsafe(_resolve, _told(told))
+            self._loop.call_soon_threadsafe(_resolve, _apart(_told, told, lambda _: False))
         if plain := [job for job in reports if not job.urgent]:
-            self._loop.call_soon_threadsafe(_resolve, self._spool(plain))
+            self._loop.call_soon_threadsafe(_resolve, _apart(self._spool, plain, _unserved))
 
-    def _admit(self, jobs: list[AdmitJob]) -> list[tuple[asyncio.Future[Any], Any]]:
+    def _admit(self, jobs: list[AdmitJob]) -> Results:
         known = enrolment.known({job.credential.public_key for job in jobs})
-        results: list[tuple[asyncio.Future[Any], Any]] = []
+        results: Results = []
         for job in jobs:
             try:
                 outcome: Any = enrolment.admit(job.credential, known.get(job.credential.public_key))
@@ -239,7 +264,7 @@ class Writer(threading.Thread):
             results.append((job.future, outcome))
         return results
 
-    def _spool(self, jobs: list[SpoolJob]) -> list[tuple[asyncio.Future[Any], Any]]:
+    def _spool(self, jobs: list[SpoolJob]) -> Results:
         """One COPY is one commit: no transaction around it, every round trip here is taken from the event loop."""
         now, began = datetime.now(UTC), time.monotonic()
         with connection.cursor() as cursor:
@@ -316,21 +341,32 @@ def _outcome(decision: TrustJob) -> Exception | None:
     return None
 
 
-def _told(jobs: list[CommandJob]) -> list[tuple[asyncio.Future[Any], Any]]:
-    """All at once; when the database refuses that, one by one, so that what is wrong costs only who said it."""
-    try:
-        settled = courier.keep([job.said for job in jobs])
-    except (OperationalError, InterfaceError, psycopg.OperationalError):
-        raise
-    except DatabaseError as error:
-        if len(jobs) > 1:
-            return [result for job in jobs for result in _told([job])]
-        log.warning("what an agent said of a command cannot be stored: %s", str(error).splitlines()[0])
-        return [(jobs[0].future, False)]
+def _told(jobs: list[CommandJob]) -> Results:
+    settled = courier.keep([job.said for job in jobs])
     return [(job.future, job.said[:2] in settled) for job in jobs]
 
 
-def _resolve(results: list[tuple[asyncio.Future[Any], Any]]) -> None:
+def _apart(serve: Callable[[list[T]], Results], jobs: list[T], refused: Callable[[T], Any]) -> Results:
+    """All at once; when the database refuses that, one by one, so that what is wrong costs only who said it."""
+    try:
+        return serve(jobs)
+    except (OperationalError, InterfaceError, psycopg.OperationalError):
+        raise
+    except (DatabaseError, psycopg.Error) as error:
+        if len(jobs) > 1:
+            return [result for job in jobs for result in _apart(serve, [job], refused)]
+        log.warning("what an agent said cannot be stored: %s", str(error).splitlines()[0])
+        return [(jobs[0].future, refused(jobs[0]))]
+
+
+def _unserved(job: Job) -> Exception:
+    """What whoever waits for it gets."""
+    if isinstance(job, AdmitJob):
+        return Refused(503, "database", "the database refuses this: see the gateway's log")
+    return Expelled("database", "the database cannot store this: see the gateway's log")
+
+
+def _resolve(results: Results) -> None:
     for future, outcome in results:
         if future.done():
             continue  # its connection went away meanwhile

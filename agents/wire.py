@@ -47,7 +47,7 @@ class Hello(Message, frozen=True):
     """First message of an agent: what it is. `drivers` are the enabled ones."""
 
     agent_version: Word
-    boot_id: Annotated[str, Meta(max_length=64)]
+    boot_id: Annotated[str, Meta(max_length=64, pattern=r"^[^\x00]*$")]
     drivers: Annotated[tuple[Word, ...], Meta(max_length=64)] = ()
     ops: Annotated[tuple[Word, ...], Meta(max_length=64)] = ()
     """The commands it takes; none of an agent that is older than commands."""

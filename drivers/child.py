@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from typing import Annotated, BinaryIO, Literal, TypeVar
@@ -21,7 +22,7 @@ from drivers import catalogue
 from drivers.base import API, Driver, Findings, at_most
 from drivers.confine import MEMORY, confine
 from drivers.errors import DriverError, Failed, Invalid, Unsupported, kind_of
-from drivers.gauge import Gauge
+from drivers.gauge import MAX_PER_DEVICE, Gauge
 from drivers.inventory import Backend, Device, DriverReport, Fault, Sample, Text
 from drivers.machine import Machine
 from drivers.process import die_with_parent
@@ -144,7 +145,7 @@ def _answer(name: str, driver: Driver, request: Request, unconfined: tuple[str, 
         if request.ask is None:
             raise Invalid(f"{request.call} needs to know what it is about")
         if request.call == "health":
-            return Answer(request.id, vitals=_vitals(driver, machine, request.settings, request.ask))
+            return Answer(request.id, vitals=_vitals(driver, machine, request.settings, request.ask, gauge))
         if request.call not in driver.acts:
             raise Unsupported(f"it cannot {request.call} a device")
         planned: Callable[..., Plan] = getattr(driver, request.call)
@@ -190,10 +191,13 @@ def _fault(subject: str, reason: str) -> Fault:
     return Fault(_clean(subject)[:255] or "…", _clean(reason))
 
 
-def _vitals(driver: Driver, machine: Machine, settings: dict[str, object], ask: Ask) -> Vitals:
+def _vitals(driver: Driver, machine: Machine, settings: dict[str, object], ask: Ask, gauge: Gauge) -> Vitals:
+    """With what can be read of the load in the time that is left: how a device is can be said without."""
+    end = time.monotonic() + machine.deadline_s
     vitals = _checked(driver.health(machine, settings, ask), Vitals, "its health")
-    samples = (*vitals.samples, *driver.stats(machine, settings, ask))
-    return _checked(msgspec.structs.replace(vitals, samples=samples), Vitals, "its load")
+    machine.deadline_s = max(0.0, end - time.monotonic())
+    samples = (*vitals.samples, *gauge.read(machine, settings, (ask,)).samples)
+    return msgspec.structs.replace(vitals, samples=samples[:MAX_PER_DEVICE])
 
 
 def _load(load: Load) -> Load:

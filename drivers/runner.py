@@ -137,10 +137,10 @@ class DriverProcess:
         if answer.error:
             raise self._error(Failed, answer.error)
         load = cast(Load, answer.load)
-        for fault in load.unread:
-            if self._unread.get(fault.subject) != fault.reason:
-                self._unread[fault.subject] = fault.reason
-                log.warning("driver %s, %s: no load: %s", self.name, fault.subject, fault.reason)
+        before, self._unread = self._unread, {fault.subject: fault.reason for fault in load.unread}
+        for subject, reason in self._unread.items():
+            if before.get(subject) != reason:
+                log.warning("driver %s, %s: no load: %s", self.name, subject, reason)
         return load.samples
 
     async def plan(self, act: Act, ask: Ask) -> Plan:

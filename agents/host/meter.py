@@ -72,7 +72,7 @@ class Timetable:
         if not looks_on:
             self.due = max(now, self._begun + SHORTEST_S)
         elif self.due < math.inf:
-            self.due = max(now, self._begun + every)
+            self.due = min(self.due, max(now, self._begun + every))
 
     def begins(self, now: float) -> None:
         """A round begins; until it ends only a wish makes the next one due."""

@@ -12,9 +12,17 @@ from cyborgweb.cli.output import show, show_one
 from cyborgweb.cli.problems import Exit, printable
 from cyborgweb.cli.usage import BUSY
 
-COLUMNS = ("host=host.name", "fits", "free", "room", *BUSY, "reason=why")
+COLUMNS = ("host=host.name", "fits", "free", "room", "heard", *BUSY, "reason=why")
 SHOWN = 10
 """So many of those that did not answer are named; JSON and YAML have them all."""
+
+
+def _names(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, ...]:
+    """Those that were named; () where the option was left out."""
+    names = tuple(name for name in (value or "").split(",") if name)
+    if value is not None and not names:
+        raise click.BadParameter("Name a host, or leave it out.")
+    return names
 
 
 @verb("load-census", "load-census --profile gpu-small --count 4")
@@ -22,22 +30,26 @@ SHOWN = 10
 @click.option(
     "--count", "--before", type=click.IntRange(1, 256), default=1, show_default=True, help="For so many requests more."
 )
-@click.option("--hosts", metavar="NAME,…", help="These hosts alone.")
+@click.option("--hosts", metavar="NAME,…", callback=_names, help="These hosts alone.")
 @click.option(
     "--within", "within_s", type=click.FloatRange(0.1, 10), help="Seconds to wait for answers; 2 unless said."
 )
 @pass_asked
-def load_census(asked: Asked, hosts: str | None, **question: Any) -> None:
+def load_census(asked: Asked, **question: Any) -> None:
     """Ask hosts now how busy they are. Those with room come first, the least busy first; it ends with 1 if none has."""
-    names = tuple(name for name in (hosts or "").split(",") if name)
-    found = asked.api.post("census/", said({"hosts": names, **question}))
+    found = asked.api.post("census/", said(question))
     if asked.output.format in ("json", "yaml") and not asked.output.columns:
         show_one(found, asked.output)
     else:
-        show(found["hosts"], COLUMNS, asked.output, "No hosts.")
+        show([{**row, "heard": _heard(row["load"])} for row in found["hosts"]], COLUMNS, asked.output, "No hosts.")
         _tell(found)
     if not found["fitting"]:
         sys.exit(Exit.REFUSED)
+
+
+def _heard(load: dict[str, Any] | None) -> str:
+    """How many devices spoke, where that are not all."""
+    return f"{load['sampled']} of {load['devices']}" if load and load["sampled"] < load["devices"] else ""
 
 
 def _tell(found: dict[str, Any]) -> None:

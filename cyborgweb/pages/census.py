@@ -52,6 +52,8 @@ def _question(said: dict[str, str]) -> census.Question:
     names = tuple(dict.fromkeys(said["hosts"].replace(",", " ").split())) if len(said["hosts"]) <= LONGEST else ()
     if len(said["hosts"]) > LONGEST or len(names) > census.MOST_NAMED or any("\0" in text for text in said.values()):
         raise Refused(Reason.INVALID, f"Name at most {census.MOST_NAMED} hosts, or none to ask all.")
+    if said["hosts"] and not names:
+        raise Refused(Reason.INVALID, "Name a host, or leave it out to ask all.")
     return census.Question(names or None, said["profile"], int(count))
 
 

@@ -41,7 +41,9 @@ def read_only() -> SafeString | str:
     """A strip that says since when nobody changes anything, and why."""
     now = maintenance.current()
     return (
-        format_html('<p class="environment warn sentence" role="status">{}</p>', maintenance.sentence(now)) if now else ""
+        format_html('<p class="environment warn sentence" role="status">{}</p>', maintenance.sentence(now))
+        if now
+        else ""
     )
 
 

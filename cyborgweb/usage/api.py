@@ -29,7 +29,8 @@ OF_PROJECTS = ("project", "type", "resource_class")
 
 
 class LoadSerializer(serializers.Serializer):
-    """How busy devices are, as those said that were heard in the last minutes. Null: none of them gives this number."""
+    """How busy devices are, as those said that were heard in the last minutes. Null: none of them gives this number.
+    Memory is of those that give both."""
 
     devices = serializers.IntegerField(read_only=True)
     sampled = serializers.IntegerField(read_only=True, help_text="So many of the devices said something.")

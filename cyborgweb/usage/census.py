@@ -1,23 +1,21 @@
 """The load census: hosts are asked now how busy they are, beside what is free there; who fits comes first.
 
 Called by the API and by the console. It reads only: nothing is kept for whoever asked, and Placement and the bind
-decide anew. Three or four statements and one question to the gateways, whatever the number of hosts.
+decide anew. At most five statements and one question to the gateways, whatever the number of hosts.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 
 from accelerators import candidates, groups, profiles
 from accelerators.candidates import Candidate
 from accelerators.models import Host
 from accelerators.refusals import Reason, Refused
-from accelerators.usage import Load, Said
+from accelerators.usage import Load
 from agents import load
 from agents.load import Loads
 from agents.standing import word_of
@@ -169,27 +167,9 @@ def _row(
 
 
 def _said(loads: Loads) -> dict[int, Load]:
-    """Of each host that answered, its devices together."""
-    devices: dict[int, list[Said]] = defaultdict(list)
-    for one in joined.said(loads):
-        devices[one.host].append(one)
-    return {key: _together(devices[key]) for key in loads.hosts}
-
-
-def _together(devices: Sequence[Said]) -> Load:
-    busy = [one.busy for one in devices if one.busy is not None]
-    used, size, power = (
-        [value for one in devices if (value := getattr(one, name)) is not None] for name in ("used", "size", "power")
-    )
-    return Load(
-        devices=len(devices),
-        sampled=len(devices),
-        mean=round(fmean(busy), 1) if busy else None,
-        highest=round(max(busy), 1) if busy else None,
-        used=int(sum(used)) if used else None,
-        size=int(sum(size)) if size else None,
-        power=round(sum(power), 1) if power else None,
-    )
+    """Of each host that answered, its devices together, also those that said nothing."""
+    found = joined.of_hosts(loads)
+    return {key: found.get(key, Load()) for key in loads.hosts}
 
 
 def _missing(hosts: Sequence[Host], words: Mapping[int, str], loads: Loads, within_s: float) -> list[tuple[Host, str]]:

@@ -1,4 +1,5 @@
-"""Groups of units, joined with what their devices said last. Called by the API, the overview and the page of usage."""
+"""Groups of units, and hosts, joined with what their devices said last. Called by the API, the overview, the page of
+usage and the census."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 
 from accelerators import usage
-from accelerators.usage import Asked, Group, Said
+from accelerators.usage import Asked, Group, Load, Said
 from agents.load import HostLoad, Loads
 
 FRESH_S = 180.0
@@ -24,6 +25,11 @@ whatever hosts send."""
 def groups(loads: Loads | None, *asked: Asked) -> list[list[Group]]:
     """The groups of each question, in one statement; without `loads` nothing is said of how busy devices are."""
     return usage.groups(asked, [*said(loads)] if loads else ())
+
+
+def of_hosts(loads: Loads) -> dict[int, Load]:
+    """How busy each host of `loads` is that has devices; one statement, none where nobody spoke."""
+    return usage.of_hosts(loads.hosts, [*said(loads)]) if loads.hosts else {}
 
 
 def said(loads: Loads) -> Iterator[Said]:

@@ -12,7 +12,8 @@ from django.test import Client
 from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 
-from accelerators.models import Host
+from accelerators import conductor
+from accelerators.models import Device, Host
 from agents import load
 from agents.load import HostLoad, Loads
 from agents.models import Agent, Lease
@@ -81,11 +82,17 @@ def test_a_census_by_its_form(operator: Client, fill: Fill, busy: list[str]) -> 
     assert [row["row"].host.name for row in page.context["rows"]] == ["cmp0.example", "cmp1.example"]
     text = page.content.decode()
     assert "its agent is down" in text and "38 %" in text
+    assert text.count("1 of 10 devices heard") == 1
+    devices = Host.objects.get(name="cmp0.example").devices.order_by("id")
+    with conductor.writing():
+        Device.objects.filter(pk__in=[one.pk for one in devices[1:]]).update(state="retired")
+    assert "devices heard" not in operator.post(CENSUS, {"hosts": "cmp0.example"}).content.decode()
     assert "data-page" not in text  # it would ask again by itself
     for said, why in (
         ({"count": "0"}, "Say for how many requests more"),
         ({"profile": "nope"}, "There is no device profile"),
         ({"hosts": "far"}, "There is no host far."),
+        ({"hosts": ", ,"}, "Name a host"),
     ):
         assert why in operator.post(CENSUS, said).content.decode()
 

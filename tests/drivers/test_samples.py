@@ -69,6 +69,20 @@ def test_one_bad_device_costs_only_its_own_load_and_is_said_once(caplog: pytest.
         assert any(key[:20] in line and reason in line for line in said), (reason, said)
 
 
+@pytest.mark.parametrize("does", [HALF, *BAD, "time.sleep(600)"])
+def test_how_a_device_is_can_be_said_whatever_its_load_does(does: str) -> None:
+    process = actor(deadline_s=3.0 if "sleep" in does else 10.0)
+
+    async def story() -> None:
+        pid = process.pid
+        told = await process.health(Ask(does, layout={"is": "ok"}))
+        assert told.status == "ok" and told.samples in ((), (Sample(does, "memory_used_bytes", 7.0),))
+        assert (await process.health(Ask(GOOD, layout={"is": "ok"}))).samples == (Sample(GOOD, "power_watts", 1.5),)
+        assert process.pid == pid and not process.quarantined
+
+    running(process, story)
+
+
 def test_a_device_that_hangs_is_left_out_and_everything_else_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("drivers.runner.SAMPLES_S", 1.0)
     process = actor()

@@ -16,6 +16,7 @@ from django.test.utils import CaptureQueriesContext
 
 from accelerators import candidates, conductor
 from accelerators.models import AcceleratorRequest, AttachHandle, Deployable, Device, DeviceProfile, Host
+from accelerators.refusals import Refused
 from agents import load
 from agents.gateway import Gateway
 from agents.load import HostLoad, Loads
@@ -34,16 +35,24 @@ GIB = 2.0**30
 
 @pytest.fixture
 def heard(monkeypatch: pytest.MonkeyPatch) -> Heard:
-    """`heard(host, percents, ago=0, silent=())`: what the host's devices said; the census gets it unless `mute`."""
+    """`heard(host, percents, ago=0, silent="")`: what the host's devices said, or `devices` by their keys; the census
+    gets it unless it is `quiet`."""
     known: dict[int, HostLoad] = {}
     mute: set[int] = set()
     away: list[str] = []
 
-    def say(host: Host, *percents: float, ago: float = 0, quiet: bool = False, silent: str = "") -> None:
+    def say(
+        host: Host,
+        *percents: float,
+        ago: float = 0,
+        quiet: bool = False,
+        silent: str = "",
+        devices: dict[str, dict[str, float]] | None = None,
+    ) -> None:
         keys = host.devices.order_by("id").values_list("key", flat=True) if percents else ()
         more = {"memory_used_bytes": GIB, "memory_total_bytes": 4 * GIB, "power_watts": 50.0}
-        devices = {key: {"utilization_percent": n, **more} for key, n in zip(keys, percents, strict=False)}
-        known[host.pk] = HostLoad(host.pk, time.time() - ago, devices)
+        said = {key: {"utilization_percent": n, **more} for key, n in zip(keys, percents, strict=False)}
+        known[host.pk] = HostLoad(host.pk, time.time() - ago, said if devices is None else devices)
         mute.update({host.pk} if quiet else ())
         away.extend([silent] if silent else ())
 
@@ -124,6 +133,14 @@ def test_free_is_what_a_bind_would_get(ask: Ask, heard: Heard) -> None:
     with conductor.writing():
         Deployable.objects.filter(device=plain).update(num_accelerators=1)
     assert [one["free"] for one in results(ask("/api/usage/?by=host,type"))] == [2], "Placement gives no more"
+    there = candidates.of(host)
+    assert [one.free for one in there] == [1, 1], "nor does an attachment, or a census"
+    assert candidates.of(host, crowded.uuid) == []
+    wanted = [{"resources:FPGA": "1"}]
+    assert candidates.room(wanted, there, 5) == 2
+    assert set(candidates.choose(wanted * 2, there, "there").providers) == {one.provider for one in there}
+    with pytest.raises(Refused, match="none free"):
+        candidates.choose([{"resources:FPGA": "2"}], there, "there")
 
 
 def test_what_cannot_be_is_not_counted(ask: Ask, fill: Fill, heard: Heard) -> None:
@@ -131,6 +148,20 @@ def test_what_cannot_be_is_not_counted(ask: Ask, fill: Fill, heard: Heard) -> No
     heard(host, 1e308, -5.0, 40.0)
     (one,) = results(ask("/api/usage/"))
     assert (one["load"]["utilization_percent_mean"], one["load"]["sampled"]) == (40.0, 3)
+
+
+def test_memory_is_of_devices_that_say_how_much_is_used_and_how_much_there_is(ask: Ask, heard: Heard) -> None:
+    host, mute = a_heard_host("cmp0", 3), a_heard_host("cmp1", 1)
+    whole, used_alone, size_alone = host.devices.order_by("id").values_list("key", flat=True)
+    used, size = {"memory_used_bytes": 9 * GIB}, {"memory_total_bytes": 16 * GIB}
+    heard(host, devices={whole: used | size, used_alone: used, size_alone: size})
+    heard(mute, devices={mute.devices.get().key: used})
+    names = ("sampled", "memory_used_bytes", "memory_total_bytes")
+    taken = json.loads(ask(CENSUS, method="POST", data={}).content)["hosts"]
+    loads = [one["load"] for one in results(ask("/api/usage/?by=host"))]
+    for one, other in (loads, [row["load"] for row in sorted(taken, key=lambda row: row["host"]["name"])]):
+        assert [one[name] for name in names] == [3, 9 * GIB, 16 * GIB]
+        assert [other[name] for name in names] == [1, None, None]
 
 
 def test_x4_a_project_sees_what_it_holds_and_no_load(ask: Ask, fill: Fill, heard: Heard) -> None:
@@ -204,7 +235,7 @@ def test_a_census_names_who_fits_the_least_busy_first_and_who_did_not_answer(ask
     ask("/api/usage/", "operator")  # its token is made
     with CaptureQueriesContext(connection) as captured:
         said = json.loads(ask(CENSUS, "operator", method="POST", data={"profile": "pair", "count": 2}).content)
-    assert len(captured) <= 5
+    assert len(captured) <= 6
     found = [(row["host"]["name"], row["fits"], row["free"], row["room"]) for row in said["hosts"]]
     assert found[:4] == [
         ("cmp1", True, 4, 2),
@@ -239,6 +270,25 @@ def test_a_census_of_named_hosts_counts_room_and_names_a_gateway_that_is_away(as
         "host": "cmp1",
         "why": "gateway not answering: web-2 may hold its connection",
     }
+
+
+def test_a_census_says_how_many_of_a_hosts_devices_spoke(ask: Ask, heard: Heard) -> None:
+    part, dumb, bare = a_heard_host("cmp0", 4), a_heard_host("cmp1", 2), a_heard_host("cmp2", 0)
+    first, second, gone, _ = part.devices.order_by("id")
+    with conductor.writing():
+        Device.objects.filter(pk=gone.pk).update(state="retired")
+        AttachHandle.objects.filter(deployable__device=second).delete()
+        Deployable.objects.filter(device=second).delete()
+    busy = {"utilization_percent": 90.0, "power_watts": 10.0}
+    heard(part, devices={first.key: {"utilization_percent": 20.0}, second.key: {}, gone.key: busy, "pci:nowhere": busy})
+    heard(dumb)
+    heard(bare)
+    taken = json.loads(ask(CENSUS, method="POST", data={}).content)
+    loads = {row["host"]["name"]: row["load"] for row in taken["hosts"]}
+    found = {name: (load["devices"], load["sampled"]) for name, load in loads.items()}
+    assert found == {"cmp0": (3, 2), "cmp1": (2, 0), "cmp2": (0, 0)}
+    assert (loads["cmp0"]["utilization_percent_max"], loads["cmp0"]["power_watts"]) == (20.0, None)
+    assert (taken["came"], taken["missing"]) == (3, [])
 
 
 @pytest.mark.parametrize(

@@ -50,5 +50,13 @@ def test_a_census_says_who_fits_who_is_silent_and_ends_accordingly(
     assert fits.stderr == "cmp2 did not answer: no agent has joined for it\n"
     none = cyborg("load-census", "--count", "5", "--hosts", "cmp1", "-f", "json")
     assert (none.exit_code, json.loads(none.stdout)["hosts"][0]["why"]) == (1, "room for 4 of 5")
+    del said[min(said)]
+    table = cyborg("load-census", "--hosts", "cmp1", "-c", "host,heard,busy").stdout
+    assert table.splitlines()[1].split() == ["cmp1", "1", "of", "2", "12.0"]
     refused(cyborg("load-census", "--hosts", "nope"), 3, "There is no host nope.")
     refused(cyborg("load-census", role="member"), 4, "cyborg:census:create")
+
+
+@pytest.mark.parametrize("hosts", ["", ",", ",,"])
+def test_a_census_of_no_host_is_no_census_of_all(cyborg: Cyborg, hosts: str) -> None:
+    refused(cyborg("load-census", "--hosts", hosts), 2, "Name a host, or leave it out.")

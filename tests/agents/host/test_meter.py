@@ -74,6 +74,9 @@ def test_who_looks_on_gets_no_more_rounds_than_wished_and_a_census_meanwhile_one
     assert rounds(table, 214.0) == [213.0]
     table.wished(214.0, wire.Watch(1.0, 20.0))
     assert rounds(table, 214.0) == [214.0], "more often is at once"
+    table.wished(214.1, wire.Watch(1.0, 19.9))
+    table.wished(214.2, wire.Watch(1.0, 30.0))
+    assert table.due == 214.5, "a census is not put off by who looks on"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,188 @@
+"""Who means harm to a gateway, or is broken in a way nobody thought of, harms himself alone."""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from django.db import OperationalError, connection
+from django.test.utils import CaptureQueriesContext
+from websockets.exceptions import InvalidStatus
+
+from accelerators.models import Event, Host
+from agents import enrolment, wire
+from agents.gateway import Gateway
+from agents.models import Agent, Lease, Spooled
+from agents.refusals import MAX_KEYS, Refusals
+from agents.spool import CommandJob
+from cyborgweb.settings.keys import Keys
+from tests.agents.conftest import House
+from tests.agents.test_gateway import a_report, token
+from tests.support.reports import card
+from tests.support.webserver import until
+from tests.support.wireagent import WireAgent, ask, is_closed
+
+pytestmark = pytest.mark.django_db(transaction=True)
+
+
+@pytest.fixture
+def gateway() -> Iterator[Gateway]:
+    made = Gateway(Keys(lease_flush_s=0.05, agent_connections=8))
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def port(gateway: Gateway, house: House) -> int:
+    house.gateway = gateway
+    return house.port
+
+
+@pytest.fixture
+def agent(port: int) -> WireAgent:
+    return WireAgent(port, token=token())
+
+
+def goes_on(agent: WireAgent) -> None:
+    """Another host is let in, and what it reports is stored."""
+    other = WireAgent(agent.port, host="cmp2", node="cmp2", token=token("cmp2"))
+    with other.speaking() as socket:
+        assert ask(socket, a_report(card(1))) == wire.Ack(1, "Report")
+
+
+def test_a_name_that_cannot_be_stored_is_refused_before_anything_is_proved(agent: WireAgent) -> None:
+    with agent.connect():
+        for forged in ("x\0y", "\0"):
+            assert WireAgent(agent.port, host=forged).refused() == (401, "credential")
+        until(lambda: Event.objects.filter(action="agent.refused").exists())
+        goes_on(agent)
+
+
+def test_a_credential_without_an_end_is_refused(agent: WireAgent) -> None:
+    header = "Cyborg-Agent " + base64.urlsafe_b64encode(b'{"x":' + b"[" * 5000).decode()
+    with pytest.raises(InvalidStatus) as refused:
+        agent.connect(header)
+    assert refused.value.response.status_code == 401
+
+
+def test_what_an_agent_says_of_itself_keeps_no_lease_from_being_renewed(agent: WireAgent) -> None:
+    agent.boot_id = "a\0b"
+    with agent.speaking() as socket:
+        refusal = wire.decode_from_gateway(socket.recv(timeout=10))
+        assert isinstance(refusal, wire.Refuse) and refusal.code == "malformed"
+    goes_on(agent)
+    until(lambda: Lease.objects.filter(host__name="cmp2").exists())
+
+
+def test_text_that_is_none_ends_its_connection_and_says_so(agent: WireAgent) -> None:
+    said = wire.encode(a_report(card(1))).encode()
+    with agent.connect() as socket:
+        socket.send(said[:-1] + b',"more":"\xff"}')
+        refusal = wire.decode_from_gateway(socket.recv(timeout=10))
+        assert isinstance(refusal, wire.Refuse) and refusal.code == "malformed" and is_closed(socket)
+
+
+def test_sockets_that_say_nothing_take_no_others_place(
+    agent: WireAgent, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sockets = [agent.connect() for _ in range(7)]
+    until(lambda: gateway.connected <= 5)
+    oldest = wire.decode_from_gateway(sockets[1].recv(timeout=10))
+    assert isinstance(oldest, wire.Refuse) and oldest.code == "superseded" and is_closed(sockets[1])
+    goes_on(agent)
+    monkeypatch.setattr("agents.gateway.FIRST_S", 0.1)
+    with agent.connect() as silent:
+        refusal = wire.decode_from_gateway(silent.recv(timeout=10))
+        assert isinstance(refusal, wire.Refuse) and refusal.code == "silent" and is_closed(silent)
+    for socket in sockets:
+        socket.close()
+
+
+def test_nobody_leaves_a_host_without_epochs_to_go_on(agent: WireAgent, gateway: Gateway) -> None:
+    with agent.connect() as socket:
+        refusal = ask(socket, a_report(card(1), epoch=2**53))
+        assert isinstance(refusal, wire.Refuse) and refusal.code == "epoch"
+    agent.epoch = 2**53
+    assert agent.refused() == (403, "epoch")
+    agent.epoch = int(time.time()) + enrolment.LEAP // 2  # a clock that was wrong by a hundred years
+    agent.connect().close()
+    until(lambda: Lease.objects.get().epoch == agent.epoch)
+    assert not Spooled.objects.exists()
+
+
+def test_samples_of_a_newcomer_do_not_take_the_place_of_who_speaks(agent: WireAgent, gateway: Gateway) -> None:
+    said = wire.encode(wire.Samples((wire.DeviceLoad("pci:0", {"power_watts": 1.0}),)))
+    with agent.speaking() as first, agent.connect() as second:
+        host = Host.objects.get().id
+
+        def known() -> Any:
+            first.send(said)
+            return list(gateway.board.said([host]))
+
+        until(known)
+        (before,) = gateway.board.said([host])
+        second.send(said.replace("1.0", "2.0"))
+        assert ask(first, wire.Beat(1)) == wire.Ack(1, "Beat")
+        second.send(wire.encode(wire.Beat(1)))  # the same process: it takes over
+        assert wire.decode_from_gateway(second.recv(timeout=10)) == wire.Ack(1, "Beat")
+        assert [one[2] for one in gateway.board.said([host])] in ([], [before[2]])
+
+
+def test_however_many_names_are_forged_they_cost_one_statement() -> None:
+    refusals = Refusals()
+    for number in range(2 * MAX_KEYS):
+        refusals.add(f"forged-{number}", "challenge", "unknown\0")
+    with CaptureQueriesContext(connection) as captured:
+        refusals.flush()
+        refusals.flush()
+    assert len([one for one in captured if "INSERT" in one["sql"]]) == 1
+    events = Event.objects.filter(action="agent.refused")
+    assert events.count() == MAX_KEYS + 1
+    assert events.get(host="(many)").changes["count"] == [None, MAX_KEYS]
+
+
+def test_the_writer_goes_on_after_what_nobody_expected(
+    agent: WireAgent, gateway: Gateway, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("agents.spool.PAUSE_S", 0.01)
+    with agent.speaking() as socket:
+        assert ask(socket, a_report(card(1))) == wire.Ack(1, "Report")
+        served = gateway._writer._serve
+
+        def once(batch: Any) -> None:
+            gateway._writer._serve = served  # type: ignore[method-assign]
+            raise RuntimeError("a defect")
+
+        gateway._writer._serve = once  # type: ignore[method-assign]
+        refusal = ask(socket, a_report(card(2), seq=2))
+        assert isinstance(refusal, wire.Refuse) and refusal.code == "database"
+    assert "a defect" in caplog.text
+    goes_on(agent)
+
+
+def test_an_outage_piles_up_nothing(agent: WireAgent, gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agents.gateway.ADMIT_S", 0.1)
+    monkeypatch.setattr("agents.gateway.PROGRESS_S", 0.01)
+    other = WireAgent(agent.port, host="cmp2", node="cmp2", token=token("cmp2"))
+    with agent.speaking() as socket:
+        assert ask(socket, a_report(card(1))) == wire.Ack(1, "Report")
+        writer, served = gateway._writer, gateway._writer._serve
+
+        def away(_: Any) -> None:
+            raise OperationalError("the database is away")
+
+        writer._serve = away  # type: ignore[method-assign]
+        for number in range(5):
+            assert other.refused() == (503, "database")
+            for percent in range(20):
+                socket.send(wire.encode(wire.Progress(number, percent)))
+        assert ask(socket, wire.Beat(1)) == wire.Ack(1, "Beat")
+        until(lambda: writer._jobs.empty())
+        held = [*writer._others, *writer._urgent, *writer._reports]
+        assert len(held) <= 6 and all(isinstance(job, CommandJob) for job in held), "nobody's who was sent away"
+        writer._serve = served  # type: ignore[method-assign]
+        until(lambda: not writer._others)
+    assert Agent.objects.filter(host__name="cmp2").count() == 0
