@@ -19,7 +19,7 @@ from agents import credentials, enrolment, meters, trust, wire
 from agents.admission import Admission, Spread
 from agents.courier import Courier, Said
 from agents.enrolment import Identity, Refused
-from agents.holders import Expelled, Holders, Session
+from agents.holders import Expelled, Holders, Session, tell
 from agents.leases import Leases
 from agents.refusals import Refusals
 from agents.samples import BEGINNING, Board
@@ -156,8 +156,8 @@ class Gateway:
         try:
             await send({"type": "websocket.accept", "subprotocol": version})
             self.holders.enter(session)
-            await self._welcome(session)
-            await self._receive(session, receive)
+            if await self._welcome(session):
+                await self._receive(session, receive)
         except Expelled as expelled:
             session.expelled = expelled
         except asyncio.CancelledError:
@@ -184,14 +184,15 @@ class Gateway:
             reason = "the database does not answer: come back later"
             raise Refused(503, "database", reason, self.admission.place()) from None
 
-    async def _welcome(self, session: Session) -> None:
+    async def _welcome(self, session: Session) -> bool:
+        """False: it is gone already."""
         identity = session.identity
         self.leases.seen(identity.host_id, session.epoch)
         known = identity.epoch, identity.applied_hash, self.limits.max_message_bytes
         welcome = wire.Welcome(self.limits.beat_s, *known, round(self.spread.welcome(), 1))
-        await session.send({"type": "websocket.send", "text": wire.encode(welcome)})
-        if identity.rotate:
+        if (there := await tell(session, welcome)) and identity.rotate:
             self.holders.ask_rotation(session)
+        return there
 
     async def _receive(self, session: Session, receive: Any) -> None:
         newer, settled = session.offers_newer, False

@@ -113,7 +113,7 @@ class Holders:
         self.by_host: dict[int, Session] = {}
         self._coming: dict[int, list[Session]] = {}
         self._bar = bar
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     def enter(self, session: Session) -> None:
         """A new connection. Where its host has one already, it waits for its own first message: `settle`."""
@@ -180,7 +180,7 @@ class Holders:
         """Ask the agent for a new key, once a connection."""
         if not session.rotating:
             session.rotating = True
-            self._start(_send(session, wire.Rotate()))
+            self._start(tell(session, wire.Rotate()))
 
     def _judge(self, session: Session, now: News) -> None:
         if now.barred:
@@ -223,7 +223,7 @@ class Holders:
         if not waiting:
             self._coming.pop(host, None)
 
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+    def _start(self, work: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -233,8 +233,11 @@ def _same_process(one: Connection, other: Connection) -> bool:
     return (one.epoch, one.boot_id) == (other.epoch, other.boot_id)
 
 
-async def _send(session: Session, message: wire.Message) -> None:
+async def tell(session: Session, message: wire.Message) -> bool:
+    """Whether it can still be told anything: a peer that is gone is an error of the web server's."""
     try:
         await session.send({"type": "websocket.send", "text": wire.encode(message)})
     except (RuntimeError, OSError) as error:
-        log.debug("%s was gone before it was asked: %s", session.identity.host, error)
+        log.debug("%s was gone before it was told: %s", session.identity.host, error)
+        return False
+    return True

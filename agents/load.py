@@ -18,10 +18,10 @@ from functools import lru_cache
 from typing import Any
 
 from django.conf import settings
+from django.db import connection
 from msgspec import DecodeError, Raw
 
 from agents import peers, samples
-from agents.models import Gateway
 from agents.peers import Answer, Ask, Held, Unanswered
 from agents.samples import Board, Busy
 
@@ -33,8 +33,16 @@ QUIET_S = 5.0
 """So long it is not asked again: not every page is to wait for it."""
 REGISTRY_S = 5.0
 """The rows of gateways are read so often at most, by each process."""
+PATIENCE_MS = 3000
+"""What reading them may take: who asks holds a thread."""
 AT_ONCE = 32
 """A census holds a thread for each gateway as long as it takes: those have threads of their own."""
+
+REGISTERED = """
+SET LOCAL statement_timeout TO %s; SELECT name, url FROM agents_gateway WHERE seen_at >= %s;
+SET LOCAL statement_timeout TO DEFAULT
+"""
+"""Sent as one: without a transaction around it, it is one by itself; one that is around it waits as before again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +146,13 @@ class Everybody:
         return Loads(_newest(held), tuple(sorted(silent)))
 
     def _registered(self) -> dict[str, str]:
-        """The address of each gateway that was heard of just now, by name."""
+        """The address of each gateway that was heard of just now, by name. DatabaseError after PATIENCE_MS."""
         if time.monotonic() - self._read_at >= REGISTRY_S:
             live = datetime.now(UTC) - timedelta(seconds=2 * (settings.KEYS.beat_s + settings.KEYS.lease_flush_s) + 10)
-            self._others = dict(Gateway.objects.filter(seen_at__gte=live).values_list("name", "url"))
+            with connection.cursor() as cursor:
+                cursor.execute(REGISTERED, [PATIENCE_MS, live])
+                cursor.nextset()
+                self._others = dict(cursor.fetchall())
             self._read_at = time.monotonic()
             self._quiet = {name: until for name, until in list(self._quiet.items()) if name in self._others}
         return self._others

@@ -12,14 +12,14 @@ import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from django.core.exceptions import PermissionDenied
-from django.db import DatabaseError, connection
+from django.db import Error, InterfaceError, OperationalError, connection
 
 from accelerators import meters
 from cyborgweb.live import rights
@@ -145,11 +145,15 @@ class Feed:
 
     def _run(self) -> None:
         while not self._stopping:
-            self._take()
-            _watching.set(len(self._watchers))
-            if self._watchers and time.monotonic() >= self._next:
-                took = _timed(self._look)
-                self._next = time.monotonic() + max(self._pace.look - took, 3 * took)
+            try:
+                self._take()
+                _watching.set(len(self._watchers))
+                if self._watchers and time.monotonic() >= self._next:
+                    took = _timed(self._look)
+                    self._next = time.monotonic() + max(self._pace.look - took, 3 * took)
+            except Exception as error:  # noqa: BLE001 without this thread every page would stand still
+                self._next = time.monotonic() + self._pace.look
+                self._lost(error)
         connection.close()
 
     def _take(self) -> None:
@@ -167,7 +171,8 @@ class Feed:
             watcher.user = rights.who(watcher.session)
             if watcher.user:
                 watcher.rights = rights.of([watcher.user.pk]).get(watcher.user.pk, "")
-        except DatabaseError:
+        except Exception as error:  # noqa: BLE001 it may come again
+            log.warning("nobody can be let in: %s", type(error).__name__)
             watcher.post(LATER)
             return
         if watcher.rights:
@@ -190,7 +195,7 @@ class Feed:
             watcher.seen = {key: (None, {}) for key in keys.values()}
             stands = self._stands(shown, self._pace.clock)
             watcher.new_mark = self._stands(shown, NEW_S)
-            self._bring([watcher], {watcher: stands})
+            self._bring([watcher], {watcher: stands}, RENDERED_PER_LOOK)
             if new := len(shown.first - watcher.seen.keys()):
                 watcher.new = watcher.say["new"] = new
             self._tell(watcher)
@@ -214,14 +219,13 @@ class Feed:
             self._rendered = {
                 key: rows for key, rows in self._rendered.items() if key in alike and len(rows) < MOST_ROWS
             }
-            self._bring([one for one in stands if one.mark != stands[one]], stands)
-            self._count_new(list(stands), now)
+            self._bring_all([one for one in stands if one.mark != stands[one]], stands)
+            self._count_new([one for one in stands if one in self._watchers], now)
             self._hint([one for one in ready if one.is_page], now)
-        except DatabaseError as error:
-            log.warning("live pages wait for the database: %s", type(error).__name__)
-            self._lost()
+        except Exception as error:  # noqa: BLE001 all are told that nothing is known
+            self._lost(error)
             ready = [one for one in self._watchers if one.sending_since is None]
-        for watcher in ready:
+        for watcher in self._watchers.intersection(ready):
             if watcher.say or watcher.live != watcher.told_live or (watcher.live and now >= watcher.beat_at):
                 self._tell(watcher)
 
@@ -231,12 +235,13 @@ class Feed:
             cursor.execute(GENERATIONS, [str(STATEMENT_MS)])
             self._generations = {name: value for name, value, _ in cursor.fetchall()}
 
-    def _lost(self) -> None:
-        """The database does not answer: nobody is live, and afterwards everything is compared."""
-        connection.close()
+    def _lost(self, error: Exception) -> None:
+        """The database does not answer, or worse: nobody is live, and afterwards everything is compared."""
+        log.warning("live pages wait: %s", type(error).__name__, exc_info=None if isinstance(error, Error) else error)
         self._outages += 1
         for watcher in self._watchers:
             watcher.live = False
+        connection.close()
 
     def _check_rights(self) -> None:
         """Whoever lost their session or any permission is sent away; who comes back is let in by what holds then."""
@@ -259,30 +264,44 @@ class Feed:
         counted = tuple(self._generations.get(name, 0) for name in sorted(shown.collections))
         return self._outages, counted, None if shown.counted else time.monotonic() // clock_s
 
-    def _bring(self, watchers: Iterable[Watcher], stands: dict[Watcher, tuple[object, ...]]) -> None:
-        """Compare what these pages show with the database, every row, and note what is to be told."""
+    def _bring_all(self, watchers: list[Watcher], stands: dict[Watcher, tuple[object, ...]]) -> None:
+        """List by list; who looks at one that fails hears LATER, the others go on."""
         by_list: dict[Any, list[Watcher]] = defaultdict(list)
         for watcher in watchers:
             if watcher.shown:
                 by_list[watcher.shown.admin, watcher.shown.sees].append(watcher)
         budget = RENDERED_PER_LOOK
-        for some in by_list.values():
-            shown = some[0].shown
-            assert shown
-            versions: dict[Any, object] = dict(shown.versions({key for one in some for key in one.seen}))
-            if not shown.counted:
-                tick = time.monotonic() // CLOCK_CELLS_S
-                versions = {key: (version, tick) for key, version in versions.items()}
-            alike: dict[Any, list[tuple[Watcher, list[Any]]]] = defaultdict(list)
-            for one in some:
-                differ = [key for key, (version, _) in one.seen.items() if versions.get(key, "gone") != version]
-                if one.live:
-                    one.mark = stands[one] if len(differ) <= ROWS_PER_LOOK else None
-                    differ = differ[:ROWS_PER_LOOK]
-                assert one.shown
-                alike[one.shown.alike].append((one, differ))
-            for pairs in alike.values():
-                budget -= self._render(pairs, versions, budget, stands)
+        for (admin, _), some in by_list.items():
+            try:
+                budget -= self._bring(some, stands, budget)
+            except Exception as error:
+                if isinstance(error, OperationalError | InterfaceError) or not connection.is_usable():
+                    raise
+                log.exception("the list of %s cannot be followed", admin.opts.label_lower)
+                self._watchers.difference_update(some)
+                for one in some:
+                    one.post(LATER)
+
+    def _bring(self, some: list[Watcher], stands: dict[Watcher, tuple[object, ...]], budget: int) -> int:
+        """Compare what pages of one list show with the database, every row, and note what is to be told; returns how
+        many rows were rendered."""
+        shown, before = some[0].shown, budget
+        assert shown
+        versions: dict[Any, object] = dict(shown.versions({key for one in some for key in one.seen}))
+        if not shown.counted:
+            tick = time.monotonic() // CLOCK_CELLS_S
+            versions = {key: (version, tick) for key, version in versions.items()}
+        alike: dict[Any, list[tuple[Watcher, list[Any]]]] = defaultdict(list)
+        for one in some:
+            differ = [key for key, (version, _) in one.seen.items() if versions.get(key, "gone") != version]
+            if one.live:
+                one.mark = stands[one] if len(differ) <= ROWS_PER_LOOK else None
+                differ = differ[:ROWS_PER_LOOK]
+            assert one.shown
+            alike[one.shown.alike].append((one, differ))
+        for pairs in alike.values():
+            budget -= self._render(pairs, versions, budget, stands)
+        return before - budget
 
     def _render(
         self,

@@ -13,6 +13,8 @@ from accelerators import meters
 
 SERVICES = {"placement": "placement", "compute": "nova", "image": "glance", None: "keystone", "identity": "keystone"}
 """By keystoneauth1's service types; Keystone is asked by its address."""
+COUNTED_AT = "_cyborg_counted_at"
+"""On an error: when it was counted, by the clock of `time.monotonic`."""
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"})
 
 _calls = meters.counter(
@@ -38,31 +40,45 @@ def counted(session: Any) -> Any:
 
 
 def _counting(ask: Callable[..., Any]) -> Callable[..., Any]:
-    from keystoneauth1 import exceptions
-
     def request(url: str, method: str, *positional: Any, **named: Any) -> Any:
-        began, status = time.monotonic(), "error"
-        try:
-            answer = ask(url, method, *positional, **named)
-            status = _status(answer.status_code)
-        except exceptions.HttpError as error:
-            status = _status(error.http_status)
-            raise
-        except exceptions.ConnectTimeout:
-            status = "timeout"
-            raise
-        except (exceptions.ConnectionError, exceptions.EndpointNotFound):
-            status = "unreachable"
-            raise
-        else:
-            return answer
-        finally:
+        began = time.monotonic()
+
+        def count(status: str) -> None:
             service = SERVICES.get((named.get("endpoint_filter") or {}).get("service_type"), "other")
             verb = method if method in METHODS else "other"
             _calls.labels(service, verb, status).inc()
             _seconds.labels(service, verb).observe(time.monotonic() - began)
 
+        try:
+            answer = ask(url, method, *positional, **named)
+        except BaseException as error:
+            if not _is_counted(error, began):
+                count(_failure(error))
+                vars(error)[COUNTED_AT] = time.monotonic()
+            raise
+        count(_status(answer.status_code))
+        return answer
+
     return request
+
+
+def _is_counted(error: BaseException | None, since: float) -> bool:
+    """Whether a call within this one, a login, failed and was counted: nobody else was asked then."""
+    while error is not None:
+        if vars(error).get(COUNTED_AT, float("-inf")) >= since:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _failure(error: BaseException) -> str:
+    from keystoneauth1 import exceptions
+
+    if isinstance(error, exceptions.HttpError):
+        return _status(error.http_status)
+    if isinstance(error, exceptions.ConnectTimeout):
+        return "timeout"
+    return "unreachable" if isinstance(error, exceptions.ConnectionError | exceptions.EndpointNotFound) else "error"
 
 
 def _status(code: int) -> str:

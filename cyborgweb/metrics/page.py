@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import re
 import threading
 import time
 from dataclasses import dataclass, field
@@ -24,8 +25,8 @@ from cyborgweb.metrics import snapshot
 KEPT_S = 3.0
 STALE_S = 60.0
 """Who comes during a collection is told nothing that is older."""
-FORWARDED = ("Forwarded", "X-Forwarded-For", "X-Forwarded-Host", "X-Forwarded-Proto", "X-Real-IP", "Via")
-"""With any of these a request comes through a proxy: that the proxy runs here says nothing of who asked it."""
+FORWARDED = re.compile(r"forwarded|x-forwarded-.*|x-real-ip|via", re.IGNORECASE)
+"""With any such header a request comes through a proxy: that the proxy runs here says nothing of who asked it."""
 OPENMETRICS = "application/openmetrics-text"
 REFUSED = (
     "Metrics are told to this machine itself, or to who sends Authorization: Bearer with the value of "
@@ -89,7 +90,7 @@ def metrics(request: HttpRequest) -> HttpResponse:
 
 def _is_here(request: HttpRequest) -> bool:
     """Whether it was sent by this machine itself."""
-    if any(name in request.headers for name in FORWARDED):
+    if any(FORWARDED.fullmatch(name) for name in request.headers):
         return False
     try:
         return ipaddress.ip_address(request.META.get("REMOTE_ADDR", "")).is_loopback

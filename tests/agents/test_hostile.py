@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from django.db import OperationalError, connection
 from django.test.utils import CaptureQueriesContext
-from websockets.exceptions import InvalidStatus
+from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from accelerators.models import Event, Host
 from agents import enrolment, wire
@@ -186,3 +186,26 @@ def test_an_outage_piles_up_nothing(agent: WireAgent, gateway: Gateway, monkeypa
         writer._serve = served  # type: ignore[method-assign]
         until(lambda: not writer._others)
     assert Agent.objects.filter(host__name="cmp2").count() == 0
+
+
+def test_who_is_gone_before_the_welcome_leaves_nothing_behind(
+    agent: WireAgent, gateway: Gateway, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def gone(*_: Any) -> None:
+        raise RuntimeError("Expected ASGI message 'websocket.accept'")
+
+    connect = gateway.connect
+
+    async def cut(scope: Any, receive: Any, send: Any, fingerprints: Any) -> None:
+        async def lost(message: Any) -> None:
+            await (gone if message["type"] == "websocket.send" else send)(message)
+
+        await connect(scope, receive, lost, fingerprints)
+
+    monkeypatch.setattr(gateway, "connect", cut)
+    with pytest.raises(ConnectionClosed):
+        agent.connect()
+    until(lambda: gateway.connected == 0)
+    assert "Traceback" not in caplog.text and "Exception in ASGI" not in caplog.text
+    monkeypatch.setattr(gateway, "connect", connect)
+    goes_on(agent)

@@ -27,7 +27,7 @@ scenarios:
 
 The whole product is started on free ports with a state directory of its own; no process of it is left, however this
 ends. Every agent has a key of its own, speaks the real wire, backs off as the real agent does, and reports its
-devices. Make sure of open files first: N agents need 2 N + 200 here and N + 200 in the web process (`ulimit -Hn`).
+devices. Make sure of open files first: N agents need 1.5 N + 200 here and N + 200 in the web process (`ulimit -Hn`).
 
 examples:
   python -m tests.fleet 500                           a quick one

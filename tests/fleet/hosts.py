@@ -38,6 +38,17 @@ class Doings:
     """Attempts that failed, by what was answered: a status, or `closed`."""
 
 
+@dataclass(frozen=True)
+class Sent:
+    """One report as it was sent; `model` is that of its devices, '' where its driver failed."""
+
+    epoch: int
+    seq: int
+    generation: int
+    content: str
+    model: str
+
+
 @dataclass
 class Host:
     """One agent: what its journal would hold (epoch, seq, content, what was acknowledged), and its socket."""
@@ -58,10 +69,11 @@ class Host:
     oversized: bool = False
     peer: Peer | None = None
     task: asyncio.Task[None] | None = None
-    _applied: str = ""
     _report_from: float = 0.0
     _owed: Owed = field(default_factory=lambda: Owed(8.0, Pace()))
-    _under_way: tuple[int, int, str] = (0, 0, "")
+    _acknowledged: Sent | None = None
+    _since: list[Sent] = field(default_factory=list)
+    """Reports sent later, which the conductor may have or not."""
     _samples: asyncio.TimerHandle | None = None
 
     def __post_init__(self) -> None:
@@ -127,7 +139,7 @@ class Host:
             raise Refused(f"instead of a Welcome: {welcome}")
         if welcome.epoch > self.epoch:
             self.epoch, self.seq = welcome.epoch + 1, 0
-        self.peer, self._applied = peer, welcome.applied_hash
+        self.peer = peer
         self._owed = Owed(welcome.beat_s, self.pace)
         self._owed.answered = loop.time()
         self._report_from = loop.time() + self.pace.draw() * welcome.jitter_s
@@ -162,7 +174,8 @@ class Host:
         told = self.told()
         content = wire.content_hash(told)
         self.seq += 1
-        self._under_way = self.generation, self.seq, content
+        model = "" if self.failing else f"g{self.generation}"
+        self._since.append(Sent(self.epoch, self.seq, self.generation, content, model))
         self._owed.sent("Report", self.seq, now)
         peer.send(wire.encode(wire.Report.of(self.epoch, self.seq, content, told)))
         self.doings.counts["reports"] += 1
@@ -171,9 +184,10 @@ class Host:
         message = wire.decode_from_gateway(payload)
         if isinstance(message, wire.Ack):
             self._owed.acknowledged(message.of, message.seq, asyncio.get_running_loop().time())
-            generation, seq, self._applied = self._under_way
-            if message.of == "Report" and message.seq == seq:
-                self.acknowledged = max(self.acknowledged, generation)
+            if message.of == "Report" and self._since and message.seq == self._since[-1].seq:
+                self._acknowledged = self._since[-1]
+                self._since.clear()
+                self.acknowledged = max(self.acknowledged, self._acknowledged.generation)
                 self.doings.counts["acknowledged"] += 1
                 if self.owes:
                     self._changed.set()
@@ -194,11 +208,18 @@ class Host:
         self.doings.counts["samples"] += 1
         self._samples = loop.call_later(every_s, self._sample, peer, every_s, end) if loop.time() < end else None
 
-    def state(self) -> tuple[str, int, int, str, str, int]:
-        """For the verdict: name, epoch, seq, hash and model of what was acknowledged last, devices; '' none."""
-        generation, seq, content = self._under_way
-        model = "" if self.failing else f"g{generation}"
-        return messages.host_name(self.number), self.epoch, seq, content, model, self.devices
+    def state(self) -> tuple[str, int, int, str, str, int, list[tuple[str, str]]]:
+        """For the verdict: name, epoch, seq, hash and model of what was acknowledged last, devices; '' none. Then hash
+        and model of each report that was sent since."""
+        last = self._acknowledged or Sent(0, 0, -1, "", "")
+        since = [(sent.content, sent.model) for sent in self._since]
+        name = messages.host_name(self.number)
+        return name, last.epoch, last.seq, last.content, last.model, self.devices, since
+
+
+def open_files(count: int) -> int:
+    """So many `count` agents need: a challenge's socket may be there for a moment after it was closed."""
+    return count + count // 2 + 200
 
 
 class Hosts:
@@ -212,7 +233,7 @@ class Hosts:
     async def start(self, ports: list[int], count: int, devices: int, bad: float) -> dict[str, Any]:
         """Make `count` hosts where there are none, give the share `bad` a bad driver, and let all connect at once."""
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        needed = count + count // 2 + 200  # a challenge's socket may be there for a moment after it was closed
+        needed = open_files(count)
         if hard != resource.RLIM_INFINITY and hard < needed:
             raise OSError(f"{count} agents need {needed} open files, the limit is {hard}: raise `ulimit -Hn`")
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -48,8 +48,8 @@ class Sight:
 
     @property
     def sent_away(self) -> int:
-        """Attempts answered with a status."""
-        return sum(count for what, count in self.refused.items() if what.isdigit())
+        """Attempts that were told to come back later."""
+        return self.refused.get("503", 0)
 
 
 class Fleet(Ordered):

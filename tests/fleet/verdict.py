@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ SELECT (SELECT count(*) FROM spool), (SELECT count(*) FROM accelerators_intent W
 MEMORY_KB = 96
 """Of the web process for each agent, at most, in the worst second: a connection, its handshake and its report."""
 MEMORY_FREE_KB = 60_000
+COME_BACK = frozenset({"503", "busy"})
+"""What an agent may be told while much goes on. Everything else is said to agents with something wrong about them."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +50,24 @@ def settled(
 
 
 def lost(there: Installation) -> list[str]:
-    """Hosts whose tables are not what was acknowledged; [] none is."""
+    """Hosts whose tables are not what was acknowledged, nor what they sent after it; [] none is."""
+    states = there.fleet.ask("states")["states"]
     stored = {name: rest for name, *rest in there.rows(STORED) or []}
     wrong = []
-    for name, _epoch, _seq, content, model, devices in there.fleet.ask("states")["states"]:
+    for name, _epoch, _seq, content, model, devices, since in states:
         applied, shown, models = stored.get(name, ("", 0, ""))
-        if applied != content or (model and (shown, models) != (devices, model)):
+        right = any(
+            applied == one and (not of or (shown, models) == (devices, of)) for one, of in [(content, model), *since]
+        )
+        if content and not right:
             wrong.append(f"{name}: acknowledged {model or 'an error'}, stored {shown} of {models or 'nothing'}")
     return wrong
+
+
+def is_trouble(what: str) -> bool:
+    """Whether nobody refused anything: the connection failed, by an error of the system, or nobody spoke."""
+    error = getattr(builtins, what, None)
+    return what in ("closed", "silence") or (isinstance(error, type) and issubclass(error, OSError))
 
 
 def judge(there: Installation, done: bool, began: float, before: Sight, more: list[Line]) -> list[Line]:
@@ -65,7 +78,7 @@ def judge(there: Installation, done: bool, began: float, before: Sight, more: li
     most = max(sight.web_kb for sight in there.seen)
     bound = before.web_kb + MEMORY_FREE_KB + MEMORY_KB * there.count
     tried = ", ".join(f"{count} {what}" for what, count in sorted(last.refused.items())) or "none"
-    strange = [what for what in last.refused if what.isdigit() and what != "503"]
+    strange = [what for what in last.refused if what not in COME_BACK and not is_trouble(what)]
     acknowledged, told = last.counts.get("acknowledged", 0), f" ({'; '.join(wrong[:3])})" if wrong else ""
     return [
         Line("none lost", f"{acknowledged} acknowledged, {len(wrong)} hosts not in the tables{told}", not wrong),

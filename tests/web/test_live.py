@@ -21,7 +21,9 @@ from accelerators import conductor
 from accelerators.models import AcceleratorRequest, Device, DeviceProfile
 from accelerators.states import Source
 from cyborgweb import roles
+from cyborgweb.live import rights
 from cyborgweb.live.feed import Feed, Pace
+from cyborgweb.live.shown import Shown
 from cyborgweb.live.socket import Console
 from tests.support.reports import a_heard_host, a_host, answer, apply, card
 from tests.support.webserver import PATIENCE, serving
@@ -293,3 +295,52 @@ def test_what_cannot_be_meant_closes_and_crafted_keys_are_left_out(port: int, pa
         with suppress(ConnectionClosed):
             tab.say(path=DEVICES, rows=[])
     assert tab.closed() == 4429
+
+
+def test_a_list_that_fails_ends_for_who_looks_at_it_and_the_others_go_on(
+    port: int, page: Client, person: User, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    person.user_permissions.add(Permission.objects.get(codename="view_agent"))
+    agent = a_heard_host("cmp1", 1).agent
+    devices, agents = Tab(port, page), Tab(port, page, "/admin/agents/agent/")
+    devices.until(lambda: devices.live)
+    agents.until(lambda: agents.live)
+    cells = Shown.cells
+
+    def failing(shown: Shown, keys: Any) -> Any:
+        if shown.admin.opts.label_lower == "accelerators.device":
+            raise AttributeError("a column of one changed row")
+        return cells(shown, keys)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Shown, "cells", failing)
+        move("ready")
+        assert devices.closed() == 1013
+        agent.version = "9.9"
+        agent.save()
+        agents.until(lambda: "9.9" in agents.cells[str(agent.pk)]["field-version"])
+        assert all(said["live"] for said in agents.told)
+    again = Tab(port, page)
+    again.until(lambda: again.live)
+
+
+@pytest.mark.parametrize("asked", ["alive", "who"])
+def test_nothing_that_fails_ends_the_feed(
+    port: int, page: Client, monkeypatch: pytest.MonkeyPatch, asked: str, house: House
+) -> None:
+    apply(a_host(), answer(card(1)))
+    tab = Tab(port, page)
+    tab.until(lambda: tab.live)
+
+    def failing(*_: Any) -> None:
+        raise RuntimeError("not of the database")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(rights, asked, failing)
+        if asked == "alive":
+            tab.until(lambda: not tab.live)
+        else:
+            assert Tab(port, page).closed() == 1013
+            house.console.feed._asked.put((failing, ()))
+    move("ready")
+    tab.until(lambda: tab.live and all("ready" in row["field-shown_state"] for row in tab.cells.values()))

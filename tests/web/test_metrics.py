@@ -170,6 +170,7 @@ def test_calls_to_the_cloud_are_counted_by_service_and_by_what_came_of_them(port
         ({"REMOTE_ADDR": ELSEWHERE}, 403),
         ({"REMOTE_ADDR": ""}, 403),
         ({"REMOTE_ADDR": "127.0.0.1", "HTTP_X_FORWARDED_FOR": "127.0.0.1"}, 403),
+        ({"REMOTE_ADDR": "127.0.0.1", "HTTP_X_FORWARDED_PREFIX": "/x"}, 403),
         ({"REMOTE_ADDR": "127.0.0.1", "HTTP_FORWARDED": "for=127.0.0.1"}, 403),
         ({"REMOTE_ADDR": ELSEWHERE, "HTTP_AUTHORIZATION": f"Bearer {TOKEN}"}, 200),
         ({"REMOTE_ADDR": "127.0.0.1", "HTTP_VIA": "1.1 proxy", "HTTP_AUTHORIZATION": f"bearer {TOKEN}"}, 200),
@@ -235,7 +236,7 @@ def test_what_devices_have_to_do_is_told_where_that_is_wanted_and_no_more_than_i
 ) -> None:
     made = enrolment.make_token("cmp1", address="http://x", hours=1, created_by="t")
     agent = WireAgent(port, token=credentials.parse_join_string(made).secret)
-    with agent.connect() as socket:
+    with agent.speaking() as socket:
         apply(Host.objects.get(), answer(card(1)))
         device = Device.objects.get()
         loads = (wire.DeviceLoad(device.key, {"power_watts": 71.5, "utilization_percent": 40.0}),)

@@ -1,0 +1,100 @@
+"""What `/metrics` tells while somebody else does not answer: a Keystone that is away, a table that is locked."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import psycopg
+import pytest
+from django.conf import settings
+from django.db import OperationalError, connection, transaction
+from keystoneauth1.exceptions import ConnectFailure, DiscoveryFailure
+from keystoneauth1.identity import generic, v3
+from keystoneauth1.noauth import NoAuth
+from keystoneauth1.session import Session
+
+from agents import load
+from agents.models import Gateway
+from cyborgweb.metrics import calls
+from tests.support.webserver import PATIENCE
+from tests.web.test_metrics import moved, scrape, value
+
+pytestmark = pytest.mark.django_db(transaction=True)
+AWAY = "http://127.0.0.1:1"
+PERSON = {"username": "u", "password": "p", "user_domain_id": "default"}
+NOVA = {"service_type": "compute"}
+
+
+@contextmanager
+def locked(table: str) -> Iterator[None]:
+    """Nobody else can read it."""
+    with psycopg.connect(**connection.get_connection_params()) as other:
+        other.execute(f"LOCK TABLE {table} IN ACCESS EXCLUSIVE MODE")
+        yield
+        other.rollback()
+
+
+@pytest.mark.parametrize(
+    ("auth", "raised"),
+    [(v3.Password(f"{AWAY}/v3", **PERSON), ConnectFailure), (generic.Password(AWAY, **PERSON), DiscoveryFailure)],
+    ids=["login", "discovery"],
+)
+def test_a_failed_login_is_keystone_s_and_not_of_whom_the_call_was_for(auth: Any, raised: type[Exception]) -> None:
+    before, session = scrape(), calls.counted(Session(auth=auth))
+    with pytest.raises(raised):
+        session.get("http://127.0.0.1:1/servers", endpoint_filter=NOVA, connect_retries=0)
+    after = moved(before, scrape())
+    told = {
+        dict(labels)["service"]: after(name, **dict(labels))
+        for name, labels in scrape()
+        if name == "cyborg_cloud_calls_total" and after(name, **dict(labels))
+    }
+    assert told == {"keystone": 1}
+
+
+def test_who_asks_again_after_a_failure_is_counted_again() -> None:
+    before, session = scrape(), calls.counted(Session(auth=NoAuth()))
+    try:
+        session.get(f"{AWAY}/auth", connect_retries=0)
+    except ConnectFailure:
+        with pytest.raises(ConnectFailure):
+            session.get(f"{AWAY}/servers", endpoint_filter=NOVA, connect_retries=0)
+    after = moved(before, scrape())
+    for service in ("keystone", "nova"):
+        assert after("cyborg_cloud_calls_total", service=service, method="GET", status="unreachable") == 1
+
+
+def test_a_locked_registry_of_gateways_holds_nobody_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "PATIENCE_MS", 100)
+    monkeypatch.setattr(settings, "KEYS", replace(settings.KEYS, metrics_devices=True))
+    with locked("agents_gateway"):
+        load.forget()
+        began = time.monotonic()
+        with pytest.raises(OperationalError, match="statement timeout"):
+            load.last()
+        assert value(scrape(), "cyborg_database_up") == 0
+        assert time.monotonic() - began < 5 * PATIENCE
+    assert value(scrape(), "cyborg_database_up") == 1
+
+
+def test_whose_transaction_it_is_waits_as_before_and_what_is_repeated_is_read_each_time() -> None:
+    def patience() -> str:
+        with connection.cursor() as cursor:
+            cursor.execute("SHOW statement_timeout")
+            return str(cursor.fetchone()[0])
+
+    Gateway.objects.create(name="far", url=AWAY)
+    before = patience()
+    for _ in range(8):
+        load.forget()
+        assert load._everybody._registered() == {"far": AWAY}
+        assert patience() == before
+        with transaction.atomic():
+            load.forget()
+            assert load._everybody._registered() == {"far": AWAY}
+            assert patience() == before
+    load.forget()
