@@ -32,7 +32,7 @@ from accelerators.binding import Bind
 from accelerators.caller import Caller
 from accelerators.models import AcceleratorRequest, AttachHandle, Deployable, Device, DeviceProfile, Host
 from accelerators.refusals import Refused
-from agents import credentials, enrolment, load, tasks, wire
+from agents import credentials, enrolment, load, meters, tasks, wire
 from agents.gateway import Gateway
 from cyborgweb.asgi import BoundedThreads, Http
 from cyborgweb.metrics import calls, page, served, snapshot
@@ -53,6 +53,7 @@ Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
 def _afresh() -> None:
     """What another test collected a moment ago is not told to this one."""
     page.collected.forget()
+    meters.push()  # nor what its gateway counted last
 
 
 @pytest.fixture
