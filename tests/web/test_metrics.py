@@ -51,9 +51,9 @@ Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 @pytest.fixture(autouse=True)
 def _afresh() -> None:
-    """What another test collected a moment ago is not told to this one."""
+    """What another test collected a moment ago, or its gateway counted last, is not told to this one."""
     page.collected.forget()
-    meters.push()  # nor what its gateway counted last
+    meters.push()
 
 
 @pytest.fixture
@@ -74,10 +74,8 @@ def port() -> Iterator[int]:
 def scrape(port: int = 0) -> Series:
     """Every sample, by its name and labels."""
     page.collected.forget()
-    if port:
-        text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=20).read().decode()
-    else:
-        text = Client().get("/metrics").content.decode()
+    address = f"http://127.0.0.1:{port}/metrics"
+    text = (urllib.request.urlopen(address, timeout=20).read() if port else Client().get("/metrics").content).decode()
     return {(one.name, frozenset(one.labels.items())): one.value for family in parsed(text) for one in family.samples}
 
 
