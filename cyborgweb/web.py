@@ -159,7 +159,7 @@ def _settle_memory() -> None:
     """What is loaded stays for good, and a thousand agents at once are no garbage: look at less, less often.
 
     A storm of connections is a fifth faster for it (measured). What connections leave behind when they end only a look
-    at everything finds: it comes after some 200 000 objects, or memory would grow for an hour before it is flat (measured).
+    at everything finds: it comes after some 200 000 objects, or memory would grow for an hour until it is flat.
     """
     gc.collect()
     gc.freeze()
