@@ -1,5 +1,7 @@
 # The project's verbs. `make` alone lists them.
 VENV   := .venv
+# Compiled modules are kept: without them every test process compiles the whole product anew.
+unexport PYTHONDONTWRITEBYTECODE
 PYTHON ?= python3
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
@@ -29,11 +31,24 @@ $(VENV)/browser: $(VENV)/dev requirements/browser.txt
 up: $(VENV)/server  ## start everything on this machine; Ctrl-C stops it
 	@exec $(BIN)/python -m cyborgweb.serve --leash
 
+FAST := -m "not system and not qemu and not browser" --dist worksteal
+# Test processes: most lanes wait as much as they compute, so one more than the cores of a small machine.
+TEST_PROCESSES ?= 3
+
 test: $(VENV)/dev  ## unit, database, HTTP and socket tests
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m "not system and not qemu and not browser" -n auto --maxprocesses 3
+	$(BIN)/python -m pytest $(FAST) -n $(TEST_PROCESSES)
+
+check: $(VENV)/dev  ## while you work: style, types, and the tests of the packages that differ from the last commit
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest $(FAST) -n $(TEST_PROCESSES) $$($(BIN)/python -m tests.changed)
 
 test-system: $(VENV)/dev  ## start the whole product, kill its parts, see that nothing is lost
-	$(BIN)/python -m pytest -m system
+	$(BIN)/python -m pytest -m system -n $(TEST_PROCESSES) --dist loadfile
+
+test-long: $(VENV)/dev  ## the scenarios of test and test-system at full length: many rounds, long outages; half an hour
+	TEST_LONG=1 $(BIN)/python -m pytest -m "not qemu and not browser" -n $(TEST_PROCESSES) --dist loadfile
 
 test-qemu: $(VENV)/dev  ## boot a real kernel with simulated hardware, plug and pull, see it in the API
 	$(BIN)/python -m pytest tests/qemu -m qemu
@@ -83,4 +98,4 @@ lock: $(VENV)/dev  ## resolve the locked requirements anew (needs uv)
 	uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --no-annotate requirements/browser.in -c requirements/dev.txt -o requirements/browser.txt
 	for name in requirements/system/*.in; do uv pip compile -q --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --no-annotate $$name -o $${name%.in}.txt || exit 1; done
 
-.PHONY: help up test test-system test-qemu test-browser deps-browser deps-sim environments lint bench bench-full fleet docs manual lock
+.PHONY: help up test check test-long test-system test-qemu test-browser deps-browser deps-sim environments lint bench bench-full fleet docs manual lock

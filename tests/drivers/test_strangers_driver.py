@@ -79,6 +79,7 @@ def test_the_sample_of_the_generic_driver_is_understood() -> None:
     }
 
 
+@pytest.mark.system
 def test_a_stranger_has_a_driver_that_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One story, since installing takes seconds: its own tests, by hand, the agent's listing, the runner."""
     stranger = Stranger(tmp_path)

@@ -59,7 +59,7 @@ _seen: ContextVar[_Seen | None] = ContextVar("seen", default=None)
 def watch(execute: Callable[..., Any], sql: str, params: Any, many: bool, context: dict[str, Any]) -> Any:
     """Remember what a statement wrote, around its execution."""
     result, seen = execute(sql, params, many, context), _seen.get()
-    if seen is not None and context["cursor"].rowcount:
+    if seen is not None and context["cursor"].rowcount and not sql.startswith("SELECT"):
         found = [(verb.split()[0].upper(), table) for verb, table in WRITES.findall(sql)]
         seen.recorded |= ("INSERT", EVENT) in found
         seen.writes += [sql for one in found if one[1] != EVENT and one not in EXEMPT and not _kept(*one, sql)]

@@ -18,14 +18,14 @@ for name in [name for name in os.environ if name.startswith("CYBORG_") and name 
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Start the database before Django looks for it. Who only hands tests out to others needs none."""
+    """Start the database before Django looks for it. The process that only hands tests to workers needs none."""
     if config.getoption("numprocesses", None):
         return
     from cyborgweb.postgres import Postgres
+    from tests.support.migrated import start_migrated
 
     postgres = Postgres(STATE / "postgres", os.environ.get("CYBORG_PG_BIN", ""), durable=False)
-    postgres.start()
-    postgres.ensure_database("cyborg")
+    start_migrated(postgres)
     config.stash[_postgres] = postgres
 
 

@@ -1,23 +1,24 @@
 """Virtual environments of other projects' software, for the tests that talk to it: Keystone, the clients, Nova.
 
-Each is made once from a locked file of `requirements/system/` and kept below `.venv-system/`, named after the lock's
-content, so a changed lock makes another one. `TEST_ENVIRONMENTS` names another folder to keep them in. Where
-the packages cannot be had, the tests that need them are skipped with one loud line.
+Each is made once from a locked file of `requirements/system/` and kept in the cache folder (`tests.support.cache`),
+named after the lock's content, so a changed lock makes another one. Before its first use in a run its packages are
+compared with the lock; an environment that differs is made anew. Where the packages cannot be had, the tests that
+need them are skipped with one loud line.
 """
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
-import os
+import json
+import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+
+from tests.support.cache import cache_folder, fingerprint, locked
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCKS = ROOT / "requirements" / "system"
@@ -29,26 +30,11 @@ class Unavailable(RuntimeError):
 
 
 _failed: dict[str, Unavailable] = {}
-
-
-def cache() -> Path:
-    """Where environments and prepared databases are kept between runs."""
-    folder = Path(os.environ.get("TEST_ENVIRONMENTS", ROOT / ".venv-system"))
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-@contextmanager
-def locked(name: str) -> Iterator[None]:
-    """One builder of `name` at a time, also among processes."""
-    with (cache() / f"{name}.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def fingerprint(*parts: bytes) -> str:
-    """A short name for some content."""
-    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:12]
+_verified: set[str] = set()
+LIST_PACKAGES = (
+    "import importlib.metadata as m, json; print(json.dumps({d.name: d.version for d in m.distributions()}))"
+)
+PINNED = re.compile(r"^([A-Za-z0-9._-]+)==([^ ;\\]+)", re.MULTILINE)
 
 
 def python(name: str) -> Path:
@@ -58,15 +44,34 @@ def python(name: str) -> Path:
     """
     if name in _failed:
         raise _failed[name]
-    folder = _folder(name)
-    with locked(name):
-        if not (folder / "complete").exists():
-            try:
-                _make(name, folder, LOCKS / f"{name}.txt")
-            except Unavailable as error:
-                _failed[name] = error
-                raise
+    folder, lock = _folder(name), LOCKS / f"{name}.txt"
+    if name not in _verified:
+        with locked(name):
+            if not (folder / "complete").exists() or _differs(folder, lock):
+                try:
+                    _make(name, folder, lock)
+                except Unavailable as error:
+                    _failed[name] = error
+                    raise
+        _verified.add(name)
     return folder / "bin" / "python"
+
+
+def _differs(folder: Path, lock: Path) -> bool:
+    """Tell whether the environment lacks a package of the lock, or has another version of it."""
+    command = [folder / "bin" / "python", "-c", LIST_PACKAGES]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    except (OSError, subprocess.SubprocessError):
+        return True
+    installed_versions = {_normalize(name): version for name, version in json.loads(done.stdout).items()}
+    pinned = {_normalize(name): version for name, version in PINNED.findall(lock.read_text())}
+    return any(installed_versions.get(name) != version for name, version in pinned.items())
+
+
+def _normalize(name: str) -> str:
+    """Return a package's name as PEP 503 compares it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def installed(*names: str) -> bool:
@@ -76,7 +81,7 @@ def installed(*names: str) -> bool:
 
 def _folder(name: str) -> Path:
     lock = (LOCKS / f"{name}.txt").read_bytes()
-    return cache() / f"{name}-{fingerprint(lock, sys.version.encode())}"
+    return cache_folder() / f"{name}-{fingerprint(lock, sys.version.encode())}"
 
 
 def wanted(config: pytest.Config, *names: str) -> None:

@@ -1,7 +1,7 @@
 """A real Keystone on loopback: Fernet tokens, users of every kind, a catalogue that knows the product.
 
 Used by the tests of this lane that authenticate; the fixture `keystone` gives one for the whole run. A prepared
-installation (database, keys, users) is kept beside its environment, so a start copies files instead of bootstrapping.
+installation (database, keys, users) is kept in the cache folder, so a start copies files instead of bootstrapping.
 It dies with the test that started it, also by kill -9.
 """
 
@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 import requests
 
+from tests.support.cache import cache_folder, fingerprint, locked
 from tests.support.webserver import until
 from tests.system import environments
 
@@ -212,8 +213,8 @@ def _template() -> Path:
     """The prepared installation, made once per lock and per way of populating it."""
     lock = (environments.LOCKS / "keystone.txt").read_bytes()
     recipe = f"{USERS}{inspect.getsource(_populate)}".encode()
-    folder = environments.cache() / f"keystone-data-{environments.fingerprint(lock, recipe)}"
-    with environments.locked("keystone-data"):
+    folder = cache_folder() / f"keystone-data-{fingerprint(lock, recipe)}"
+    with locked("keystone-data"):
         if not folder.exists():
             with tempfile.TemporaryDirectory(prefix="cyborg-keystone-") as made:
                 _populate(Keystone(Path(made)))

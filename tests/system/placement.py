@@ -5,6 +5,7 @@ The fixture `placement` gives one for the whole run. It dies with the test that 
 
 from __future__ import annotations
 
+import inspect
 import os
 import socket
 import subprocess
@@ -20,6 +21,7 @@ import pytest
 import requests
 
 from cyborgweb.postgres import Postgres
+from tests.support.migrated import copy_prepared
 from tests.support.webserver import until
 from tests.system import environments
 from tests.system.keystone import Keystone, keystone
@@ -67,22 +69,22 @@ class Placement:
         return kept | {"OS_PLACEMENT_CONFIG_DIR": str(self.folder), "PYTHONWARNINGS": "ignore"}
 
     def prepare(self) -> None:
-        """Its database."""
+        """Write its configuration, and start its database with Placement's own migrations applied."""
+        lock = (environments.LOCKS / "placement.txt").read_bytes()
+        copy_prepared(self.postgres, "placement-data", lock + inspect.getsource(_migrate).encode(), self._fill)
         self.postgres.start()
-        self.postgres.ensure_database("placement")
+        self._configure(self.postgres)
+
+    def _fill(self, server: Postgres) -> None:
+        server.ensure_database("placement")
+        self._configure(server)
+        _migrate(self)
+
+    def _configure(self, server: Postgres) -> None:
         credentials = self.keystone.credentials("service")
-        values = {"folder": self.folder, "socket": self.postgres.socket, "keystone": self.keystone.url}
+        values = {"folder": self.folder, "socket": server.socket, "keystone": self.keystone.url}
         text = CONFIGURATION.format(password=credentials["password"], **values)
         (self.folder / "placement.conf").write_text(text)
-        command = environments.python("placement").with_name("placement-manage")
-        done = subprocess.run(
-            [command, "--config-dir", self.folder, "db", "sync"],
-            capture_output=True,
-            text=True,
-            check=False,
-            env=self.environ(),
-        )
-        assert done.returncode == 0, done.stderr[-2000:]
 
     def start(self) -> Placement:
         """Start it, again at the same address if it had one, and wait until it answers."""
@@ -154,6 +156,19 @@ class Placement:
     def release(self, consumer: str) -> None:
         """It has nothing any more."""
         self.call("DELETE", f"/allocations/{consumer}")
+
+
+def _migrate(placement: Placement) -> None:
+    """Have Placement make its tables, with its own command."""
+    command = environments.python("placement").with_name("placement-manage")
+    done = subprocess.run(
+        [command, "--config-dir", placement.folder, "db", "sync"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=placement.environ(),
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @contextmanager

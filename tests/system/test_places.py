@@ -28,7 +28,7 @@ def test_a_plain_user_below_a_folder_of_his_own(folder: Path) -> None:
 def test_below_a_folder_only_its_owner_may_enter(folder: Path) -> None:
     closed = folder / "closed"
     closed.mkdir(mode=0o700)
-    with running(Product(closed / "state")) as product:
+    with running(Product(closed / "state", from_nothing=True)) as product:
         assert product.get("/readyz")[0] == 200
 
 
@@ -40,6 +40,6 @@ def test_below_a_folder_only_its_owner_may_enter(folder: Path) -> None:
 def test_below_a_path_that_is(folder: Path, name: str) -> None:
     deep = folder / name
     deep.mkdir(parents=True)
-    with running(Product(deep / "state")) as product:
+    with running(Product(deep / "state", from_nothing=True)) as product:
         assert product.get("/readyz")[0] == 200
         product.until(lambda: product.rows("SELECT 1 FROM accelerators_device"), 30, "the fake FPGA is seen")

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.system
 
 
 def test_a_first_start_makes_a_login_and_a_second_one_keeps_it(folder: Path) -> None:
-    product = Product(folder / "state")
+    product = Product(folder / "state", from_nothing=True)
     login = product.state / "first-login"
     with running(product):
         assert stat.S_IMODE(login.stat().st_mode) == 0o600

@@ -29,11 +29,13 @@ def check(**environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | environment)
 
 
+@pytest.mark.system
 def test_behind_the_proxy_it_has_no_complaint() -> None:
     done = check(CYBORG_PUBLIC_URL=PUBLIC, CYBORG_ALLOWED_HOSTS="accelerators.example")
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.system
 def test_without_it_our_own_words_say_what_to_set() -> None:
     done = check()
     assert done.returncode == 1

@@ -201,6 +201,7 @@ def test_the_logs_tail_is_bounded() -> None:
     assert len(tail.text().encode()) <= SIZE
 
 
+@pytest.mark.system
 def test_the_whole_agent_installs_attaches_and_knows_after_kill_9(tmp_path: Path) -> None:
     control, settings = tmp_path / "fake.json", tmp_path / "drivers.toml"
     control.write_text(json.dumps({"install": ["firmware"], "handle_type": "MDEV", "handles": 2}))

@@ -23,6 +23,7 @@ from tests.agents.host.standin import StandIn, until
 
 COMMAND = [sys.executable, "-m", "agents.host.main"]
 ROOT = Path(__file__).parents[3]
+pytestmark = pytest.mark.system
 
 
 def environment(directory: Path, **more: str) -> dict[str, str]:

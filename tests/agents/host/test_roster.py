@@ -56,6 +56,7 @@ async def uninstalled(told: Told) -> None:
     assert len(told.driver().devices) == 1, "by the host's own file, as no settings were said"
 
 
+@pytest.mark.system
 def test_a_driver_is_tried_changed_turned_off_and_stays_so(tmp_path: Path) -> None:
     first, second, broken = (tmp_path / f"{name}.json" for name in ("first", "second", "broken"))
     first.write_text(json.dumps({"handle_type": "MDEV", "handles": 2}))

@@ -1,0 +1,53 @@
+"""`python -m tests.changed`: print the tests of what differs from the last commit, for `make check`.
+
+A changed test file stands for itself, a changed product file for the test folders of its package. Where nothing is
+changed, the house rules alone are left.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+ALWAYS = "tests/test_house.py"
+TESTS_OF = {
+    "drivers/": ("tests/drivers",),
+    "accelerators/admin": ("tests/console",),
+    "accelerators/api": ("tests/api", "tests/own"),
+    "accelerators/": ("tests/accelerators",),
+    "agents/host/": ("tests/agents/host",),
+    "agents/": ("tests/agents",),
+    "placement_sync/": ("tests/placement",),
+    "cyborgweb/notify": ("tests/notify",),
+    "cyborgweb/": ("tests/web",),
+    "templates/": ("tests/console",),
+    "docs/": ("tests/test_docs.py", "tests/web/test_help.py"),
+}
+"""The first prefix that fits a changed file decides."""
+NOT_HERE = ("tests/system/", "tests/qemu/", "tests/browser/", "tests/bench/")
+
+
+def tests_of(path: str) -> tuple[str, ...]:
+    """Return the tests to run when the file `path` changed; empty where the fast lane has none for it."""
+    if path.startswith("tests/"):
+        is_test = Path(path).name.startswith("test_") and not path.startswith(NOT_HERE)
+        return (path,) if is_test else ()
+    return next((tests for prefix, tests in TESTS_OF.items() if path.startswith(prefix)), ())
+
+
+def changed_files() -> list[str]:
+    """Return the tracked files that differ from the last commit, and the untracked ones."""
+    commands = (["git", "diff", "--name-only", "HEAD"], ["git", "ls-files", "--others", "--exclude-standard"])
+    printed = [subprocess.run(one, cwd=ROOT, capture_output=True, text=True, check=True).stdout for one in commands]
+    return sorted({line for text in printed for line in text.splitlines() if (ROOT / line).exists()})
+
+
+def selected(paths: list[str]) -> list[str]:
+    """Return what pytest is to run for these changed files; a folder covers the files below it."""
+    wanted = {ALWAYS} | {test for path in paths for test in tests_of(path)}
+    return sorted(test for test in wanted if not any(test.startswith(f"{other}/") for other in wanted))
+
+
+if __name__ == "__main__":
+    print(*selected(changed_files()))
