@@ -98,11 +98,16 @@ def test_C1_nova_takes_back_what_could_not_be_bound(nova: Any, providers: list[s
     assert nova("PATCH", ARQS, bind_body(again["arqs"], providers, str(uuid4()))) == (202, None)
 
 
-def test_C1_a_request_is_unbound_as_upstream_shows_it(nova: Any, providers: list[str]) -> None:
+def test_C1_an_unbound_request_and_a_missing_service_token_look_as_upstreams(
+    nova: Any, call: Call, providers: list[str]
+) -> None:
     _, made = nova("POST", ARQS, {"device_profile_name": "dp"})
     for arq in made["arqs"]:
         assert (arq["attach_handle_type"], arq["attach_handle_info"]) == ("", {})
         assert nova("GET", f"{ARQS}/{arq['uuid']}") == (200, arq), "shown bare, not wrapped"
     # Whoever has no service token is told so in these words, which clients look for.
     body = bind_body(made["arqs"], providers, str(uuid4()))
-    assert nova("PATCH", ARQS, body) == (202, None)
+    refused = call("PATCH", ARQS, body, version="")
+    assert refused.status_code == 403
+    assert "requires a service token" in json.loads(json.loads(refused.content)["error_message"])["faultstring"]
+    assert {arq["state"] for arq in nova("GET", ARQS)[1]["arqs"]} == {"Initial"}

@@ -162,15 +162,16 @@ def test_every_list_can_be_had_with_the_rows_and_values_that_are_stored(
         one.opts.label_lower for one in lists
     }
     for one in lists:
-        paths = export.columns(one, request)
+        stored_names = {field.name for field in one.opts.get_fields()}
+        paths = [path for path in export.columns(one, request) if path.split("__")[0] in stored_names]
         names = [path.replace("__", "_") for path in paths]
-        stored = [dict(zip(names, row, strict=True)) for row in one.get_queryset(request).values_list(*paths)]
+        stored = [dict(zip(names, row, strict=True)) for row in one.model._default_manager.values_list(*paths)]
         before, count = Event.objects.count(), one.model._default_manager.count()
         rows = json.loads(
             taken(operator, reverse(f"admin:{one.opts.app_label}_{one.opts.model_name}_export", args=["json"]))
         )
         assert len(rows) == count > 0, one.opts.label_lower
-        assert sorted(map(as_text, rows)) == sorted(map(as_text, stored))
+        assert sorted(as_text({name: row[name] for name in names}) for row in rows) == sorted(map(as_text, stored))
         assert all(has_values(row) for row in rows), one.opts.label_lower
         assert Event.objects.count() == before + 1
 
