@@ -165,6 +165,7 @@ def test_every_list_can_be_had_with_the_rows_and_values_that_are_stored(
         stored_names = {field.name for field in one.opts.get_fields()}
         paths = [path for path in export.columns(one, request) if path.split("__")[0] in stored_names]
         names = [path.replace("__", "_") for path in paths]
+        assert names, one.opts.label_lower
         stored = [dict(zip(names, row, strict=True)) for row in one.model._default_manager.values_list(*paths)]
         before, count = Event.objects.count(), one.model._default_manager.count()
         rows = json.loads(
