@@ -27,6 +27,7 @@ import msgspec
 PATH = Path(__file__).parent / "transcripts" / "recorded" / "this_release.jsonl"
 ROOT = Path(__file__).parents[2]
 UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+EPOCH = re.compile(r"\b1[78]\d{8}\b")
 HEX = re.compile(r"\b[0-9a-f]{32,64}\b")
 VOLATILE: dict[str, Any] = {
     "agent_version": "0.1.0",
@@ -41,6 +42,8 @@ VOLATILE: dict[str, Any] = {
     "end_s": 60.0,
     "for_s": 30.0,
     "values": {"power_watts": 1.0},
+    "log": "the last lines of the log",
+    "report": "the report as text",
     "jitter_s": 0.0,
 }
 Line = dict[str, Any]
@@ -70,6 +73,7 @@ def normalised(value: Any, name: str = "") -> Any:
         return [normalised(one) for one in value]
     if isinstance(value, str):
         value = UUID.sub("00000000-0000-4000-8000-000000000000", value)
+        value = EPOCH.sub(str(VOLATILE["epoch"]), value)
         return HEX.sub(lambda found: "7" * len(found[0]), value)
     return value
 

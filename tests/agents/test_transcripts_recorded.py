@@ -11,8 +11,8 @@ from agents import wire
 from tests.agents.record_transcripts import PATH, Line, schema
 
 AGAIN = "the protocol has changed: if that is wanted, run `python -m tests.agents.record_transcripts`"
-NOT_RECORDED = {"Alive", "Probe", "Writer"}
-"""A second connection of the same key, and agents that write to Placement, are not in the recording."""
+NOT_RECORDED = {"Alive", "Probe"}
+"""A second connection of the same key is not in the recording."""
 
 
 def read() -> tuple[dict[str, Any], list[Line]]:
