@@ -35,9 +35,16 @@ class Cache(Generic[Value]):
     """
 
     def __init__(
-        self, collection: Collection, load: Callable[[str], Value | None], *, size: int = 1024, ttl_s: float = TTL_S
+        self,
+        collection: Collection,
+        load: Callable[[str], Value | None],
+        *,
+        size: int = 1024,
+        ttl_s: float = TTL_S,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._collection, self._load, self._size, self._ttl_s = collection, load, size, ttl_s
+        self._clock = clock
         self._entries: OrderedDict[str, _Entry[Value]] = OrderedDict()
         self._asked: dict[str, Future[Value | None]] = {}
         self._drops = 0
@@ -49,7 +56,7 @@ class Cache(Generic[Value]):
         hub.listen()
         with self._lock:
             entry = self._entries.get(key)
-            if entry and time.monotonic() < entry.until:
+            if entry and self._clock() < entry.until:
                 self._entries.move_to_end(key)
                 return entry.value
             asked = self._asked.get(key)
@@ -74,7 +81,7 @@ class Cache(Generic[Value]):
             self._settle(key, asked, None, drops)
             asked.set_exception(error)
             raise
-        entry = None if value is None else _Entry(value, generation, time.monotonic() + self._ttl_s)
+        entry = None if value is None else _Entry(value, generation, self._clock() + self._ttl_s)
         self._settle(key, asked, entry, drops)
         asked.set_result(value)
         return value

@@ -24,6 +24,8 @@ CHANGE = "cyborgweb.change_maintenance"
 class MaintenanceAdmin(ReadOnly):
     """Whoever may change it may change it always, also while nothing else can be changed."""
 
+    list_display = ("since", "by", "reason")  # of its export; the list itself is not shown
+
     def has_change_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
         return bool(request.user.has_perm(CHANGE))
 

@@ -81,15 +81,22 @@ def _facing(database: str) -> str:
         return ""
 
 
+def websocket_settings(max_message_bytes: int) -> dict[str, Any]:
+    """Return uvicorn's settings for WebSockets. The tests' server uses them, too."""
+    return {
+        "ws": "websockets-sansio",
+        "ws_per_message_deflate": False,
+        "ws_max_size": max_message_bytes,
+        "ws_ping_interval": 30.0,
+        "ws_ping_timeout": 30.0,
+    }
+
+
 def configured(application: Any) -> uvicorn.Config:
     """What holds for both sockets."""
     return uvicorn.Config(
         application,
-        ws="websockets-sansio",
-        ws_per_message_deflate=False,
-        ws_max_size=keys().max_message_bytes,
-        ws_ping_interval=30.0,
-        ws_ping_timeout=30.0,
+        **websocket_settings(keys().max_message_bytes),
         loop="uvloop",
         http="httptools",
         lifespan="off",

@@ -1,6 +1,6 @@
 """The console's first page: what needs somebody, what there is, who is heard, what waits, what happened last.
 
-Called by unfold for the admin's index. Five statements of its own, and what gateways know, whatever the number of
+Called by unfold for the admin's index. Four statements of its own, and what gateways know, whatever the number of
 rows (promise P3).
 """
 
@@ -13,35 +13,45 @@ from datetime import UTC, datetime
 from typing import Any
 
 from django.db import connection
-from django.db.models import Count, Q
 from django.http import HttpRequest
 from django.urls import reverse
 from django.utils.safestring import SafeString
 
 from accelerators import ticks
 from accelerators.admin import marks, timeline
-from accelerators.models import Event, Host
+from accelerators.models import Event
 from accelerators.states import DeviceState, DeviceType
 from agents import load
-from agents.admin import TONES, where
+from agents.admin import TONES
+from agents.standing import limits
 from cyborgweb.pages import attention, capacity, work
 
 EVENTS = 20
 TROUBLES = 50
 """So many failing drivers are listed; their number is always whole."""
 
-FAILING = """
-WITH said AS (
+HOSTS_AND_FAILING = """
+WITH hosts AS (
+  SELECT count(*) AS total, count(h.stale_since) AS stale, count(a.host_id) AS agents,
+    count(a.host_id) FILTER (WHERE l.seen_at >= %(up)s) AS up,
+    count(a.host_id) FILTER (WHERE l.seen_at < %(up)s AND l.seen_at >= %(down)s) AS late,
+    count(a.host_id) FILTER (WHERE l.seen_at < %(down)s OR l.seen_at IS NULL) AS down
+  FROM accelerators_host h LEFT JOIN agents_agent a ON a.host_id = h.id LEFT JOIN agents_lease l ON l.host_id = h.id),
+said AS (
   SELECT h.name AS host, d.key AS driver, d.value FROM accelerators_host h CROSS JOIN LATERAL jsonb_each(h.drivers) d),
 d AS (
   SELECT * FROM said UNION ALL
-  SELECT host, driver || ':' || b.key, b.value FROM said CROSS JOIN LATERAL jsonb_each(said.value->'backends') b)
-SELECT d.host, d.driver, d.value->>'error', d.value->>'since', d.value->'faults',
-       count(*) FILTER (WHERE d.value->>'error' <> '') OVER (),
-       sum(jsonb_array_length(coalesce(d.value->'faults', '[]'))) OVER ()
-FROM d WHERE d.value->>'error' <> '' OR jsonb_array_length(coalesce(d.value->'faults', '[]')) > 0
-ORDER BY d.value->>'error' = '', d.value->>'since' DESC, d.host LIMIT %s
+  SELECT host, driver || ':' || b.key, b.value FROM said CROSS JOIN LATERAL jsonb_each(said.value->'backends') b),
+failing AS (
+  SELECT d.host, d.driver, d.value->>'error' AS error, d.value->>'since' AS since, d.value->'faults' AS faults,
+         count(*) FILTER (WHERE d.value->>'error' <> '') OVER (),
+         sum(jsonb_array_length(coalesce(d.value->'faults', '[]'))) OVER ()
+  FROM d WHERE d.value->>'error' <> '' OR jsonb_array_length(coalesce(d.value->'faults', '[]')) > 0
+  ORDER BY d.value->>'error' = '', d.value->>'since' DESC, d.host LIMIT %(most)s)
+SELECT to_json(hosts)::text, failing.* FROM hosts LEFT JOIN failing ON true
+ORDER BY failing.error = '', failing.since DESC, failing.host
 """
+"""Both in one statement, so that the page stays within ten also when the list of gateways is read (promise P3)."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +76,7 @@ def context(request: HttpRequest, context: dict[str, Any]) -> dict[str, Any]:
     """The index page's context; who may not view devices sees the navigation and a sentence."""
     context |= {"title": "Overview", "may_view": request.user.has_perm("accelerators.view_device")}
     if context["may_view"]:
-        now, hosts, doing, troubles = datetime.now(UTC), _hosts(), work.now(), _troubles()
+        now, doing, (hosts, troubles) = datetime.now(UTC), work.now(), _hosts_and_troubles()
         devices, loads = _devices(doing.devices), load.last()
         classes, projects = capacity.drawn(loads, capacity.CLASSES, capacity.HOLDERS)
         house = attention.House(
@@ -115,17 +125,6 @@ def _told(name: str, kind: str, told: work.Telling, url: str, now: datetime) -> 
     }
 
 
-def _hosts() -> dict[str, int]:
-    """Hosts and agents in one statement."""
-    enrolled = Q(agent__isnull=False)
-    return Host.objects.aggregate(
-        total=Count("pk"),
-        stale=Count("pk", filter=Q(stale_since__isnull=False)),
-        agents=Count("pk", filter=enrolled),
-        **{word: Count("pk", filter=enrolled & where(word, "lease__seen_at")) for word in TONES},
-    )
-
-
 def _devices(counted: list[tuple[str, str, int]]) -> dict[str, Any]:
     """State × type; columns are the types there are, rows the states there are."""
     counts = {(state, kind): number for state, kind, number in counted}
@@ -142,11 +141,13 @@ def _devices(counted: list[tuple[str, str, int]]) -> dict[str, Any]:
     return {"kinds": kinds, "lines": lines, "totals": totals, "total": cell()}
 
 
-def _troubles() -> dict[str, Any]:
-    """Drivers that fail now, and what drivers could not take for a device."""
+def _hosts_and_troubles() -> tuple[dict[str, int], dict[str, Any]]:
+    """Count hosts and agents; list drivers that fail now, and what drivers could not take for a device."""
+    up, down = limits()
     with connection.cursor() as cursor:
-        cursor.execute(FAILING, [TROUBLES])
-        rows = cursor.fetchall()
+        cursor.execute(HOSTS_AND_FAILING, {"up": up, "down": down, "most": TROUBLES})
+        found = cursor.fetchall()
+    rows = [row[1:] for row in found if row[1] is not None]
     failing = [
         {"host": marks.link("host", host, host), "driver": driver, "error": error, "since": marks.ago(since)}
         for host, driver, error, since, *_ in rows
@@ -158,4 +159,5 @@ def _troubles() -> dict[str, Any]:
         for subject, reason in (json.loads(said) if isinstance(said, str) else said or [])
     ]
     failing_n, faults_n = (int(rows[0][5]), int(rows[0][6] or 0)) if rows else (0, 0)
-    return {"failing": failing, "failing_n": failing_n, "faults": faults[:TROUBLES], "faults_n": faults_n}
+    troubles = {"failing": failing, "failing_n": failing_n, "faults": faults[:TROUBLES], "faults_n": faults_n}
+    return json.loads(found[0][0]), troubles

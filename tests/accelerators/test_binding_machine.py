@@ -3,12 +3,16 @@ ever stored, and nothing waits without end (S1, S2, L2)."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
-from uuid import uuid4
+from typing import NamedTuple
+from uuid import UUID, uuid4
 
+import msgspec
 import pytest
-from django.db.models import Q
-from hypothesis import settings
+from django.db import connection, transaction
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
@@ -16,23 +20,22 @@ from hypothesis.stateful import (
     consumes,
     initialize,
     invariant,
+    precondition,
     rule,
     run_state_machine_as_test,
 )
 
-from accelerators import binding, commands, conductor, lifecycle, outcomes
+from accelerators import binding, commands, conductor, lifecycle, outcomes, profiles
 from accelerators.binding import Bind
 from accelerators.caller import Caller
 from accelerators.commands import ON_HOST, Answer
 from accelerators.models import (
     AcceleratorRequest,
     AttachHandle,
-    Attribute,
     Command,
     Deployable,
     Device,
     DeviceProfile,
-    Intent,
 )
 from accelerators.models.commands import OPEN
 from accelerators.refusals import Reason, Refused
@@ -49,36 +52,119 @@ PROFILES = {
 _R = RequestState
 
 
-class Requests(RuleBasedStateMachine):
-    """Two cards of two handles each, one PCI and one whose handles are made on the host; a model beside them."""
+BUSY = frozenset({"BindStarted", "Bound"})
+STORED = """
+SELECT json_build_object(
+  'requests', (SELECT coalesce(json_agg(json_build_array(r.uuid, r.state, h.uuid, d.id, r.deadline IS NOT NULL,
+      r.instance_uuid, r.fault <> '')), '[]')
+    FROM accelerators_acceleratorrequest r LEFT JOIN accelerators_attachhandle h ON h.id = r.attach_handle_id
+    LEFT JOIN accelerators_deployable p ON p.id = r.deployable_id
+    LEFT JOIN accelerators_device d ON d.id = p.device_id),
+  'handles', (SELECT json_agg(json_build_array(h.uuid, p.device_id))
+    FROM accelerators_attachhandle h JOIN accelerators_deployable p ON p.id = h.deployable_id),
+  'devices', (SELECT json_agg(json_build_array(id, uuid, state, busy_with,
+      (SELECT bitstream_id FROM accelerators_deployable p WHERE p.device_id = d.id)) ORDER BY id)
+    FROM accelerators_device d),
+  'commands', (SELECT coalesce(json_agg(json_build_array(id, uuid, op, device_id, exclusive, request,
+      arguments->>'consumer', arguments->'handle'->>'attach_type', ended_at IS NULL, answered_at IS NULL,
+      outcome = 'succeeded') ORDER BY id), '[]')
+    FROM accelerators_command))::text
+"""
+"""All that the rules and invariants look at, in one statement: most of a step's time is the product's."""
 
+
+class Request(NamedTuple):
+    uuid: str
+    state: str
+    handle: str | None
+    device: int | None
+    has_deadline: bool
+    instance: str | None
+    has_fault: bool
+
+
+class Card(NamedTuple):
+    id: int
+    uuid: str
+    state: str
+    busy_with: str | None
+    bitstream: str | None
+
+
+class Order(NamedTuple):
+    """A command."""
+
+    id: int
+    uuid: str
+    op: str
+    device: int | None
+    exclusive: bool
+    request: str | None
+    consumer: str | None
+    handle_type: str | None
+    is_open: bool
+    is_unanswered: bool
+    succeeded: bool
+
+
+class Stored(msgspec.Struct, frozen=True):
+    """What is stored after a step."""
+
+    requests: list[Request]
+    handles: list[tuple[str, int]]
+    """Uuid and device."""
+    devices: list[Card]
+    commands: list[Order]
+
+
+def read_stored() -> Stored:
+    """Read everything anew."""
+    with connection.cursor() as cursor:
+        cursor.execute(STORED)
+        return msgspec.json.decode(cursor.fetchone()[0], type=Stored)
+
+
+def make_cards() -> list[str]:
+    """Store two ready cards of two handles each, one PCI and one whose handles are made on the host; return their
+    providers."""
+    providers = [str(uuid4()), str(uuid4())]
+    apply(a_host("cmp1"), answer(card(1, 2, acts="reset"), card(2, 2, acts="reset")))
+    with conductor.writing():
+        Device.objects.update(state="ready")
+        for part, provider in zip(Deployable.objects.order_by("id"), providers, strict=True):
+            Deployable.objects.filter(id=part.id).update(rp_uuid=provider)
+        AttachHandle.objects.filter(deployable__rp_uuid=providers[1]).update(attach_type="MDEV")
+        for name, group in PROFILES.items():
+            DeviceProfile.objects.create(name=name, groups=[group])
+    return providers
+
+
+class Requests(RuleBasedStateMachine):
+    """Requests and commands of the two cards; `states` is a model of the requests beside what is stored."""
+
+    providers: list[str]
+    """Set by the test, which makes the cards once; each example is rolled back."""
     made = Bundle("made")
 
     @initialize()
     def begin(self) -> None:
+        self.before = transaction.savepoint()
         self.states: dict[str, RequestState] = {}
-        apply(a_host(f"cmp-{uuid4()}"), answer(card(1, 2, acts="reset"), card(2, 2, acts="reset")))
-        with conductor.writing():
-            Device.objects.update(state="ready")
-            self.providers = [str(uuid4()), str(uuid4())]
-            for part, provider in zip(Deployable.objects.order_by("id"), self.providers, strict=True):
-                Deployable.objects.filter(id=part.id).update(rp_uuid=provider)
-            AttachHandle.objects.filter(deployable__rp_uuid=self.providers[1]).update(attach_type="MDEV")
-            for name, group in PROFILES.items():
-                DeviceProfile.objects.create(name=name, groups=[group])
+        self.profiles: dict[str, str] = {}
+        self.now = read_stored()
 
     @rule(target=made, profile=st.sampled_from(sorted(PROFILES)))
     def create(self, profile: str) -> str:
         (uuid,) = binding.create(profile, NOVA)
-        self.states[uuid] = _R.INITIAL
+        self.states[uuid], self.profiles[uuid] = _R.INITIAL, profile
         return uuid
 
     @rule(uuids=st.lists(made, min_size=1, max_size=3, unique=True), card=st.integers(0, 1))
     def bind(self, uuids: list[str], card: int) -> None:
-        instance, part = str(uuid4()), Deployable.objects.get(rp_uuid=self.providers[card])
-        images = {str(image) for uuid in uuids if (image := self.image(uuid)) and image != str(part.bitstream_id)}
-        held = AcceleratorRequest.objects.filter(deployable=part, state__in=[_R.BIND_STARTED, _R.BOUND]).exists()
-        possible = self.free(card) >= len(uuids) and len(images) < 2 and not (images and held)
+        instance, device = str(uuid4()), self.now.devices[card]
+        images = {image for uuid in uuids if (image := self.image(uuid)) and image != device.bitstream}
+        held = any(one.device == device.id and one.state in BUSY for one in self.now.requests)
+        possible = self.free(device) >= len(uuids) and len(images) < 2 and not (images and held)
         legal = all(_R.BIND_STARTED in REQUEST_MOVES[self.states[uuid]] for uuid in uuids)
         try:
             binding.bind([Bind(uuid, "cmp1", self.providers[card], instance) for uuid in uuids], NOVA)
@@ -105,30 +191,29 @@ class Requests(RuleBasedStateMachine):
 
     @rule(card=st.integers(0, 1), offer=st.booleans())
     def offer(self, card: int, offer: bool) -> None:
-        device = Device.objects.get(deployables__rp_uuid=self.providers[card])
+        device = self.now.devices[card]
         try:
-            (lifecycle.enable if offer else lifecycle.disable)(device.uuid, NOVA)
+            (lifecycle.enable if offer else lifecycle.disable)(UUID(device.uuid), NOVA)
         except Refused as refused:
             assert offer and device.busy_with and refused.reason == Reason.CONFLICT
 
     @rule(card=st.integers(0, 1))
     def reset(self, card: int) -> None:
-        device = Device.objects.get(deployables__rp_uuid=self.providers[card])
-        held = AcceleratorRequest.objects.filter(attach_handle__deployable__device=device).exists()
+        device = self.now.devices[card]
+        held = any(one.handle and one.device == device.id for one in self.now.requests)
         try:
-            commands.ask("reset", device.uuid, NOVA)
+            commands.ask("reset", UUID(device.uuid), NOVA)
         except Refused as refused:
             assert refused.reason == (Reason.CONFLICT if device.busy_with else Reason.HELD)
             assert held or device.busy_with
         else:
             assert not held and not device.busy_with
 
-    @rule(data=st.data(), outcome=st.sampled_from(["succeeded", "succeeded", "failed", "refused", "unknown"]))
-    def an_agent_answers(self, data: st.DataObject, outcome: str) -> None:
+    @precondition(lambda self: any(one.is_open for one in self.now.commands))
+    @rule(which=st.integers(0, 5), outcome=st.sampled_from(["succeeded", "succeeded", "failed", "refused", "unknown"]))
+    def an_agent_answers(self, which: int, outcome: str) -> None:
         waiting = list(Command.objects.filter(OPEN).order_by("id"))
-        if not waiting:
-            return
-        command = data.draw(st.sampled_from(waiting))
+        command = waiting[which % len(waiting)]
         if command.state == "preparing":
             if outcome == "refused":
                 commands.unprepared(command.id, "there is no such image")
@@ -138,23 +223,26 @@ class Requests(RuleBasedStateMachine):
             assert not commands.answer([Answer(command.host_id, command.id, outcome, "as it is")])
         self.follow(outcomes.settle)
 
+    @precondition(lambda self: any(one.is_open for one in self.now.commands))
     @rule()
     def commands_run_out_of_time(self) -> None:
         with conductor.writing():
             past = datetime.now(UTC) - timedelta(seconds=1)
             Command.objects.filter(OPEN).update(start_by=past, end_by=past)
         self.follow(lambda: outcomes.expire() | outcomes.settle())
-        assert not Command.objects.filter(OPEN, op="attach", exclusive=True).exists()
+        left = [one for one in read_stored().commands if one.is_open]
+        assert not [one for one in left if one.op == "attach" and one.exclusive]
 
-    def follow(self, work: object) -> None:
+    def follow(self, work: Callable[[], bool]) -> None:
         """Whatever ends, ends what waited for it, by a legal step."""
-        before = {uuid for uuid, state in self.states.items() if state == _R.BIND_STARTED}
-        while work():  # type: ignore[operator]
+        while work():
             pass
-        for uuid in before:
-            self.states[uuid] = _R(AcceleratorRequest.objects.get(uuid=uuid).state)
-            assert self.states[uuid] in {_R.BIND_STARTED} | REQUEST_MOVES[_R.BIND_STARTED] - {_R.UNBOUND}
+        after = {one.uuid: _R(one.state) for one in read_stored().requests}
+        for uuid in [uuid for uuid, state in self.states.items() if state == _R.BIND_STARTED]:
+            self.states[uuid] = after[uuid]
+            assert after[uuid] in {_R.BIND_STARTED} | REQUEST_MOVES[_R.BIND_STARTED] - {_R.UNBOUND}
 
+    @precondition(lambda self: _R.BIND_STARTED in self.states.values())
     @rule()
     def deadlines_pass(self) -> None:
         with conductor.writing():
@@ -166,69 +254,82 @@ class Requests(RuleBasedStateMachine):
         self.states |= dict.fromkeys(started, _R.BIND_FAILED)
 
     def image(self, uuid: str) -> str:
-        group = AcceleratorRequest.objects.get(uuid=uuid).group
-        found: str = group.get("accel:function_id") or group.get("accel:bitstream_id", "")
-        return found
+        group = PROFILES[self.profiles[uuid]]
+        return group.get("accel:function_id") or group.get("accel:bitstream_id", "")
 
-    def free(self, card: int) -> int:
-        handles = AttachHandle.objects.filter(deployable__rp_uuid=self.providers[card], request__isnull=True)
-        return handles.filter(deployable__device__state="ready", deployable__device__busy_with__isnull=True).count()
+    def free(self, device: Card) -> int:
+        if device.state != "ready" or device.busy_with:
+            return 0
+        taken = {one.handle for one in self.now.requests}
+        return len([uuid for uuid, of in self.now.handles if of == device.id and uuid not in taken])
 
     @invariant()
+    def everything_stored_is_legal(self) -> None:
+        self.now = read_stored()
+        self.what_is_stored_is_what_should_be()
+        self.S1_what_has_a_device_for_itself_shares_it_with_nobody()
+        self.L2_what_waits_waits_for_a_command()
+        self.what_was_made_on_a_host_and_is_not_held_is_ordered_back()
+
     def what_is_stored_is_what_should_be(self) -> None:
-        if not hasattr(self, "states"):
-            return
-        stored = {str(r.uuid): r for r in AcceleratorRequest.objects.all()}
-        assert {uuid: r.state for uuid, r in stored.items()} == self.states
-        for request in stored.values():
-            holds = request.state in ("BindStarted", "Bound")
-            assert (request.attach_handle_id is not None) is holds
-            assert (request.deadline is not None) is (request.state == "BindStarted")
-            assert (request.instance_uuid is not None) is (holds or request.state == "BindFailed")
-            assert bool(request.fault) is (request.state == "BindFailed")
+        assert {one.uuid: one.state for one in self.now.requests} == self.states
+        for one in self.now.requests:
+            holds = one.state in BUSY
+            assert (one.handle is not None) is holds
+            assert one.has_deadline is (one.state == "BindStarted")
+            assert (one.instance is not None) is (holds or one.state == "BindFailed")
+            assert one.has_fault is (one.state == "BindFailed")
+        held = [one.handle for one in self.now.requests if one.handle]
+        assert len(held) == len(set(held)), "S2: one handle, one request"
 
-    @invariant()
     def S1_what_has_a_device_for_itself_shares_it_with_nobody(self) -> None:
-        for device in Device.objects.all():
-            alone = Command.objects.filter(OPEN, device=device, exclusive=True)
-            assert [command.uuid for command in alone] == ([device.busy_with] if device.busy_with else [])
-            holders = AcceleratorRequest.objects.filter(attach_handle__deployable__device=device)
+        for device in self.now.devices:
+            alone = [one for one in self.now.commands if one.is_open and one.exclusive and one.device == device.id]
+            assert [one.uuid for one in alone] == ([device.busy_with] if device.busy_with else [])
+            holders = [one for one in self.now.requests if one.handle and one.device == device.id]
             for command in alone:
-                consumer = command.arguments.get("consumer")
-                assert {str(holder.instance_uuid) for holder in holders} <= ({consumer} if consumer else set())
-                assert not holders.filter(state="Bound").exists()
+                assert {one.instance for one in holders} <= ({command.consumer} if command.consumer else set())
+                assert not [one for one in holders if one.state == "Bound"]
 
-    @invariant()
     def L2_what_waits_waits_for_a_command(self) -> None:
-        for request in AcceleratorRequest.objects.filter(state="BindStarted"):
-            own = Q(request=request.uuid, op="attach")
-            shared = Q(
-                exclusive=True, device__deployables=request.deployable, arguments__consumer=str(request.instance_uuid)
-            )
-            assert Command.objects.filter(OPEN).filter(own | shared).exists()
+        for one in self.now.requests:
+            if one.state == "BindStarted":
+                assert [
+                    command
+                    for command in self.now.commands
+                    if command.is_open
+                    and (
+                        (command.op == "attach" and command.request == one.uuid)
+                        or (command.exclusive and command.device == one.device and command.consumer == one.instance)
+                    )
+                ]
 
-    @invariant()
     def what_was_made_on_a_host_and_is_not_held_is_ordered_back(self) -> None:
-        for command in Command.objects.filter(op="attach", outcome="succeeded", ended_at__isnull=False):
-            held = AcceleratorRequest.objects.filter(uuid=command.request, state__in=["BindStarted", "Bound"])
-            if command.arguments["handle"]["attach_type"] in ON_HOST and not held.exists():
-                assert Command.objects.filter(op="detach", request=command.request, id__gt=command.id).exists()
+        held = {one.uuid for one in self.now.requests if one.state in BUSY}
+        for one in self.now.commands:
+            made = one.op == "attach" and one.succeeded and not one.is_open and one.handle_type in ON_HOST
+            if made and one.request not in held:
+                later = [(other.op, other.request) for other in self.now.commands if other.id > one.id]
+                assert ("detach", one.request) in later
 
     def teardown(self) -> None:
-        with conductor.writing():
-            for model in (
-                Command,
-                AcceleratorRequest,
-                DeviceProfile,
-                Attribute,
-                AttachHandle,
-                Deployable,
-                Device,
-                Intent,
-            ):
-                model.objects.all().delete()
+        if hasattr(self, "before"):
+            transaction.savepoint_rollback(self.before)
+
+
+EXAMPLES, STEPS = (1000, 50) if os.environ.get("TEST_LONG") == "1" else (20, 25)
+"""TEST_LONG=1 searches for longer (`make test-long`). A step costs some 6 ms of CPU, most of it the product's."""
 
 
 @pytest.mark.django_db
 def test_no_order_of_calls_leads_to_an_illegal_state() -> None:
-    run_state_machine_as_test(Requests, settings=settings(max_examples=5, stateful_step_count=15, deadline=None))
+    Requests.providers = make_cards()
+    profiles.forget()
+    checked = settings(
+        max_examples=EXAMPLES,
+        stateful_step_count=STEPS,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    run_state_machine_as_test(Requests, settings=checked)

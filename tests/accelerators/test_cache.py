@@ -5,9 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from uuid import uuid4
 
 import pytest
 from django.db import connection
@@ -34,6 +34,26 @@ profiles.edit(uuid, {"groups": [{"resources:FPGA": "2"}]}, Caller("other process
 """
 
 
+@pytest.fixture(autouse=True)
+def _listener_has_cleared_the_caches() -> None:
+    """Wait until this process's listener is connected and has emptied the caches, as it does after each connect.
+
+    It empties them before it takes its first notification. So what a test puts into a cache later is emptied only by
+    a notification that was sent and received. The fence is sent under another process's id, as own ones are skipped.
+    """
+    received = threading.Event()
+    fence = f"fence-{uuid4()}"
+    hub.subscribe(fence, lambda detail: received.set() if detail == "reached" else None)
+    hub.listen()
+
+    def is_reached() -> bool:
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT pg_notify(%s, %s)", [hub.CHANNEL, f"0 {fence} reached"])
+        return received.wait(0.05)
+
+    until(is_reached)
+
+
 def groups(name: str = "p") -> list[dict[str, str]]:
     found = profiles.by_name(name)
     assert found is not None
@@ -49,34 +69,48 @@ def test_a_hit_costs_no_statement_and_what_is_not_there_is_not_remembered(django
         assert groups() == [{"resources:FPGA": "1"}]
 
 
-def test_another_processs_change_is_seen_at_once() -> None:
+def test_another_processs_change_is_seen_at_once(
+    django_assert_num_queries: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profiles._by_name, "_ttl_s", float("inf"))  # so that no entry is looked up again by its age
     profiles.create("p", [{"resources:FPGA": "1"}], None, None, ADMIN)
-    heard = threading.Event()
-    hub.subscribe("profiles", lambda detail: heard.set() if detail is None else None)
-    hub.listen()
-    until(lambda: connection.cursor().execute("SELECT 1") is None or groups(), 10)
+    heard: list[str | None] = []
+    hub.subscribe("profiles", heard.append)
+    assert groups() == [{"resources:FPGA": "1"}]
+    with conductor.writing():
+        DeviceProfile.objects.update(groups=[{"resources:FPGA": "7"}])  # without a notification
+    with django_assert_num_queries(0):
+        assert groups() == [{"resources:FPGA": "1"}], "nothing but a notification empties the cache"
+    assert heard == []
     name = str(connection.settings_dict["NAME"])
     subprocess.run([sys.executable, "-c", EDIT, name], check=True, timeout=60)
+    until(lambda: heard, 10)
+    assert heard == [""], "one notification, and no reconnection that empties the cache as well"
     until(lambda: groups() == [{"resources:FPGA": "2"}], 10)
 
 
-def test_the_deaf_see_a_change_when_their_entry_grows_old() -> None:
+def test_a_cache_that_hears_nothing_sees_a_change_when_its_entry_expires() -> None:
     profiles.create("p", [{"resources:FPGA": "1"}], None, None, ADMIN)
     loads: list[str] = []
+    now = [1000.0]
 
     def load(name: str) -> object:
         loads.append(name)
         return DeviceProfile.objects.get(name=name).groups
 
-    cache = Cache("profiles", load, ttl_s=0.2)
+    cache = Cache("profiles", load, ttl_s=15.0, clock=lambda: now[0])
     assert cache.get("p") == [{"resources:FPGA": "1"}]
-    time.sleep(0.25)
+    now[0] += 15.0
     assert cache.get("p") == [{"resources:FPGA": "1"}]
     assert loads == ["p"], "an entry whose generation stands is not loaded again"
     with conductor.writing():
-        DeviceProfile.objects.update(groups=[{"resources:FPGA": "3"}])  # and nobody rings
-    until(lambda: cache.get("p") == [{"resources:FPGA": "3"}], 10)
-    assert len(loads) == 2
+        DeviceProfile.objects.update(groups=[{"resources:FPGA": "3"}])  # without a notification
+    now[0] += 14.9
+    assert cache.get("p") == [{"resources:FPGA": "1"}]
+    assert loads == ["p"], "an entry that has not expired is not compared with the database"
+    now[0] += 0.1
+    assert cache.get("p") == [{"resources:FPGA": "3"}]
+    assert loads == ["p", "p"]
 
 
 def test_identical_misses_share_one_load() -> None:

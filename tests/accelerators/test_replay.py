@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
-from uuid import uuid4
+from pathlib import Path
+from typing import Any
+from uuid import UUID, uuid4
 
 import pytest
 from django.db import transaction
@@ -12,17 +15,44 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from accelerators import binding, commands, conductor, lifecycle, outcomes, profiles, rules, sweep
+from accelerators import (
+    attachments,
+    binding,
+    commands,
+    conductor,
+    fetching,
+    images,
+    lifecycle,
+    outcomes,
+    profiles,
+    rules,
+    sweep,
+)
 from accelerators.actions import Action
+from accelerators.attachments import Instance
 from accelerators.binding import Bind
 from accelerators.caller import Caller
 from accelerators.commands import Answer
-from accelerators.models import AcceleratorRequest, AdmissionRule, Command, Deployable, Device, DeviceProfile, Host
+from accelerators.models import (
+    AcceleratorRequest,
+    AdmissionRule,
+    Attachment,
+    Command,
+    Deployable,
+    Device,
+    DeviceProfile,
+    Host,
+    Image,
+)
 from accelerators.models.commands import OPEN
 from accelerators.refusals import Refused
 from accelerators.replay import Told, fold
-from accelerators.states import Drain
+from accelerators.states import Drain, Source
 from drivers.inventory import Device as Card
+from placement_sync import attaching
+from placement_sync import tasks as placement_tasks
+from placement_sync.reconcile import Observed
+from tests.placement.attaching import Cloud, a_cloud, due_now
 from tests.support.replayed import stored, told
 from tests.support.reports import a_host, answer, apply, card
 
@@ -32,13 +62,49 @@ SIZES = st.integers(0, 3)
 """Of each of two cards: how many handles it is reported with; 0: not at all."""
 
 
+def upload(content: bytes) -> UUID:
+    """Have an image kept, as somebody uploads it; return its uuid."""
+    return images.upload([content], len(content), "an image", {}, NOVA, Source.API).uuid
+
+
+def run_attachments() -> None:
+    """Run the jobs that write providers and that attach, until they have nothing to do; who waits does not wait."""
+    for _ in range(30):
+        due_now()
+        while placement_tasks.step():
+            pass
+        if not attaching.step():
+            return
+
+
+@pytest.fixture
+def cloud(settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cloud]:
+    """Placement and Nova; images lie in a directory of the test's own, and there is room for two copies of Glance's."""
+    monkeypatch.setattr(images, "directory", lambda: tmp_path)
+    monkeypatch.setattr(images, "MAX_COPIES", 2)
+    monkeypatch.setattr(fetching, "_services", [])
+    with a_cloud(settings) as one:
+        yield one
+
+
 class Everything(RuleBasedStateMachine):
     """Two hosts of two cards; people, Nova and agents do what they do."""
+
+    cloud: Cloud
+    """Set by the test."""
 
     @initialize()
     def begin(self) -> None:
         self.before = transaction.savepoint()
         self.hosts = [a_host(f"cmp-{uuid4()}") for _ in range(2)]
+        self.instances = [str(uuid4()) for _ in self.hosts]
+        for host, instance in zip(self.hosts, self.instances, strict=True):
+            root = str(uuid4())
+            self.cloud.placement.model.providers[root] = Observed(root, host.name, "", 0)
+            self.cloud.boots(instance, host.name, root)
+        names = {instance: host.name for host, instance in zip(self.hosts, self.instances, strict=True)}
+        # Without Nova's HTTP, which would be most of the time; the stories below have it.
+        attachments.register(lambda uuid, _: Instance(uuid, "p1", "ACTIVE", frozenset({names[uuid]})))
         self.seq = 0
         for host in self.hosts:
             self.report(host, 2, 2, "ok")
@@ -101,6 +167,59 @@ class Everything(RuleBasedStateMachine):
             with suppress(Refused):  # it says so itself: BindFailed
                 binding.bind([Bind(uuid, "cmp", rp, instance, project) for uuid in uuids], NOVA)
 
+    @rule(content=st.sampled_from([b"one", b"two"]))
+    def an_image_is_uploaded(self, content: bytes) -> None:
+        upload(content)
+
+    @rule(again=st.booleans(), size=st.integers(1, 3))
+    def an_image_is_copied_from_glance(self, again: bool, size: int) -> None:
+        known = Image.objects.filter(source="glance").first() if again else None
+        images.add_copy(known.uuid if known else uuid4(), "a copy", size, f"{size}" * 64, {})
+
+    @rule(data=st.data())
+    def an_image_is_removed(self, data: st.DataObject) -> None:
+        if there := list(Image.objects.order_by("id").values_list("uuid", flat=True)):
+            with suppress(Refused):  # a command is to use it
+                images.remove(data.draw(st.sampled_from(there)), NOVA, Source.API)
+
+    @rule(data=st.data(), uploads=st.booleans())
+    def a_device_is_programmed_with_an_image(self, data: st.DataObject, uploads: bool) -> None:
+        if devices := list(Device.objects.order_by("id").values_list("uuid", flat=True)):
+            image = upload(b"three") if uploads else UUID(IMAGE["id"])
+            with suppress(Refused):  # it is held, busy or not there
+                commands.ask("program", data.draw(st.sampled_from(devices)), NOVA, image=image)
+
+    @rule()
+    def the_image_job_runs(self) -> None:
+        fetching.run()
+
+    @rule(data=st.data(), which=st.integers(0, 1), of_device=st.booleans())
+    def an_attachment_is_asked_for(self, data: st.DataObject, which: int, of_device: bool) -> None:
+        names = list(DeviceProfile.objects.order_by("id").values_list("name", flat=True))
+        devices = list(Device.objects.filter(host=self.hosts[which]).order_by("id").values_list("uuid", flat=True))
+        chosen = {"device": devices} if of_device else {"profile": names}
+        for name, choices in chosen.items():
+            if choices:
+                with suppress(Refused):  # none is free
+                    attachments.ask(UUID(self.instances[which]), NOVA, **{name: data.draw(st.sampled_from(choices))})
+
+    @rule(data=st.data())
+    def an_attachment_is_detached(self, data: st.DataObject) -> None:
+        if there := list(Attachment.objects.order_by("id").values_list("uuid", flat=True)):
+            attachments.detach(data.draw(st.sampled_from(there)), NOVA)
+
+    @rule(to_the_end=st.booleans())
+    def attachments_get_on(self, to_the_end: bool) -> None:
+        if to_the_end:
+            run_attachments()
+        else:
+            due_now()
+            attaching.step()
+
+    @rule(away=st.booleans())
+    def placement_goes_away_or_comes_back(self, away: bool) -> None:
+        self.cloud.placement.away = away
+
     @rule(data=st.data(), ends=st.booleans())
     def a_request_is_unbound_or_deleted(self, data: st.DataObject, ends: bool) -> None:
         there = list(AcceleratorRequest.objects.order_by("id").values_list("uuid", flat=True))
@@ -138,11 +257,74 @@ class Everything(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         transaction.savepoint_rollback(self.before)
+        self.cloud.placement.away = False
 
 
 @pytest.mark.django_db
-def test_X6_events_replayed_are_what_is_stored() -> None:
+def test_X6_events_replayed_are_what_is_stored(cloud: Cloud) -> None:
+    Everything.cloud = cloud
     run_state_machine_as_test(Everything, settings=settings(max_examples=12, stateful_step_count=20, deadline=None))
+
+
+def assert_events_say_it(kind: str, uuid: UUID, *states: str | None) -> None:
+    """Events, folded, are what is stored; the last of them say these states of an attachment, None: it is not there."""
+    assert told() == stored()
+    shown = stored()[kind].get(str(uuid))
+    assert (shown and shown.get("state", "here")) in states
+
+
+@pytest.mark.django_db
+def test_X6_images_are_replayed_from_upload_and_use_to_removal(cloud: Cloud) -> None:
+    apply(a_host(), answer(card(1, acts="program")))
+    device = Device.objects.get()
+    lifecycle.enable(device.uuid, NOVA)
+    image = upload(b"bits")
+    assert_events_say_it("image", image, "here")
+    command = commands.ask("program", device.uuid, NOVA, image=image)
+    fetching.run()
+    with pytest.raises(Refused):
+        images.remove(image, NOVA, Source.API)
+    assert_events_say_it("image", image, "here")
+    commands.answer([Answer(command.host_id, command.pk, "succeeded", "as wanted")])
+    while outcomes.settle():
+        pass
+    assert Deployable.objects.get().bitstream_id == image
+    assert_events_say_it("image", image, "here")
+    images.remove(image, NOVA, Source.API)
+    assert_events_say_it("image", image, None)
+    copies = [images.add_copy(uuid4(), "a copy", 5, "5" * 64, {}).uuid for _ in range(3)]
+    assert_events_say_it("image", copies[0], None)
+    images.add_copy(copies[2], "a copy that has changed", 6, "6" * 64, {})
+    assert_events_say_it("image", copies[2], "here")
+
+
+@pytest.mark.django_db
+def test_X6_attachments_are_replayed_through_each_of_their_states(cloud: Cloud) -> None:
+    apply(a_host(), answer(card(1)))
+    lifecycle.enable(Device.objects.get().uuid, NOVA)
+    profiles.create("one", [{"resources:FPGA": "1"}], None, None, NOVA)
+    run_attachments()
+    (instance,) = cloud.nova.shown
+    first, second = (attachments.ask(UUID(instance), NOVA, profile="one").uuid for _ in range(2))
+    assert_events_say_it("attachment", first, "asked")
+    attaching.step()
+    assert_events_say_it("attachment", first, "attaching")
+    run_attachments()
+    assert_events_say_it("attachment", first, "attached")
+    assert_events_say_it("attachment", second, "failed")
+    cloud.placement.away = True
+    attachments.detach(first, NOVA)
+    run_attachments()
+    assert_events_say_it("attachment", first, "detaching")
+    cloud.placement.away = False
+    run_attachments()
+    assert_events_say_it("attachment", first, "detached")
+    third = attachments.ask(UUID(instance), NOVA, profile="one").uuid
+    attaching.step()
+    attachments.detach(third, NOVA)
+    assert_events_say_it("attachment", third, "undoing")
+    run_attachments()
+    assert_events_say_it("attachment", third, "failed")
 
 
 def test_what_is_folded_goes_on_from_where_it_was() -> None:

@@ -60,7 +60,9 @@ def call(client: Client, db: None) -> Call:
         version: str = "2.3",
         **headers: str,
     ) -> HttpResponse:
-        sent = {"X-Auth-Token": token_of(roles, project), "OpenStack-API-Version": f"accelerator {version}"}
+        sent = {"X-Auth-Token": token_of(roles, project)}
+        if version:
+            sent["OpenStack-API-Version"] = f"accelerator {version}"
         if service:
             sent["X-Service-Token"] = token_of("service", "services")
         data = body if isinstance(body, bytes) else b"" if body is None else json.dumps(body).encode()

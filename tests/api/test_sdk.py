@@ -38,7 +38,7 @@ def connect(live_server: Any) -> Iterator[Connect]:
 @pytest.mark.parametrize(
     ("options", "status"), [({}, None), ({"accelerator_default_microversion": "2.3"}, "maintaining")]
 )
-def test_openstacksdk_reads_devices_and_deployables(connect: Connect, options: dict[str, str], status: Any) -> None:
+def test_C1_openstacksdk_reads_devices_and_deployables(connect: Connect, options: dict[str, str], status: Any) -> None:
     apply(a_host(), answer(card(1), card(2), card(3)))
     accelerator = connect(**options).accelerator
     devices = list(accelerator.devices())
@@ -50,7 +50,7 @@ def test_openstacksdk_reads_devices_and_deployables(connect: Connect, options: d
     assert accelerator.get_deployable(deployables[1].id).num_accelerators == 1
 
 
-def test_openstacksdk_pages_and_understands_refusals(connect: Connect) -> None:
+def test_C1_openstacksdk_pages_and_understands_refusals(connect: Connect) -> None:
     apply(a_host(), answer(card(1), card(2), card(3)))
     accelerator = connect().accelerator
     assert len(list(accelerator.devices(limit=2, paginated=False))) == 2

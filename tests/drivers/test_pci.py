@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from drivers.base import Findings
-from drivers.errors import Gone, Invalid
+from drivers.errors import Busy, Gone, Invalid
 from drivers.inuse import used_by_host
 from drivers.inventory import Attribute, Device, Fault
 from drivers.machine import Machine
@@ -126,6 +126,28 @@ def test_the_first_matching_rule_states_the_type(host: Host) -> None:
 def test_bridges_are_never_offered(host: Host) -> None:
     host.pci("0000:00:1c.0", "0x8086", "0xa110", "0x060400")
     assert look(host, {"vendor": "8086", "type": "FPGA"}).devices == ()
+
+
+def test_S3_what_the_host_uses_is_never_offered_and_nothing_is_done_to_it(host: Host) -> None:
+    disk, port, free = "0000:3b:00.0", "0000:3c:00.0", "0000:3d:00.0"
+    host.block("nvme0n1", "259:0", host.pci(disk, "0x144d", "0xa824", "0x010802"))
+    host.mount("259:0", "/", "/dev/nvme0n1")
+    host.net("eth0", host.pci(port, "0x144d", "0x1572", "0x020000"))
+    host.default_route("eth0")
+    second = host.pci(free, "0x144d", "0xa824", "0x010802", reset="")
+    host.block("nvme1n1", "259:1", second)
+    rule = {"vendor": "144d", "type": "SSD"}
+    found = look(host, rule)
+    assert [device.address for device in found.devices] == [free]
+    assert {fault.subject for fault in found.faults} == {disk, port}
+    ask = Ask(key=found.devices[0].key)
+    assert PciDriver().reset(host.machine, {"rules": [rule]}, ask).steps, "it can be reset while nobody uses it"
+    host.mount("259:1", "/srv", "/dev/nvme1n1")  # the host begins to use what was offered
+    found = look(host, rule)
+    assert found.devices == () and {fault.subject for fault in found.faults} == {disk, port, free}
+    for act in (PciDriver().reset, PciDriver().install, PciDriver().partition):
+        with pytest.raises(Busy, match="the host uses it: nvme1n1 is mounted at /srv"):
+            act(host.machine, {"rules": [{"vendor": "144d", "type": "SSD", "bind": "vfio-pci"}]}, ask)
 
 
 def test_what_the_host_uses_is_a_fault_that_says_for_what(host: Host) -> None:

@@ -167,7 +167,9 @@ def _tamper(placement: Model, name: str, how: str) -> None:
 
 @settings(max_examples=120, deadline=None)
 @given(st.lists(st.tuples(PARTS, TAMPERS), min_size=1, max_size=4))
-def test_it_converges_whatever_happens(rounds: list[tuple[dict[str, Any], list[tuple[str, str]]]]) -> None:
+def test_L4_it_converges_and_a_second_run_writes_nothing(
+    rounds: list[tuple[dict[str, Any], list[tuple[str, str]]]],
+) -> None:
     """Desired and tampered with at random: in step after one run, nothing to write in the next, allocations kept."""
     placement, written = model(), {}
     foreign = Observed("foreign", "cmp1_theirs", ROOT, 3, {"CUSTOM_T": {"total": 1}}, frozenset({"CUSTOM_T"}))

@@ -16,7 +16,7 @@ from accelerators.caller import Caller
 from accelerators.models import Device, Host, Intent
 from accelerators.providers import provider_uuid
 from placement_sync import tasks
-from placement_sync.models import Tree
+from placement_sync.models import Tree, WrittenProvider
 from placement_sync.reconcile import Observed
 from tests.placement.session import Session
 from tests.support.reports import a_host, answer, apply, card
@@ -68,6 +68,38 @@ def test_what_leaves_inactive_becomes_a_provider_and_its_reserve_follows_its_sta
     apply(host, answer(), seq=2)
     tasks.step()
     assert provider().inventories["FPGA"]["reserved"] == 4
+
+
+def writes(placement: Session) -> list[str]:
+    """The calls since the last time that change something in Placement."""
+    found = [call for call in placement.seen if not call.startswith("GET ")]
+    placement.seen.clear()
+    return found
+
+
+def test_L4_reconciling_twice_writes_once(placement: Session) -> None:
+    host = ready(2)
+    tasks.step()
+    assert writes(placement)
+    generations = {uuid: one.generation for uuid, one in placement.model.providers.items()}
+    for forgets in (False, True):  # by what it remembers to have written, and by what Placement shows alone
+        if forgets:
+            WrittenProvider.objects.all().delete()
+        with conductor.writing():
+            conductor.providers_changed([host])
+        assert Intent.objects.filter(kind="provider").exists()
+        tasks.step()
+        assert placement.seen, "it was looked at again"
+        assert writes(placement) == []
+        assert not Intent.objects.filter(kind="provider").exists()
+    assert {uuid: one.generation for uuid, one in placement.model.providers.items()} == generations
+    lifecycle.disable(Device.objects.order_by("id")[0].uuid, ADMIN)
+    tasks.step()
+    assert len(writes(placement)) == 1, "one provider has changed"
+    with conductor.writing():
+        conductor.providers_changed([host])
+    tasks.step()
+    assert writes(placement) == []
 
 
 def test_a_host_costs_the_same_statements_however_much_is_on_it() -> None:

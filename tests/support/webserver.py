@@ -15,11 +15,14 @@ import uvicorn
 
 @contextmanager
 def serving(application: Any, **options: Any) -> Iterator[int]:
-    """Yields the port; stops the server at the end."""
+    """Yield the port; stop the server at the end. WebSockets have the product's settings, with its default limit."""
+    from cyborgweb.settings.keys import Keys
+    from cyborgweb.web import websocket_settings
+
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
-    values = {"ws": "websockets-sansio", "ws_per_message_deflate": False, "log_config": None, "lifespan": "off"}
-    server = uvicorn.Server(uvicorn.Config(application, **values | options))
+    values = websocket_settings(Keys().max_message_bytes) | {"log_config": None, "lifespan": "off"} | options
+    server = uvicorn.Server(uvicorn.Config(application, **values))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
     thread.start()
     until(lambda: server.started)

@@ -109,7 +109,7 @@ def test_virtual_functions_and_bindings_by_address_are_the_devices(tmp_path: Pat
     asyncio.run(story())
 
 
-def test_a_step_is_not_begun_while_a_guest_has_the_device(tmp_path: Path) -> None:
+def test_S3_a_step_is_not_begun_while_a_guest_has_the_device(tmp_path: Path) -> None:
     async def story() -> None:
         model = ModelMachine(tmp_path)
         model.load("nvme", "1b36:0010")
@@ -121,6 +121,30 @@ def test_a_step_is_not_begun_while_a_guest_has_the_device(tmp_path: Path) -> Non
                 result = await host.do(command(1, "install"))
             assert (result.outcome, host.file(file)) == ("refused", "0\n")
             assert result.text == "make VFs: not begun, since /dev/vfio/7 is open: somebody uses the device"
+
+    asyncio.run(story())
+
+
+def test_S3_the_guard_is_asked_right_before_each_step_and_not_only_before_the_first(tmp_path: Path) -> None:
+    async def story() -> None:
+        model = ModelMachine(tmp_path)
+        model.load("nvme", "1b36:0010")
+        model.pci("0000:01:00.0", "1b36", "0010", "010802", vfs=4)
+        file = f"{HOME}/sriov_numvfs"
+        steps = (
+            Step("make VFs", Write(file, "2"), undo=(Write(file, "0"),)),
+            Step("set the mode", Write(f"{HOME}/mode", "1"), idle=("/dev/vfio/7",)),
+        )
+        # A guest opens the device as soon as the first step has been done.
+        model.event = lambda action, path: model.held.add("/dev/vfio/7")
+        driver = Scripted({"install": once(*steps)})
+        async with workshop(tmp_path, driver, hand=lambda _: model.hand(), machine=model.machine) as host:
+            result = await host.do(command(1, "install"))
+            assert (result.outcome, host.file(f"{HOME}/mode")) == ("failed", "0")
+            assert "set the mode: not begun, since /dev/vfio/7 is open: somebody uses the device" in result.text
+            assert host.file(file) == "0\n", "what was done before is taken back"
+            written = [path for path, _ in model.writes]
+            assert f"{HOME}/mode" not in written and written
 
     asyncio.run(story())
 

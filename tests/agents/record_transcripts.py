@@ -1,0 +1,262 @@
+"""Record what the real gateway and the real agent say to each other: `python -m tests.agents.record_transcripts`.
+
+It starts a PostgreSQL of its own, the gateway behind the product's WebSocket settings, and `agents.host.main` as a
+process with the fake driver. An operator's day follows: the agent joins and reports, a device is installed, programmed
+with an image, reset and looked at, a handle is attached and detached, samples are watched, the key is changed, and the
+agent is barred. Every frame of both directions is written to `transcripts/recorded/this_release.jsonl`. What differs
+from run to run (uuids, times, hashes, keys, nonces) is replaced by a word of the same kind, so that a new recording
+differs where the protocol does. The first line has the JSON schema of all messages.
+
+Run it after each wanted change of the protocol. `test_transcripts_recorded.py` fails until then.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+PATH = Path(__file__).parent / "transcripts" / "recorded" / "this_release.jsonl"
+ROOT = Path(__file__).parents[2]
+UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+EPOCH = re.compile(r"\b1[78]\d{8}\b")
+HEX = re.compile(r"\b[0-9a-f]{32,64}\b")
+VOLATILE: dict[str, Any] = {
+    "agent_version": "0.1.0",
+    "boot_id": "boot-1",
+    "epoch": 1_795_260_445,
+    "public_key": "k" * 44,
+    "signature": "s" * 88,
+    "proof": "p" * 88,
+    "nonce": "n" * 24,
+    "beat_s": 0.2,
+    "start_s": 30.0,
+    "end_s": 60.0,
+    "for_s": 30.0,
+    "values": {"power_watts": 1.0},
+    "log": "the last lines of the log",
+    "report": "the report as text",
+    "jitter_s": 0.0,
+}
+Line = dict[str, Any]
+
+
+def schema() -> dict[str, Any]:
+    """The JSON schema of every message of both directions, as this release has them."""
+    from agents import wire
+
+    def anything(_: object) -> dict[str, Any]:
+        """The schema of a value that the wire does not look into."""
+        return {"description": "anything"}
+
+    return {
+        "agent": msgspec.json.schema(wire.FromAgent, schema_hook=anything),
+        "gateway": msgspec.json.schema(wire.FromGateway, schema_hook=anything),
+    }
+
+
+def normalised(value: Any, name: str = "") -> Any:
+    """A message with the volatile replaced: by field name, else uuids and hashes wherever they are in a text."""
+    if name in VOLATILE and value:
+        return VOLATILE[name]
+    if isinstance(value, dict):
+        return {key: normalised(one, key) for key, one in value.items()}
+    if isinstance(value, list):
+        return [normalised(one) for one in value]
+    if isinstance(value, str):
+        value = UUID.sub("00000000-0000-4000-8000-000000000000", value)
+        value = EPOCH.sub(str(VOLATILE["epoch"]), value)
+        return HEX.sub(lambda found: "7" * len(found[0]), value)
+    return value
+
+
+class Recorder:
+    """An ASGI application around the gateway that keeps every frame."""
+
+    def __init__(self, gateway: Any) -> None:
+        self.gateway = gateway
+        self.lines: list[Line] = []
+
+    def kept(self, side: str, text: str) -> None:
+        """Keep a frame."""
+        self.lines.append({"from": side, "message": json.loads(text)})
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            from cyborgweb import asgi
+
+            await asgi.Http(self.gateway, None, None)(scope, receive, send)  # type: ignore[arg-type]
+            return
+
+        async def heard() -> Any:
+            event = await receive()
+            if event["type"] == "websocket.receive":
+                self.kept("agent", event.get("text") or event["bytes"].decode())
+            return event
+
+        async def said(event: Any) -> None:
+            if event["type"] == "websocket.send":
+                self.kept("gateway", event["text"])
+            await send(event)
+
+        await self.gateway(scope, heard, said)
+
+    def wait(self, kind: str, count: int = 1) -> None:
+        """Until so many messages of this kind have been seen."""
+        from tests.support.webserver import until
+
+        until(lambda: sum(line["message"]["type"] == kind for line in self.lines) >= count)
+
+
+def stage(directory: Path, story: Callable[[Recorder], None]) -> list[Line]:
+    """Run a story between the gateway and an agent that joins it; return the frames."""
+    os.environ |= {"CYBORG_STATE_DIR": str(directory), "CYBORG_LEASE_FLUSH_S": "0.1", "CYBORG_BEAT_S": "0.2"}
+    os.environ.setdefault("DJANGO_SETTINGS_MODULE", "cyborgweb.settings.base")
+    from cyborgweb.postgres import Postgres
+
+    postgres = Postgres(directory / "postgres", os.environ.get("CYBORG_PG_BIN", ""), durable=False)
+    postgres.start()
+    try:
+        postgres.ensure_database("cyborg")
+        import django
+
+        django.setup()
+        from django.core.management import call_command
+        from django.db import connections
+
+        call_command("migrate", verbosity=0)
+        from agents import enrolment
+        from agents.gateway import Gateway
+        from cyborgweb.settings.keys import keys
+        from tests.support.webserver import serving
+
+        gateway = Gateway(keys())
+        recorder = Recorder(gateway)
+        with serving(recorder) as port:
+            join = enrolment.make_token("cmp1", address=f"http://127.0.0.1:{port}", hours=1, created_by="recorder")
+            control = directory / "control.json"
+            control.write_text('{"count": 2, "handles": 2, "install": ["power"], "handle_type": "MDEV"}')
+            settings = directory / "agent.toml"
+            settings.write_text(f'[fake_driver]\ncontrol_file = "{control}"\n')
+            agent = {
+                "CYBORG_AGENT_STATE_DIR": str(directory / "agent"),
+                "CYBORG_HOST_NODE": "cmp1",
+                "CYBORG_JOIN_TOKEN": join,
+                "CYBORG_ENABLED_DRIVERS": "fake_driver",
+                "CYBORG_DRIVER_SETTINGS": str(settings),
+                "CYBORG_UEVENT_DEBOUNCE_MS": "20",
+            }
+            clean = {name: value for name, value in os.environ.items() if not name.startswith("CYBORG_")}
+            command = [sys.executable, "-m", "agents.host.main", "--die-with-parent"]
+            process = subprocess.Popen(command, cwd=ROOT, env=clean | agent)
+            try:
+                story(recorder)
+            finally:
+                process.terminate()
+                process.wait(10)
+        gateway.stop()
+        connections.close_all()
+        return recorder.lines
+    finally:
+        postgres.stop()
+
+
+def operators_day(recorder: Recorder) -> None:
+    """Everything that is recorded, in order; each step waits until the agent has answered."""
+    from accelerators import binding, commands, fetching, images, lifecycle, outcomes
+    from accelerators.caller import Caller
+    from accelerators.models import AcceleratorRequest, Command, Deployable, Device, DeviceProfile, Host
+    from accelerators.states import Source
+    from agents import load, tasks, trust
+    from tests.support.webserver import until
+
+    nova = Caller("nova", "u", frozenset({"admin"}), "p1", service=True)
+
+    def work() -> bool:
+        """Run the jobs; whether no command is open."""
+        tasks.merge()
+        fetching.run()
+        while outcomes.settle():
+            pass
+        return not Command.objects.filter(ended_at__isnull=True).exists()
+
+    def ended() -> None:
+        until(work)
+        failed = Command.objects.exclude(outcome="succeeded").values_list("op", "text")
+        assert not failed, list(failed)
+
+    recorder.wait("Report")
+    until(lambda: work() and Device.objects.count() == 2)
+    first, second = Device.objects.order_by("key")
+    for device in (first, second):
+        lifecycle.enable(device.uuid, nova)
+        ended()
+    image = images.upload([b"bits"], 4, "an image", {}, nova, Source.API)
+    commands.ask("program", second.uuid, nova, image=image.uuid)
+    ended()
+    for op in ("health", "reset"):
+        commands.ask(op, second.uuid, nova)
+        ended()
+    for op in ("rescan", "report", "logs"):
+        commands.ask_host(op, Host.objects.get().uuid, nova)
+        ended()
+    from accelerators import conductor
+
+    with conductor.writing():
+        DeviceProfile.objects.create(name="one", groups=[{"resources:FPGA": "1"}])
+    (request,) = binding.create("one", nova)
+    provider = str(Deployable.objects.get(device=first).rp_uuid)
+    binding.bind([binding.Bind(request, "cmp1", provider, "aaaaaaaa-0000-4000-8000-000000000000")], nova)
+    ended()
+    assert AcceleratorRequest.objects.get().state == "Bound"
+    binding.delete([request], nova)
+    ended()
+    load.watch([Host.objects.get().id], 1.0, 30.0)
+    recorder.wait("Samples")
+    trust.ask_rotation(trust.find("cmp1"), "olga")
+    recorder.wait("NewKey")
+    until(lambda: any(line["message"].get("of") == "NewKey" for line in recorder.lines))
+    trust.revoke(trust.find("cmp1"), "olga", "")
+    recorder.wait("Refuse")
+
+
+def shortened(lines: list[Line]) -> list[Line]:
+    """Without what comes more or less often from run to run: later heartbeats, progress and samples."""
+    seen: set[tuple[Any, ...]] = set()
+    kept = []
+    for line in lines:
+        message = line["message"]
+        kind = message["type"]
+        if kind in ("Beat", "Samples", "Watch") or message.get("of") == "Beat":
+            once: tuple[Any, ...] = (kind, message.get("of"))
+        elif kind == "Progress":
+            once = (kind, message["number"])
+        else:
+            once = (len(seen),)
+        if once not in seen:
+            seen.add(once)
+            kept.append(line)
+    return kept
+
+
+def main() -> None:
+    """Write the file."""
+    head = {"release": "this one", "recorded": True, "schema": schema()}
+    with tempfile.TemporaryDirectory(prefix="cyborg-record-") as directory:
+        lines = shortened(stage(Path(directory), operators_day))
+    told = [head, *({"from": line["from"], "message": normalised(line["message"])} for line in lines)]
+    PATH.parent.mkdir(parents=True, exist_ok=True)
+    PATH.write_text("".join(json.dumps(one, separators=(",", ":")) + "\n" for one in told))
+    sys.stdout.write(f"{len(lines)} messages in {PATH}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""The protocol of today is the recorded one; `tests.agents.record_transcripts` says how that is recorded anew."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, get_args
+
+import pytest
+
+from agents import wire
+from tests.agents.record_transcripts import PATH, Line, schema
+
+AGAIN = "the protocol has changed: if that is wanted, run `python -m tests.agents.record_transcripts`"
+NOT_RECORDED = {"Alive", "Probe"}
+"""A second connection of the same key is not in the recording."""
+
+
+def read() -> tuple[dict[str, Any], list[Line]]:
+    """What was recorded: of which release, and what was said."""
+    head, *lines = [json.loads(text) for text in PATH.read_text().splitlines()]
+    return head, lines
+
+
+def said(kind: str) -> list[dict[str, Any]]:
+    """The recorded messages of a type, in their order."""
+    return [line["message"] for line in read()[1] if line["message"]["type"] == kind]
+
+
+@pytest.mark.parametrize("side", ["agent", "gateway"])
+def test_C2_the_messages_of_today_have_the_recorded_schema(side: str) -> None:
+    head, _ = read()
+    assert json.loads(json.dumps(schema()[side])) == head["schema"][side], AGAIN
+
+
+def test_C2_each_recorded_message_is_read_and_written_as_it_was() -> None:
+    decoders = {"agent": wire.decode_from_agent, "gateway": wire.decode_from_gateway}
+    for line in read()[1]:
+        message = decoders[line["from"]](json.dumps(line["message"]))
+        assert not isinstance(message, wire.Unknown), AGAIN
+        assert wire.unknown_fields(json.dumps(line["message"]), message) == 0, AGAIN
+        assert json.loads(wire.encode(message)) == line["message"], AGAIN
+
+
+def test_every_type_of_message_was_recorded() -> None:
+    known = {kind.__name__ for kind in (*get_args(wire.FromAgent), *get_args(wire.FromGateway))}
+    assert {line["message"]["type"] for line in read()[1]} | NOT_RECORDED == known
+    assert not NOT_RECORDED & {line["message"]["type"] for line in read()[1]}
+
+
+def stages(number: int) -> list[int]:
+    """At which places of the recording a command was sent, taken, answered and acknowledged."""
+    messages = [line["message"] for line in read()[1]]
+
+    def place(kind: str, **wanted: Any) -> int:
+        return next(
+            at
+            for at, one in enumerate(messages)
+            if one["type"] == kind and all(one[name] == value for name, value in wanted.items())
+        )
+
+    taken = next(at for at, one in enumerate(messages) if one["type"] == "Taken" and number in one["numbers"])
+    return [
+        place("Command", number=number),
+        taken,
+        place("Result", number=number),
+        place("Ack", of="Result", seq=number),
+    ]
+
+
+def test_recorded_commands_were_taken_carried_out_and_acknowledged_in_this_order() -> None:
+    commands = said("Command")
+    assert {message["op"] for message in commands} >= {"install", "program", "attach", "detach", "reset"}
+    for message in commands:
+        assert stages(message["number"]) == sorted(stages(message["number"]))
