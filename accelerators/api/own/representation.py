@@ -6,7 +6,7 @@ Called by the resources of `own` and by `agents.api`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import orjson
 from rest_framework import serializers
@@ -119,6 +119,10 @@ class Number(serializers.IntegerField):
 
 class Closed(serializers.Serializer):
     """What is written may name only what can be written."""
+
+    combinations: ClassVar[Mapping[str, Any]] = {}
+    """JSON Schema of what a body must fulfil beside its single fields; the OpenAPI document shows it. Such as: one of
+    two fields. The serializer or the view checks the same."""
 
     def to_internal_value(self, data: Any) -> Any:
         """The values; 400 for a field that there is not."""
