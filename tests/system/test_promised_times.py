@@ -30,13 +30,14 @@ SEEN_S = 30.0
 """Promise L1: how soon the silence of an agent is seen."""
 CLOSED_S = 5.0
 """Promise X1: how soon the socket of a revoked agent is closed."""
-GATEWAY_GONE_S = 25.0
-"""docs/install-several.md: how soon an agent notices that its gateway is gone."""
+GATEWAY_GONE_S = 35.0
+"""docs/install-several.md: how soon an agent notices that its gateway is gone. It waits for three beats of 8 s after the
+first one that was not acknowledged."""
 BIND_TIMEOUT_S, EXPIRED_S = 6, 10.0
 """The deadline of a bind in this file, and how soon after it the request must have failed. The job that looks for it is
 woken every 5 s."""
 HOST = "here.example"
-DEAF_TO_NEWS = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE query ILIKE 'LISTEN%'"
+DEAF_TO_NEWS = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE query ILIKE 'LISTEN%%'"
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +165,7 @@ def test_a_bind_never_outlives_its_deadline(product: Product, headers: dict[str,
         measure_until(lambda: state() == "BindFailed", EXPIRED_S, "the bind fails after its deadline", deadline)
 
 
-def test_an_agent_notices_within_25_s_that_its_gateway_is_gone(product: Product) -> None:
+def test_an_agent_notices_within_35_s_that_its_gateway_is_gone(product: Product) -> None:
     """The gateway is stopped, so that no connection is closed and nothing refuses a new one."""
     web = product.until(lambda: product.child("web"), 30, "the gateway runs")
     product.until_said(r"agent +\|.*connected to", 30)

@@ -38,6 +38,7 @@ pytestmark = pytest.mark.system
 SLOW_DATABASE_S = scaled(15.0, 3600.0)
 DATABASE_DELAY_S = 0.1
 """How long each answer of the database is held back. A read takes about five of them."""
+AWAY_S = scaled(5.0, 3600.0)
 PHASE_S = scaled(6.0, 1800.0)
 SERVICE_DELAY_S = 3.0
 """Longer than the product waits for Nova when it shows an instance, shorter than its other time-outs."""
@@ -49,9 +50,18 @@ CREATED = "SELECT subject FROM accelerators_event WHERE action = 'request.create
 SETTINGS = {"CYBORG_RESCAN_S": "2", "CYBORG_HOST_NAME": "here.example", "CYBORG_HOST_NODE": "here"}
 
 
+@dataclass
+class Database:
+    """A product with a PostgreSQL of its own behind a proxy; the test's own queries go past the proxy."""
+
+    product: Product
+    postgres: Postgres
+    proxy: SlowProxy
+
+
 @pytest.fixture
-def behind_a_proxy(folder: Path) -> Iterator[tuple[Product, SlowProxy]]:
-    """A product whose database is behind a proxy; the test's own queries go past the proxy."""
+def database(folder: Path) -> Iterator[Database]:
+    """One with the fake card ready."""
     postgres = Postgres(folder / "database", os.environ.get("CYBORG_PG_BIN", ""), durable=False)
     try:
         postgres.start()
@@ -60,16 +70,14 @@ def behind_a_proxy(folder: Path) -> Iterator[tuple[Product, SlowProxy]]:
             url = f"postgresql://postgres@/cyborg?host={folder}/slow"
             settings = SETTINGS | {"CYBORG_DATABASE_URL": url}
             with running(Product(folder / "state", settings, database=postgres.socket)) as product:
-                yield product, proxy
+                product.until(lambda: ("ready",) in product.rows(FAKE), 30, "the fake card is ready")
+                yield Database(product, postgres, proxy)
     finally:
         postgres.stop()
 
 
-def test_L3_a_slow_database_delays_reads_reports_and_binds_and_loses_none(
-    behind_a_proxy: tuple[Product, SlowProxy],
-) -> None:
-    product, proxy = behind_a_proxy
-    product.until(lambda: ("ready",) in product.rows(FAKE), 30, "the fake card is ready")
+def test_L3_a_slow_database_delays_reads_reports_and_binds_and_loses_none(database: Database) -> None:
+    product, proxy = database.product, database.proxy
     load, user = Load(product), Tenant(product)
     with load.reporting():
         load.until_acknowledged(5)
@@ -92,6 +100,26 @@ def test_L3_a_slow_database_delays_reads_reports_and_binds_and_loses_none(
     assert kept == {user.bound[-1]}
     assert set(user.bound) <= {str(subject) for (subject,) in product.rows(CREATED)}
     assert product.rows("SELECT state FROM accelerators_acceleratorrequest") == [("Bound",)]
+
+
+def test_L3_a_database_that_is_restarted_loses_nothing_and_is_found_again(database: Database) -> None:
+    """A bind that was answered before is kept; a question meanwhile gets an answer, and not a wait."""
+    product, load, user = database.product, Load(database.product), Tenant(database.product)
+    user.bind_and_give_up_the_former()
+    with load.reporting():
+        load.until_acknowledged(5)
+        database.postgres.stop()
+        begin = time.monotonic()
+        user.ask(503, "GET", "/devices")
+        assert product.get("/healthz")[0] == 200
+        product.until(lambda: time.monotonic() > begin + AWAY_S, AWAY_S, "the time of the outage is over")
+        database.postgres.start()
+        product.until(lambda: product.json("/v2/devices", user.headers["X-Auth-Token"]), 30, "reads are answered")
+        user.bind_and_give_up_the_former()
+        load.until_acknowledged(5)
+        load.hold()
+    load.until_stored()
+    assert product.rows("SELECT uuid::text FROM accelerators_acceleratorrequest") == [(user.bound[-1],)]
 
 
 @dataclass
@@ -159,15 +187,20 @@ class Site:
             assert self.cloud.http(user, "GET", "/accelerator_requests").status_code == 200
             self.longest_s = max(self.longest_s, time.monotonic() - begin)
 
-    def bind(self) -> tuple[str, str]:
-        """Bind a new request as Nova does; returns the request and the instance."""
+    def knock(self) -> int:
+        """Read with a token that Keystone has to be asked about; the status."""
+        headers = {"X-Auth-Token": self.cloud.keystone.token("reader")}
+        return requests.get(f"{self.cloud.endpoint}/devices", headers=headers, timeout=2 * READ_S).status_code
+
+    def bind(self) -> str:
+        """Bind a new request as Nova does; returns the request."""
         instance = str(uuid.uuid4())
         self.nova.known[instance] = 200
         (request,) = self.cloud.request("fpga")
         patch = {request["uuid"]: self.cloud.binding(instance)}
         answer = self.cloud.http("member", "PATCH", "/accelerator_requests", patch, service=True)
         assert answer.status_code == 202, answer.text
-        return request["uuid"], instance
+        return str(request["uuid"])
 
     def offer(self, word: str) -> None:
         """`enable` or `disable` the card."""
@@ -248,13 +281,13 @@ def test_L3_with_a_service_that_is_slow_or_silent_reads_and_reports_go_on_and_wr
     proxy.delay_s, proxy.silent = (SERVICE_DELAY_S, False) if how == "slow" else (0.0, True)
     try:
         with strangers(site) as statuses:
-            request, _ = site.bind()
+            request = site.bind()
             site.offer("disable")
             while True:
                 site.read()
                 site.plug("unplug", "missing")
                 site.read()
-                site.plug("plug", "unavailable")
+                site.plug("plug", "maintenance")
                 if time.monotonic() > end:
                     break
             waiting = site.waiting()
@@ -265,6 +298,7 @@ def test_L3_with_a_service_that_is_slow_or_silent_reads_and_reports_go_on_and_wr
     product = site.cloud.product
     product.until(lambda: site.reserved() == HANDLES, 60, lambda: f"Placement is not told: {site.waiting()}")
     product.until(lambda: "completed" in site.nova.told().get(request, []), 60, lambda: f"Nova: {site.waiting()}")
+    product.until(lambda: site.knock() == 200, 60, "Keystone is asked again")
     site.offer("enable")
     product.until(lambda: not site.waiting() and site.reserved() == 0, 90, lambda: f"{site.waiting()}")
     assert set(statuses) <= ({200} if how == "slow" or service != "keystone" else {503}), statuses
