@@ -31,8 +31,8 @@ SEEN_S = 30.0
 CLOSED_S = 5.0
 """Promise X1: how soon the socket of a revoked agent is closed."""
 GATEWAY_GONE_S = 35.0
-"""docs/install-several.md: how soon an agent notices that its gateway is gone. It waits for three beats of 8 s after the
-first one that was not acknowledged."""
+"""docs/install-several.md: how soon an agent notices that its gateway is gone. It waits for three beats of 8 s after
+the first beat that was not acknowledged."""
 BIND_TIMEOUT_S, EXPIRED_S = 6, 10.0
 """The deadline of a bind in this file, and how soon after it the request must have failed. The job that looks for it is
 woken every 5 s."""
