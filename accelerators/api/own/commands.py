@@ -84,11 +84,16 @@ EMPTY: Mapping[str, Mapping[str, Any]] = {
 """What the fields that only some commands take may say in all others."""
 
 
+NEEDED: Mapping[str, Mapping[str, Any]] = {"layout": {"minProperties": 1}, "image": {"type": "string"}}
+"""What the commands that take these fields cannot do without."""
+
+
 def _form(ops: Sequence[str], about: str, *takes: str) -> dict[str, Any]:
     """The JSON Schema of a body that orders one of `ops` of a `device` or a `host`. Empty values count as left out."""
     others = {name: empty for name, empty in EMPTY.items() if name not in (about, *takes)}
     named = {"op": {"enum": list(ops)}, about: {"type": "string"}}
-    return {"properties": named | others, "required": ["op", about]}
+    needed = {name: schema for name, schema in NEEDED.items() if name in takes}
+    return {"properties": named | needed | others, "required": ["op", about, *needed]}
 
 
 class CommandSerializer(Chosen):

@@ -110,10 +110,12 @@ class Flag(serializers.BooleanField):
 
 
 class Number(serializers.IntegerField):
-    """A whole number; no text of it."""
+    """A whole number; no text of it. 5.0 is one: JSON and its schemas know no other kind of number."""
 
     def to_internal_value(self, data: Any) -> int:
-        """As it came."""
+        """Return it as an int; 400 for everything else."""
+        if isinstance(data, float) and data.is_integer():
+            return int(data)
         return data if isinstance(data, int) and not isinstance(data, bool) else self.fail("invalid")
 
 

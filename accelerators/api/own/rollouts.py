@@ -18,7 +18,7 @@ from accelerators.api.own.views import Collection
 from accelerators.commands import MAX_REASON
 from accelerators.models import Rollout, RolloutStep
 from accelerators.states import RolloutOp, RolloutState, Source, StepState
-from accelerators.wishes import Change
+from accelerators.wishes import WORD, Change
 
 
 class RolloutFilter(filters.FilterSet):
@@ -75,7 +75,19 @@ class RolloutSerializer(Chosen):
         "oneOf": [
             {"required": ["hosts"], "properties": {"hosts": {"minItems": 1}, "selector": {"maxProperties": 0}}},
             {"required": ["selector"], "properties": {"selector": {"minProperties": 1}, "hosts": {"maxItems": 0}}},
-        ]
+        ],
+        "properties": {"driver": {"pattern": f"^{WORD}$"}},
+        "anyOf": [
+            {"properties": {"op": {"enum": ["install"]}}},
+            {
+                "properties": {"op": {"enum": ["update"]}},
+                "anyOf": [
+                    {"required": ["enabled"], "properties": {"enabled": {"type": "boolean"}}},
+                    {"required": ["settings"], "properties": {"settings": {"type": "object"}}},
+                ],
+            },
+            {"properties": {"op": {"enum": ["uninstall"]}, "enabled": {"type": "null"}, "settings": {"type": "null"}}},
+        ],
     }
 
     class Meta:
