@@ -76,7 +76,7 @@ class RolloutSerializer(Chosen):
             {"required": ["hosts"], "properties": {"hosts": {"minItems": 1}, "selector": {"maxProperties": 0}}},
             {"required": ["selector"], "properties": {"selector": {"minProperties": 1}, "hosts": {"maxItems": 0}}},
         ],
-        "properties": {"driver": {"pattern": f"^{WORD}$"}},
+        "properties": {"driver": {"pattern": WORD}},
         "anyOf": [
             {"properties": {"op": {"enum": ["install"]}}},
             {
