@@ -57,7 +57,7 @@ def http_proxy(target: str) -> Iterator[SlowProxy]:
 
     async def listen(loop_is_over: asyncio.Event) -> None:
         async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await _connect(proxy, reader, writer, await asyncio.open_connection(there.hostname, there.port))
+            await _connect(proxy, reader, writer, asyncio.open_connection(there.hostname, there.port))
 
         server = await asyncio.start_server(accept, "127.0.0.1", 0)
         proxy.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}{there.path}"
@@ -77,7 +77,7 @@ def postgres_proxy(server: Path, folder: Path) -> Iterator[SlowProxy]:
 
     async def listen(loop_is_over: asyncio.Event) -> None:
         async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await _connect(proxy, reader, writer, await asyncio.open_unix_connection(str(server / name)))
+            await _connect(proxy, reader, writer, asyncio.open_unix_connection(str(server / name)))
 
         async with await asyncio.start_unix_server(accept, str(folder / name)):
             started.set()
@@ -93,9 +93,14 @@ async def _connect(
     proxy: SlowProxy,
     reader: asyncio.StreamReader,
     writer: asyncio.StreamWriter,
-    service: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+    opening: Coroutine[Any, Any, tuple[asyncio.StreamReader, asyncio.StreamWriter]],
 ) -> None:
-    answers, questions = service
+    """Copy both ways until the end; close at once where the service cannot be reached."""
+    try:
+        answers, questions = await opening
+    except OSError:
+        writer.close()
+        return
     await asyncio.gather(proxy.copy(reader, questions, False), proxy.copy(answers, writer, True))
 
 
