@@ -62,6 +62,7 @@ CONDITION = {
     "schema": {"type": "string"},
     "description": "An ETag of an earlier answer: 304 without a body while it holds.",
 }
+COMBINATIONS = "x-combinations"
 VERBS = {"list": "List", "retrieve": "Show", "create": "Make", "partial_update": "Change", "destroy": "Delete"}
 
 
@@ -142,10 +143,24 @@ class Groups(OpenApiSerializerFieldExtension):
         return {"type": "array", "minItems": 1, "maxItems": groups.MAX_GROUPS, "items": group}
 
 
+class Combined(OpenApiSerializerExtension):
+    """A body whose fields depend on each other."""
+
+    target_class = "accelerators.api.own.representation.Closed"
+    match_subclasses = True
+
+    def map_serializer(self, auto_schema: AutoSchema, direction: str) -> dict[str, Any]:
+        """Its fields, and for a request their `combinations`, which `complete` moves to where they belong."""
+        schema: dict[str, Any] = auto_schema._map_serializer(self.target, direction, bypass_extensions=True)
+        said = self.target.combinations
+        return schema | {COMBINATIONS: dict(said)} if said and direction == "request" else schema
+
+
 class Target(OpenApiSerializerExtension):
     """Of what the number of units is changed: one of two ways to say it."""
 
     target_class = "accelerators.api.own.accelerators.TargetSerializer"
+    priority = 1
 
     def map_serializer(self, auto_schema: AutoSchema, direction: str) -> dict[str, Any]:
         """As it is checked."""
@@ -200,6 +215,8 @@ def complete(result: dict[str, Any], **_: Any) -> dict[str, Any]:
             response.get("content", {}).pop("text/html", None)
     for name, schema in components["schemas"].items():
         _describe(name, schema)
+        if combinations := schema.pop(COMBINATIONS, None):
+            schema["allOf"] = [combinations]
         if f"#/components/schemas/{name}" in bodies:
             schema["additionalProperties"] = False
         elif name != "Error" and not name.startswith("Paginated"):

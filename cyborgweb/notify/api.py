@@ -78,6 +78,10 @@ class SubscriptionSerializer(Chosen):
         help_text="You say active or off; it is paused when its destination failed for days, gone after a 410.",
     )
 
+    combinations: ClassVar[Mapping[str, Any]] = {
+        "properties": {"standing": {"enum": [word.value for word in subscriptions.BY_HAND]}}
+    }
+
     class Meta:
         model = Subscription
         fields = (
@@ -227,7 +231,7 @@ class SubscriptionView(Collection):
         found = self.get_object()
         values = self._values(request, found)
         if values.pop("personal", found.personal) != found.personal:
-            raise Refused(Reason.INVALID, "Whose it is stays as it is: make another subscription.")
+            raise Refused(Reason.CONFLICT, "Whose it is stays as it is: make another subscription.")
         if values.get("scope") == Scope.CLOUD:
             self.require("cyborg:subscription:elevated")
         return Response(self.get_serializer(subscriptions.edit(found.pk, values, self.caller)).data)

@@ -71,7 +71,7 @@ def edit(pk: int, values: Mapping[str, Any], caller: Caller, source: Source = So
     with conductor.writing():
         row = _locked(pk)
         if "way" in values and values["way"] != row.way:
-            raise Refused(Reason.INVALID, "How it tells you stays as it is: make another subscription.")
+            raise Refused(Reason.CONFLICT, "How it tells you stays as it is: make another subscription.")
         before = _shown(row)
         for name, value in values.items():
             setattr(row, name, value)
@@ -99,7 +99,7 @@ def rotate(pk: int, caller: Caller, source: Source = Source.API) -> tuple[Subscr
     with conductor.writing():
         row = _locked(pk)
         if row.way != Way.WEBHOOK:
-            raise Refused(Reason.INVALID, "Only webhooks have a secret.")
+            raise Refused(Reason.STATE, "Only webhooks have a secret.")
         secret = webhook.new_secret()
         row.secret, row.updated_at = keyring.lock(secret), datetime.now(UTC)
         row.save(update_fields=["secret", "updated_at"])

@@ -10,11 +10,23 @@ from typing import Any
 from tests.fleet import verdict
 from tests.fleet.installation import Installation, Sight
 from tests.fleet.verdict import Line
+from tests.support.long import scaled
 
+SLOW_S = scaled(10.0, 600.0)
 LOCKED_S = 10.0
 """Longer than a handshake may wait for the database."""
 GOOD_S = 30.0
 """How long hosts without a fault may wait for their acknowledgement beside those with one."""
+WRITE_S = 0.2
+"""How much longer each statement takes that admits an agent, stores a report or merges one, in a slow database."""
+WRITTEN = ("spool", "agents_lease", "agents_agent", "accelerators_device", "accelerators_event")
+SLOW_DOWN = f"""
+CREATE FUNCTION slow_down() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN PERFORM pg_sleep({WRITE_S}); RETURN NULL; END';
+""" + "".join(
+    f"CREATE TRIGGER slow_down BEFORE INSERT OR UPDATE OR DELETE ON {table} EXECUTE FUNCTION slow_down();"
+    for table in WRITTEN
+)
+SPEED_UP = "DROP FUNCTION slow_down CASCADE"
 LOCK = "LOCK TABLE spool, agents_lease IN ACCESS EXCLUSIVE MODE"
 """What every admission and every report needs."""
 
@@ -95,6 +107,27 @@ def postgres_restart(run: Run) -> list[Line]:
 
 
 def slow_database(run: Run) -> list[Line]:
+    """All agents come back to a database whose every write takes a fifth of a second longer; it is never locked."""
+    run.there.power_on()
+    run.settled()
+    run.ask("off")
+    run.ask("change")
+    acknowledged = run.there.look().counts.get("acknowledged", 0)
+    with run.there.connection(autocommit=True) as database:
+        database.execute(SLOW_DOWN)
+        try:
+            run.ask("on")
+            run.watch(max(SLOW_S, run.hold_s))
+            slowed = run.there.look()
+        finally:
+            database.execute(SPEED_UP)
+    more = slowed.counts.get("acknowledged", 0) - acknowledged
+    done = run.settled()
+    told = f"{slowed.connected} connected and {more} reports acknowledged while every write was slow"
+    return [Line("slow, but it goes on", told, done and slowed.connected > 0 and more > 0)]
+
+
+def locked_database(run: Run) -> list[Line]:
     """All agents come back to a database that answers no admission and stores no report for a while: locks are held."""
     run.there.power_on()
     run.settled()
@@ -131,7 +164,7 @@ def half_bad(run: Run) -> list[Line]:
 
 SCENARIOS: dict[str, Callable[[Run], list[Line]]] = {
     function.__name__.replace("_", "-"): function
-    for function in (cold_start, power_return, web_restart, postgres_restart, slow_database, half_bad)
+    for function in (cold_start, power_return, web_restart, postgres_restart, slow_database, locked_database, half_bad)
 }
 
 

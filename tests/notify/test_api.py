@@ -134,7 +134,7 @@ def test_the_test_button_the_delivery_and_the_replay(ask: Ask, receiver: Receive
     assert json.loads(off.content)["standing"] == "off"
     assert "make it active" in message(ask(f"{at(hook)}test/", "member", "p1", "POST"), 409)
     assert "make it active" in message(ask(f"{at(delivery)}replay/", "member", "p1", "POST"), 409)
-    assert "make another" in message(ask(at(hook), "member", "p1", "PATCH", {"way": "inbox"}), 400)
+    assert "make another" in message(ask(at(hook), "member", "p1", "PATCH", {"way": "inbox"}), 409)
     assert ask(at(hook), "member", "p1", "DELETE").status_code == 204
     assert not Delivery.objects.exists()
 

@@ -45,3 +45,20 @@ def until(condition: Callable[[], Any], deadline_s: float = 20.0) -> Any:
             return found
         time.sleep(0.02)
     raise AssertionError(f"not within {PATIENCE} × {deadline_s} s: {condition}")
+
+
+def measure_until(condition: Callable[[], Any], at_most_s: float, what: str, since: float | None = None) -> float:
+    """Wait until a promised condition holds; return and print the seconds it took, from `since` (time.monotonic) on.
+
+    Fails when it took longer than `at_most_s`, which is the promise itself: nothing is multiplied here. It waits
+    longer than that before it gives up, so that the failure tells how late the condition came.
+    """
+    begin = time.monotonic() if since is None else since
+    while not condition():
+        if time.monotonic() - begin > PATIENCE * at_most_s:
+            raise AssertionError(f"{what}: promised within {at_most_s} s, not seen after {PATIENCE * at_most_s} s")
+        time.sleep(0.02)
+    took = time.monotonic() - begin
+    print(f"{what}: {took:.2f} s of at most {at_most_s} s")
+    assert took <= at_most_s, f"{what}: took {took:.2f} s, promised within {at_most_s} s"
+    return took

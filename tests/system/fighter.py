@@ -1,12 +1,14 @@
-"""One process of `test_race`: so many threads, each with a request of its own, all after the last handle.
+"""One process of `test_race`: threads with one request each, all of which want the last handle at the same moment.
 
-For every line on standard input: all threads bind at once; the answer is a line with the uuids that won.
+Each line on standard input is a round; it says how many of the threads take part. The answer is one line with the
+uuids of the requests that were bound.
 """
 
 from __future__ import annotations
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from threading import Barrier
 
 import django
@@ -29,9 +31,8 @@ def main() -> None:
     die_with_parent()
     database, provider, *requests = sys.argv[1:]
     connection.settings_dict["NAME"] = database
-    barrier = Barrier(len(requests))
 
-    def fight(uuid: str) -> str:
+    def fight(barrier: Barrier, uuid: str) -> str:
         barrier.wait()
         try:
             binding.bind([Bind(uuid, "cmp1", provider, uuid)], NOVA)
@@ -41,8 +42,9 @@ def main() -> None:
         return uuid
 
     with ThreadPoolExecutor(len(requests)) as pool:
-        for _ in sys.stdin:
-            print(*filter(None, pool.map(fight, requests)), flush=True)
+        for line in sys.stdin:
+            rivals = requests[: int(line)]
+            print(*filter(None, pool.map(partial(fight, Barrier(len(rivals))), rivals)), flush=True)
 
 
 if __name__ == "__main__":

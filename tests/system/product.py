@@ -12,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,6 +30,7 @@ from tests.system.processes import Process
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 60.0
 STOP_S = 10.0
+"""The promise: how long the supervisor may take to stop everything."""
 SERVES = {
     "web": "cyborgweb.web",
     "ingest": "manage.py cluster ingest",
@@ -62,6 +64,8 @@ class Product:
     port: int = 0
     process: subprocess.Popen[bytes] | None = None
     seen: set[Process] = field(default_factory=set)
+    database: Path | None = None
+    """The folder of the database's socket, where the product has not started the database itself."""
     _log_from: int = 0
 
     def __post_init__(self) -> None:
@@ -153,7 +157,7 @@ class Product:
 
     def rows(self, statement: str, *values: object) -> list[tuple[Any, ...]]:
         """Ask the database; [] while it is away."""
-        where = str(socket_folder(self.state / "postgres" / "run"))
+        where = str(self.database or socket_folder(self.state / "postgres" / "run"))
         try:
             with psycopg.connect(host=where, user="postgres", dbname="cyborg", connect_timeout=5) as connection:
                 return connection.execute(statement, values).fetchall()
@@ -215,10 +219,13 @@ class Product:
         if self.process.poll() is None:
             self.remember()
             os.killpg(self.process.pid, sig)
+        begin = time.monotonic()
         try:
-            return self.process.wait(STOP_S)
+            status = self.process.wait(STOP_S)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"still there {STOP_S} s after {sig.name}\n{self.log()[-4000:]}") from None
+        print(f"the supervisor has stopped: {time.monotonic() - begin:.2f} s of at most {STOP_S} s")
+        return status
 
     def kill(self) -> None:
         """SIGKILL to the supervisor alone; nobody gets to say goodbye. `remember` first, which takes a while."""

@@ -109,7 +109,7 @@ def test_a_revoked_token_is_refused_at_the_next_question_to_keystone(cloud: Clou
     assert cloud.status("/v2/devices", seen) == 401
 
 
-def test_l3_with_keystone_away_whoever_is_known_goes_on(cloud: Cloud) -> None:
+def test_L3_with_keystone_away_whoever_is_known_goes_on(cloud: Cloud) -> None:
     known, unknown = cloud.keystone.token("member"), cloud.keystone.token("member")
     assert cloud.status("/v2/devices", known) == 200
     cloud.keystone.stop()

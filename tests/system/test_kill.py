@@ -71,7 +71,7 @@ VICTIMS = {
 
 @pytest.mark.parametrize("at_rest", [False, True], ids=["amid reports", "when all is acknowledged"])
 @pytest.mark.parametrize("victim", VICTIMS)
-def test_nothing_acknowledged_is_lost_when_it_is_killed(load: Load, victim: str, at_rest: bool) -> None:
+def test_L2_nothing_acknowledged_is_lost_when_it_is_killed(load: Load, victim: str, at_rest: bool) -> None:
     """The hosts fall silent with the kill: a later report would hide that the last acknowledged one is lost."""
     product = load.product
     find, said = VICTIMS[victim]

@@ -178,6 +178,9 @@ class LayoutSerializer(Closed):
         max_length=MAX_REASON, allow_blank=True, required=False, help_text="Shown with the commands and their events."
     )
 
+    # A PATCH that changes a layout is no partial body, which is what the generated document takes every PATCH for.
+    combinations: ClassVar[Mapping[str, Any]] = {"required": ["layout"]}
+
 
 class MoreSerializer(LayoutSerializer):
     """More units of each of these devices."""

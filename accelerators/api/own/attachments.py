@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 from uuid import UUID
 
 import django_filters as filters
@@ -64,6 +64,13 @@ class AttachmentSerializer(Chosen):
     )
     hotplug = serializers.SerializerMethodField()
     libvirt = serializers.SerializerMethodField()
+
+    combinations: ClassVar[Mapping[str, Any]] = {
+        "oneOf": [
+            {"required": ["profile"], "properties": {"profile": {"pattern": r"\S"}, "device": {"type": "null"}}},
+            {"required": ["device"], "properties": {"device": {"type": "string"}, "profile": {"maxLength": 0}}},
+        ]
+    }
 
     class Meta:
         model = Attachment

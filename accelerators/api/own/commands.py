@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 from uuid import UUID
 
 import django_filters as filters
@@ -73,6 +73,29 @@ class ImageField(Uuid):
         return str(value)
 
 
+EMPTY: Mapping[str, Mapping[str, Any]] = {
+    "device": {"type": "null"},
+    "host": {"type": "null"},
+    "layout": {"maxProperties": 0},
+    "image": {"type": "null"},
+    "deployable": {"type": "null"},
+    "driver": {"maxLength": 0},
+}
+"""What the fields that only some commands take may say in all others."""
+
+
+NEEDED: Mapping[str, Mapping[str, Any]] = {"layout": {"minProperties": 1}, "image": {"type": "string"}}
+"""What the commands that take these fields cannot do without."""
+
+
+def _form(ops: Sequence[str], about: str, *takes: str) -> dict[str, Any]:
+    """The JSON Schema of a body that orders one of `ops` of a `device` or a `host`. Empty values count as left out."""
+    others = {name: empty for name, empty in EMPTY.items() if name not in (about, *takes)}
+    named = {"op": {"enum": list(ops)}, about: {"type": "string"}}
+    needed = {name: schema for name, schema in NEEDED.items() if name in takes}
+    return {"properties": named | needed | others, "required": ["op", about, *needed]}
+
+
 class CommandSerializer(Chosen):
     """Something one host's agent does once. To order one, say `op` and `device`, or `op` and `host`."""
 
@@ -137,6 +160,16 @@ class CommandSerializer(Chosen):
         read_only_fields = tuple(
             {*fields} - {"op", "device", "host", "reason", "layout", "image", "deployable", "driver"}
         )
+
+    combinations: ClassVar[Mapping[str, Any]] = {
+        "oneOf": [
+            _form([op for op in OF_DEVICE if op not in ("partition", "program")], "device"),
+            _form(["partition"], "device", "layout"),
+            _form(["program"], "device", "image", "deployable"),
+            _form([op for op in OF_HOST if ACTS[op].takes == "driver"], "host", "driver"),
+            _form([op for op in OF_HOST if not ACTS[op].takes], "host"),
+        ]
+    }
 
     def validate(self, said: dict[str, Any]) -> dict[str, Any]:
         """What belongs together."""

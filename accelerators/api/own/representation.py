@@ -6,7 +6,7 @@ Called by the resources of `own` and by `agents.api`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import orjson
 from rest_framework import serializers
@@ -110,15 +110,21 @@ class Flag(serializers.BooleanField):
 
 
 class Number(serializers.IntegerField):
-    """A whole number; no text of it."""
+    """A whole number; no text of it. 5.0 is one: JSON and its schemas know no other kind of number."""
 
     def to_internal_value(self, data: Any) -> int:
-        """As it came."""
+        """Return it as an int; 400 for everything else."""
+        if isinstance(data, float) and data.is_integer():
+            return int(data)
         return data if isinstance(data, int) and not isinstance(data, bool) else self.fail("invalid")
 
 
 class Closed(serializers.Serializer):
     """What is written may name only what can be written."""
+
+    combinations: ClassVar[Mapping[str, Any]] = {}
+    """JSON Schema of what a body must fulfil beside its single fields; the OpenAPI document shows it. Such as: one of
+    two fields. The serializer or the view checks the same."""
 
     def to_internal_value(self, data: Any) -> Any:
         """The values; 400 for a field that there is not."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import django_filters as filters
 from django.db.models import Count, Q
@@ -18,7 +18,7 @@ from accelerators.api.own.views import Collection
 from accelerators.commands import MAX_REASON
 from accelerators.models import Rollout, RolloutStep
 from accelerators.states import RolloutOp, RolloutState, Source, StepState
-from accelerators.wishes import Change
+from accelerators.wishes import WORD, Change
 
 
 class RolloutFilter(filters.FilterSet):
@@ -35,6 +35,8 @@ class SelectorSerializer(Closed):
     all = Flag(required=False, help_text="Every host.")
     driver = Text(max_length=64, required=False, help_text="Hosts where this driver runs or is wanted.")
     name = Text(max_length=255, required=False, help_text="Hosts whose name fits; * and ? stand for what differs.")
+
+    combinations: ClassVar[Mapping[str, Any]] = {"properties": {"all": {"enum": [True]}}}
 
 
 class SettingsField(serializers.JSONField):
@@ -68,6 +70,25 @@ class RolloutSerializer(Chosen):
     reason = Text(max_length=MAX_REASON, allow_blank=True, required=False, help_text="Shown with it and its events.")
     by = serializers.CharField(source="actor", read_only=True)
     counts = serializers.SerializerMethodField()
+
+    combinations: ClassVar[Mapping[str, Any]] = {
+        "oneOf": [
+            {"required": ["hosts"], "properties": {"hosts": {"minItems": 1}, "selector": {"maxProperties": 0}}},
+            {"required": ["selector"], "properties": {"selector": {"minProperties": 1}, "hosts": {"maxItems": 0}}},
+        ],
+        "properties": {"driver": {"pattern": WORD}},
+        "anyOf": [
+            {"properties": {"op": {"enum": ["install"]}}},
+            {
+                "properties": {"op": {"enum": ["update"]}},
+                "anyOf": [
+                    {"required": ["enabled"], "properties": {"enabled": {"type": "boolean"}}},
+                    {"required": ["settings"], "properties": {"settings": {"type": "object"}}},
+                ],
+            },
+            {"properties": {"op": {"enum": ["uninstall"]}, "enabled": {"type": "null"}, "settings": {"type": "null"}}},
+        ],
+    }
 
     class Meta:
         model = Rollout

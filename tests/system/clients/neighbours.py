@@ -16,7 +16,7 @@ VERSIONS: dict[str, dict[str, Any]] = {
     "/compute/v2.1": {"version": {"id": "v2.1", "status": "CURRENT", "version": "2.96", "min_version": "2.1"}},
     "/image": {"versions": [{"id": "v2.9", "status": "CURRENT"}]},
 }
-ELSEWHERE = {"status": "ACTIVE", "OS-EXT-SRV-ATTR:host": "elsewhere.example"}
+ELSEWHERE = {"status": "ACTIVE", "tenant_id": "p1", "OS-EXT-SRV-ATTR:host": "elsewhere.example"}
 """Where every server lives: whatever it had of the card that the tests bind, it has let go of."""
 
 

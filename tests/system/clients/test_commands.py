@@ -76,7 +76,7 @@ def deployable(cloud: Cloud) -> str:
     return str(cloud.http("member", "GET", "/deployables").json()["deployables"][0]["uuid"])
 
 
-def test_device_list(openstack: Commands, cloud: Cloud) -> None:
+def test_C1_device_list(openstack: Commands, cloud: Cloud) -> None:
     (short,) = openstack.read("member", "device", "list")
     assert set(short) - {"status"} == DEVICE and short["hostname"] == cloud.host
     (long,) = openstack.read("member", "device", "list", "--long")
@@ -85,20 +85,20 @@ def test_device_list(openstack: Commands, cloud: Cloud) -> None:
     assert long["status"] == ("enabled" if openstack.kind == "plugin" else None), "one asks at 2.3, the other at 2.0"
 
 
-def test_device_list_shows_the_status_when_asked_at_2_3(openstack: Commands) -> None:
+def test_C1_device_list_shows_the_status_when_asked_at_2_3(openstack: Commands) -> None:
     words = ("--os-accelerator-api-version", "2.3", "accelerator", "device", "list", "--long", "-f", "json")
     (long,) = json.loads(openstack.ok("member", *words))
     assert long["status"] == "enabled"
 
 
-def test_device_show(openstack: Commands, cloud: Cloud) -> None:
+def test_C1_device_show(openstack: Commands, cloud: Cloud) -> None:
     shown = openstack.read("member", "device", "show", device(cloud))
     assert {*DEVICE, "created_at", "updated_at", "model", "vendor_board_info"} <= set(shown)
     assert shown["hostname"] == cloud.host
     assert "not found" in openstack.refused("member", "device", "show", str(uuid.uuid4())).lower()
 
 
-def test_device_disable_and_enable(openstack: Commands, cloud: Cloud) -> None:
+def test_C1_device_disable_and_enable(openstack: Commands, cloud: Cloud) -> None:
     def status() -> str:
         return str(cloud.http("member", "GET", f"/devices/{device(cloud)}", version="2.3").json()["status"])
 
@@ -112,7 +112,7 @@ def test_device_disable_and_enable(openstack: Commands, cloud: Cloud) -> None:
     assert status() == "enabled"
 
 
-def test_deployable_list_and_show(openstack: Commands, cloud: Cloud) -> None:
+def test_C1_deployable_list_and_show(openstack: Commands, cloud: Cloud) -> None:
     (short,) = openstack.read("member", "deployable", "list")
     assert set(short) == {"uuid", "name", "device_id"} and short["name"].endswith("_FakeDevice")
     (long,) = openstack.read("member", "deployable", "list", "--long")
@@ -121,7 +121,7 @@ def test_deployable_list_and_show(openstack: Commands, cloud: Cloud) -> None:
     assert {"created_at", "updated_at", "uuid", "name"} <= set(shown)
 
 
-def test_deployable_program(openstack: Commands, cloud: Cloud) -> None:
+def test_C1_deployable_program(openstack: Commands, cloud: Cloud) -> None:
     """Upstream answers 405. The plugin's never leaves the client: the SDK's `update_deployable` calls itself."""
     image = uploaded(cloud)
     words = ("deployable", "program", deployable(cloud))
@@ -132,7 +132,7 @@ def test_deployable_program(openstack: Commands, cloud: Cloud) -> None:
         assert "maximum recursion depth" in openstack.refused("admin", *words, image)
 
 
-def test_device_profile_create_show_list_and_delete(openstack: Commands, named: Named) -> None:
+def test_C1_device_profile_create_show_list_and_delete(openstack: Commands, named: Named) -> None:
     name = named("cli")
     if openstack.kind == "in_tree":
         groups = [word for group in GROUPS for word in ("--group", ",".join(f"{k}={v}" for k, v in group.items()))]
@@ -150,7 +150,7 @@ def test_device_profile_create_show_list_and_delete(openstack: Commands, named: 
     assert "not found" in openstack.refused("member", "device", "profile", "show", made["uuid"])
 
 
-def test_device_profile_show_by_name_from_2_2(openstack: Commands, profile: str) -> None:
+def test_C1_device_profile_show_by_name_from_2_2(openstack: Commands, profile: str) -> None:
     words = ("accelerator", "device", "profile", "show", profile, "-f", "json")
     newer = ("--os-accelerator-api-version", "2.2", *words)
     assert json.loads(openstack.ok("member", *newer))["name"] == profile
@@ -160,13 +160,13 @@ def test_device_profile_show_by_name_from_2_2(openstack: Commands, profile: str)
         assert json.loads(openstack.ok("member", *words))["name"] == profile
 
 
-def test_device_profile_delete_by_name(openstack: Commands, cloud: Cloud, named: Named) -> None:
+def test_C1_device_profile_delete_by_name(openstack: Commands, cloud: Cloud, named: Named) -> None:
     names = [cloud.profile(named("cli"))["name"] for _ in range(2)]
     openstack.ok("admin", "accelerator", "device", "profile", "delete", *names)
     assert cloud.http("member", "GET", f"/device_profiles?name={','.join(names)}").json() == {"device_profiles": []}
 
 
-def test_arq_create_show_list_and_delete(openstack: Commands, profile: str) -> None:
+def test_C1_arq_create_show_list_and_delete(openstack: Commands, profile: str) -> None:
     made = openstack.read("member", "arq", "create", profile)
     assert set(made) == REQUEST_SHOWN and made["state"] == "Initial"
     assert openstack.read("member", "arq", "show", made["uuid"]) == made
@@ -179,7 +179,9 @@ def test_arq_create_show_list_and_delete(openstack: Commands, profile: str) -> N
     assert "not found" in openstack.refused("member", "arq", "show", made["uuid"]).lower()
 
 
-def test_arq_bind_needs_the_service_token_that_only_nova_has(openstack: Commands, cloud: Cloud, profile: str) -> None:
+def test_C1_arq_bind_needs_the_service_token_that_only_nova_has(
+    openstack: Commands, cloud: Cloud, profile: str
+) -> None:
     (made,) = cloud.request(profile)
     instance = str(uuid.uuid4())
     words = (instance, cloud.provider) + ((cloud.project(),) if openstack.kind == "plugin" else ())
@@ -188,7 +190,9 @@ def test_arq_bind_needs_the_service_token_that_only_nova_has(openstack: Commands
     openstack.ok("member", "accelerator", "arq", "delete", made["uuid"])
 
 
-def test_arq_unbind_needs_the_service_token_that_only_nova_has(openstack: Commands, cloud: Cloud, profile: str) -> None:
+def test_C1_arq_unbind_needs_the_service_token_that_only_nova_has(
+    openstack: Commands, cloud: Cloud, profile: str
+) -> None:
     (made,) = cloud.request(profile)
     patch = {made["uuid"]: cloud.binding(str(uuid.uuid4()))}
     assert cloud.http("member", "PATCH", "/accelerator_requests", patch, service=True).status_code == 202
@@ -198,7 +202,7 @@ def test_arq_unbind_needs_the_service_token_that_only_nova_has(openstack: Comman
     assert gone.status_code == 204
 
 
-def test_device_attribute_create_show_list_and_delete(openstack: Commands, named: Named) -> None:
+def test_C1_device_attribute_create_show_list_and_delete(openstack: Commands, named: Named) -> None:
     listed = openstack.read("member", "device", "attribute", "list")
     assert set(listed[0]) == {"uuid", "deployable_id", "key", "value"}
     (rc,) = [one for one in listed if one["key"] == "rc"]

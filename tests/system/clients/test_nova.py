@@ -65,7 +65,7 @@ def profile(cloud: Cloud, named: Callable[[str], str]) -> Iterator[str]:
     cloud.http("admin", "DELETE", f"/device_profiles/{made['uuid']}")
 
 
-def test_get_device_profile_groups(compute: Compute, profile: str) -> None:
+def test_C1_get_device_profile_groups(compute: Compute, profile: str) -> None:
     groups = compute.call("get_device_profile_groups", profile)
     assert groups == [*GROUPS, {"resources:FPGA": "1"}]
     assert compute.call("get_device_request_groups", groups, None) == [
@@ -75,7 +75,7 @@ def test_get_device_profile_groups(compute: Compute, profile: str) -> None:
     assert compute.ask("get_device_profile_groups", "nope")["error"] == "DeviceProfileError"
 
 
-def test_create_and_bind_arqs(compute: Compute, profile: str) -> None:
+def test_C1_create_and_bind_arqs(compute: Compute, profile: str) -> None:
     instance = str(uuid.uuid4())
     made = compute.bound(profile, instance)
     assert [arq["device_profile_group_id"] for arq in made] == [0, 1]
@@ -90,14 +90,14 @@ def test_create_and_bind_arqs(compute: Compute, profile: str) -> None:
     assert compute.ask("get_arqs_for_instance", instance)["error"] == "AcceleratorRequestOpFailed"
 
 
-def test_delete_arqs_by_uuid(compute: Compute, profile: str) -> None:
+def test_C1_delete_arqs_by_uuid(compute: Compute, profile: str) -> None:
     instance = str(uuid.uuid4())
     made = [arq["uuid"] for arq in compute.bound(profile, instance)]
     compute.call("delete_arqs_by_uuid", made)
     assert compute.ask("get_arq_by_uuid", made[0])["error"] == "AcceleratorRequestOpFailed"
 
 
-def test_a_refused_bind_is_a_binding_failure_and_leaves_nothing_held(compute: Compute, profile: str) -> None:
+def test_C1_a_refused_bind_is_a_binding_failure_and_leaves_nothing_held(compute: Compute, profile: str) -> None:
     made = compute.call("create_arqs", profile)
     elsewhere = {
         "hostname": compute.cloud.host,
@@ -109,7 +109,7 @@ def test_a_refused_bind_is_a_binding_failure_and_leaves_nothing_held(compute: Co
     compute.call("delete_arqs_by_uuid", [arq["uuid"] for arq in made])
 
 
-def test_the_card_serves_as_many_as_it_has_handles_and_is_free_again_afterwards(
+def test_C1_the_card_serves_as_many_as_it_has_handles_and_is_free_again_afterwards(
     compute: Compute, cloud: Cloud, profile: str
 ) -> None:
     instances = [str(uuid.uuid4()) for _ in range(HANDLES // 2)]

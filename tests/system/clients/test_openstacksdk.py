@@ -57,7 +57,7 @@ def uploaded(cloud: Cloud) -> str:
     return str(answer.json()["uuid"])
 
 
-def test_devices(connect: Connect, cloud: Cloud) -> None:
+def test_C1_devices(connect: Connect, cloud: Cloud) -> None:
     (device,) = connect("member").accelerator.devices()
     assert (device.type, device.hostname, device.status) == ("FPGA", cloud.host, None)
     (device,) = connect("member", accelerator_default_microversion="2.3").accelerator.devices(hostname=cloud.host)
@@ -65,7 +65,7 @@ def test_devices(connect: Connect, cloud: Cloud) -> None:
     assert list(connect("member").accelerator.devices(hostname="nowhere")) == []
 
 
-def test_get_device(connect: Connect) -> None:
+def test_C1_get_device(connect: Connect) -> None:
     accelerator = connect("member").accelerator
     (device,) = accelerator.devices()
     assert accelerator.get_device(device.uuid).to_dict() == accelerator.get_device(device).to_dict()
@@ -73,7 +73,7 @@ def test_get_device(connect: Connect) -> None:
         accelerator.get_device(str(uuid.uuid4()))
 
 
-def test_enable_and_disable_device(connect: Connect) -> None:
+def test_C1_enable_and_disable_device(connect: Connect) -> None:
     accelerator = connect("admin", accelerator_default_microversion="2.3").accelerator
     (device,) = accelerator.devices()
     accelerator.disable_device(device.uuid)
@@ -86,12 +86,12 @@ def test_enable_and_disable_device(connect: Connect) -> None:
     assert accelerator.get_device(device.uuid).status == "enabled"
 
 
-def test_deployables(connect: Connect) -> None:
+def test_C1_deployables(connect: Connect) -> None:
     (deployable,) = connect("member").accelerator.deployables()
     assert deployable.num_accelerators == HANDLES and deployable.name.endswith("_FakeDevice")
 
 
-def test_get_deployable(connect: Connect) -> None:
+def test_C1_get_deployable(connect: Connect) -> None:
     accelerator = connect("member").accelerator
     (deployable,) = accelerator.deployables()
     assert accelerator.get_deployable(deployable.id).name == deployable.name
@@ -99,7 +99,7 @@ def test_get_deployable(connect: Connect) -> None:
         accelerator.get_deployable("nope")
 
 
-def test_patch_deployable_programs(connect: Connect, cloud: Cloud) -> None:
+def test_C1_patch_deployable_programs(connect: Connect, cloud: Cloud) -> None:
     """Its path with the id twice is 405 upstream."""
 
     def operations(image: object) -> list[dict[str, Any]]:
@@ -116,12 +116,12 @@ def test_patch_deployable_programs(connect: Connect, cloud: Cloud) -> None:
         connect("member").accelerator.patch_deployable(deployable.id, operations(image))
 
 
-def test_device_profiles(connect: Connect, profile: dict[str, Any]) -> None:
+def test_C1_device_profiles(connect: Connect, profile: dict[str, Any]) -> None:
     found = [one for one in connect("member").accelerator.device_profiles() if one.name == profile["name"]]
     assert [(one.uuid, one.groups) for one in found] == [(profile["uuid"], GROUPS)]
 
 
-def test_get_device_profile(connect: Connect, profile: dict[str, Any]) -> None:
+def test_C1_get_device_profile(connect: Connect, profile: dict[str, Any]) -> None:
     assert connect("member").accelerator.get_device_profile(profile["uuid"]).name == profile["name"]
     newer = connect("member", accelerator_default_microversion="2.2").accelerator
     assert newer.get_device_profile(profile["name"]).uuid == profile["uuid"]
@@ -130,7 +130,7 @@ def test_get_device_profile(connect: Connect, profile: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("key", ["uuid", "name"])
-def test_create_and_delete_device_profile(connect: Connect, named: Named, key: str) -> None:
+def test_C1_create_and_delete_device_profile(connect: Connect, named: Named, key: str) -> None:
     accelerator = connect("admin").accelerator
     wanted = {"name": named("sdk"), "groups": GROUPS, "description": "one unit"}
     made = accelerator.create_device_profile(**wanted)
@@ -142,7 +142,7 @@ def test_create_and_delete_device_profile(connect: Connect, named: Named, key: s
         accelerator.delete_device_profile(made[key], ignore_missing=False)
 
 
-def test_create_get_list_and_delete_accelerator_request(connect: Connect, profile: dict[str, Any]) -> None:
+def test_C1_create_get_list_and_delete_accelerator_request(connect: Connect, profile: dict[str, Any]) -> None:
     accelerator = connect("member").accelerator
     made = accelerator.create_accelerator_request(device_profile_name=profile["name"])
     assert (made.state, made.device_profile_group_id, made.attach_handle_info) == ("Initial", 0, {})
@@ -157,7 +157,7 @@ def test_create_get_list_and_delete_accelerator_request(connect: Connect, profil
 
 
 @pytest.mark.parametrize("method", ["patch_accelerator_request", "update_accelerator_request"])
-def test_patch_accelerator_request(connect: Connect, cloud: Cloud, profile: dict[str, Any], method: str) -> None:
+def test_C1_patch_accelerator_request(connect: Connect, cloud: Cloud, profile: dict[str, Any], method: str) -> None:
     (made,) = cloud.request(profile["name"])
     with pytest.raises(exceptions.ForbiddenException, match="requires a service token"):
         getattr(connect("member").accelerator, method)(made["uuid"], cloud.binding(str(uuid.uuid4())))
@@ -171,7 +171,7 @@ def test_patch_accelerator_request(connect: Connect, cloud: Cloud, profile: dict
     accelerator.delete_accelerator_request(made["uuid"], ignore_missing=False)
 
 
-def test_attributes(connect: Connect) -> None:
+def test_C1_attributes(connect: Connect) -> None:
     accelerator = connect("member").accelerator
     pairs = {(one.key, one.value) for one in accelerator.attributes()}
     assert ("rc", "FPGA") in pairs
@@ -179,7 +179,7 @@ def test_attributes(connect: Connect) -> None:
     assert accelerator.get_attribute(one.uuid).to_dict() == one.to_dict()
 
 
-def test_create_and_delete_attribute(connect: Connect, named: Named) -> None:
+def test_C1_create_and_delete_attribute(connect: Connect, named: Named) -> None:
     """Its body wrapped in `attribute` is 500 upstream."""
     accelerator = connect("admin").accelerator
     (rc,) = [one for one in accelerator.attributes() if one.key == "rc"]
@@ -190,7 +190,7 @@ def test_create_and_delete_attribute(connect: Connect, named: Named) -> None:
         accelerator.get_attribute(made.uuid)
 
 
-def test_limit_and_marker_page_through_a_list(connect: Connect, cloud: Cloud, profile: dict[str, Any]) -> None:
+def test_C1_limit_and_marker_page_through_a_list(connect: Connect, cloud: Cloud, profile: dict[str, Any]) -> None:
     """Upstream refuses `limit`, which the SDK sends on every further page."""
     mine = [cloud.request(profile["name"])[0]["uuid"] for _ in range(3)]
     accelerator = connect("member").accelerator
@@ -199,7 +199,7 @@ def test_limit_and_marker_page_through_a_list(connect: Connect, cloud: Cloud, pr
     assert cloud.http("member", "DELETE", f"/accelerator_requests?arqs={','.join(mine)}").status_code == 204
 
 
-def test_cloud_layer(connect: Connect, cloud: Cloud, named: Named) -> None:
+def test_C1_cloud_layer(connect: Connect, cloud: Cloud, named: Named) -> None:
     admin, member = connect("admin"), connect("member", service=True)
     profile = admin.create_device_profile({"name": named("sdk"), "groups": GROUPS})
     assert profile.uuid in [one.uuid for one in member.list_device_profiles()]

@@ -48,7 +48,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Exempt:
-    """Requests that may fail a check: `where` matches `METHOD target`, `said` something in message or answer."""
+    """Requests that may fail a check: `where` matches `METHOD target`, `said` is found in message or answer."""
 
     check: str
     where: str
@@ -59,7 +59,7 @@ class Exempt:
         """Whether this is the exemption of that failure."""
         asked = f"{failure.method} {failure.target}"
         told = failure.message + failure.answer
-        return self.check == failure.check and bool(re.match(self.where, asked)) and self.said in told
+        return self.check == failure.check and bool(re.match(self.where, asked)) and bool(re.search(self.said, told))
 
 
 _COLLECTION = r"/accelerator/v2/(device_profiles|devices|deployables|attributes)(\?|$)"
@@ -102,43 +102,33 @@ V2 = (
 API = (
     Exempt(
         "positive_data_acceptance",
-        r"(POST|PATCH) /api/subscriptions/",
-        "",
-        "each way takes other fields, and not every installation has it: a schema cannot say",
+        "POST /api/(commands|attachments|rollouts)/",
+        "not found with uuid|There is no host|No host is chosen",
+        "A schema cannot say which devices and hosts there are.",
     ),
     Exempt(
         "positive_data_acceptance",
-        r"(POST|PATCH) /api/profiles/",
-        "at most 256 accelerators",
-        "a sum over all groups, which a schema cannot say",
+        "POST /api/rollouts/",
+        "looks like a secret",
+        "A schema cannot say which words in a driver's settings are taken for a secret.",
     ),
-    Exempt(
-        "positive_data_acceptance",
-        "POST /api/commands/",
-        "op: Say one of",
-        "which of two fields belongs to an op, the generated schema cannot say",
-    ),
-    Exempt("positive_data_acceptance", "POST /api/commands/", "takes none.", "the same of what an op takes"),
-    Exempt("positive_data_acceptance", "POST /api/commands/", "not found with uuid", "nor which devices there are"),
-    Exempt("not_a_server_error", "POST /api/attachments/", "cannot be asked for now", "503 while Nova cannot be asked"),
-    Exempt("positive_data_acceptance", "POST /api/attachments/", "what is to be attached", "one of two fields, again"),
-    Exempt("positive_data_acceptance", "POST /api/rollouts/", "Say on which hosts", "one of two fields, again"),
-    Exempt("positive_data_acceptance", "POST /api/rollouts/", "There is no host", "nor which hosts there are"),
-    Exempt("positive_data_acceptance", "POST /api/rollouts/", "No host is chosen", "the same of a selector"),
-    Exempt("positive_data_acceptance", "POST /api/rollouts/", "A selector is", "one way of three to select"),
-    Exempt("positive_data_acceptance", "POST /api/rollouts/", "looks like a secret", "nor what settings may say"),
     Exempt(
         "positive_data_acceptance",
         "POST /api/accelerators/",
         "A generation is one device's",
-        "what belongs to one target alone",
+        "A schema cannot say how many devices a host and a backend stand for.",
     ),
-    Exempt("positive_data_acceptance", "PATCH /api/devices/", "no word for device", "each driver has words of its own"),
     Exempt(
         "positive_data_acceptance",
         "PATCH /api/devices/",
-        "layout: This field is required",
-        "the generated document requires nothing of a PATCH",
+        "no word for device",
+        "Each driver takes words of its own in a layout, which the device shows.",
+    ),
+    Exempt(
+        "positive_data_acceptance",
+        r"(POST|PATCH) /api/subscriptions/",
+        "sends no mail|A webhook's URL|no e-mail address|needs no target|needs the scope cloud",
+        "Where a target may lead depends on the way, on the installation and, of a PATCH, on what is stored.",
     ),
 )
 

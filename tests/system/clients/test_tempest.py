@@ -22,7 +22,7 @@ def posted(cloud: Cloud, **profile: Any) -> requests.Response:
     return cloud.http("admin", "POST", "/device_profiles", [{"groups": GROUPS, **profile}])
 
 
-def test_a_request_is_created_whether_or_not_any_device_fits(cloud: Cloud, named: Named) -> None:
+def test_C1_a_request_is_created_whether_or_not_any_device_fits(cloud: Cloud, named: Named) -> None:
     profile = cloud.profile(named("tempest"), NOBODYS)
     (arq,) = cloud.request(profile["name"], "admin")
     assert arq["device_profile_name"] == profile["name"]
@@ -34,19 +34,19 @@ def test_a_request_is_created_whether_or_not_any_device_fits(cloud: Cloud, named
 
 
 @pytest.mark.parametrize("method", ["GET", "DELETE"])
-def test_a_request_nobody_knows_is_404(cloud: Cloud, method: str) -> None:
+def test_C1_a_request_nobody_knows_is_404(cloud: Cloud, method: str) -> None:
     name = uuid.uuid4()
     path = f"/accelerator_requests/{name}" if method == "GET" else f"/accelerator_requests?arqs={name}"
     assert cloud.http("admin", method, path).status_code == 404
 
 
 @pytest.mark.parametrize("name", ["", "no-such-profile", "!@#$%^&*()"])
-def test_a_request_for_a_profile_nobody_knows_is_404(cloud: Cloud, name: str) -> None:
+def test_C1_a_request_for_a_profile_nobody_knows_is_404(cloud: Cloud, name: str) -> None:
     answer = cloud.http("admin", "POST", "/accelerator_requests", {"device_profile_name": name})
     assert answer.status_code == 404, answer.text
 
 
-def test_attributes(cloud: Cloud) -> None:
+def test_C1_attributes(cloud: Cloud) -> None:
     listed = cloud.http("admin", "GET", "/attributes").json()
     assert list(listed) == ["attributes"]
     first = listed["attributes"][0]
@@ -54,7 +54,7 @@ def test_attributes(cloud: Cloud) -> None:
     assert cloud.http("admin", "GET", f"/attributes/{uuid.uuid4()}").status_code == 404
 
 
-def test_deployables(cloud: Cloud) -> None:
+def test_C1_deployables(cloud: Cloud) -> None:
     listed = cloud.http("admin", "GET", "/deployables").json()
     assert next(iter(listed)) == "deployables"
     first = listed["deployables"][0]
@@ -62,7 +62,7 @@ def test_deployables(cloud: Cloud) -> None:
     assert cloud.http("admin", "GET", f"/deployables/{uuid.uuid4()}").status_code == 404
 
 
-def test_devices_and_their_filters(cloud: Cloud) -> None:
+def test_C1_devices_and_their_filters(cloud: Cloud) -> None:
     listed = cloud.http("admin", "GET", "/devices").json()
     assert next(iter(listed)) == "devices"
     (device,) = listed["devices"]
@@ -76,7 +76,7 @@ def test_devices_and_their_filters(cloud: Cloud) -> None:
     assert cloud.http("admin", "GET", f"/devices/{uuid.uuid4()}").status_code == 404
 
 
-def test_profiles_are_created_shown_and_deleted(cloud: Cloud, named: Named) -> None:
+def test_C1_profiles_are_created_shown_and_deleted(cloud: Cloud, named: Named) -> None:
     names = [named("tempest") for _ in range(4)]
     made = [posted(cloud, name=name, description="a profile") for name in names]
     assert [one.status_code for one in made] == [201] * 4
@@ -94,14 +94,14 @@ def test_profiles_are_created_shown_and_deleted(cloud: Cloud, named: Named) -> N
     assert cloud.http("admin", "GET", f"/device_profiles?name={','.join(names)}").json() == {"device_profiles": []}
 
 
-def test_profiles_that_are_not_there(cloud: Cloud) -> None:
+def test_C1_profiles_that_are_not_there(cloud: Cloud) -> None:
     for method in ("GET", "DELETE"):
         assert cloud.http("admin", method, f"/device_profiles/{uuid.uuid4()}").status_code == 404
     assert cloud.http("admin", "DELETE", "/device_profiles?value=no-such,nor-such").status_code == 404
     assert cloud.http("admin", "DELETE", "/device_profiles/").status_code == 400
 
 
-def test_profiles_that_cannot_be_made(cloud: Cloud, named: Named) -> None:
+def test_C1_profiles_that_cannot_be_made(cloud: Cloud, named: Named) -> None:
     """500 is what its tests want for three of them (contract annex A, 4)."""
     made = cloud.profile(named("tempest"))
     assert posted(cloud, name=made["name"]).status_code == 409
@@ -112,7 +112,7 @@ def test_profiles_that_cannot_be_made(cloud: Cloud, named: Named) -> None:
     assert cloud.http("admin", "GET", "/device_profiles").status_code == 200
 
 
-def test_a_service_role_makes_requests_and_a_reader_reads(cloud: Cloud, named: Named) -> None:
+def test_C1_a_service_role_makes_requests_and_a_reader_reads(cloud: Cloud, named: Named) -> None:
     profile = cloud.profile(named("tempest"))
     (arq,) = cloud.request(profile["name"], "service")
     assert cloud.http("admin", "GET", f"/accelerator_requests/{arq['uuid']}").status_code == 200
@@ -122,12 +122,12 @@ def test_a_service_role_makes_requests_and_a_reader_reads(cloud: Cloud, named: N
     assert cloud.http("admin", "DELETE", f"/device_profiles/{profile['uuid']}").status_code == 204
 
 
-def test_a_system_scoped_admin_gets_nothing(cloud: Cloud) -> None:
+def test_C1_a_system_scoped_admin_gets_nothing(cloud: Cloud) -> None:
     headers = {"X-Auth-Token": cloud.keystone.token("admin", system=True)}
     assert cloud.http("", "GET", "/devices", headers=headers).status_code == 403
 
 
-def test_what_belongs_to_a_server_is_deleted_with_a_service_token_only(cloud: Cloud, named: Named) -> None:
+def test_C1_what_belongs_to_a_server_is_deleted_with_a_service_token_only(cloud: Cloud, named: Named) -> None:
     profile, instance = cloud.profile(named("tempest")), str(uuid.uuid4())
     (arq,) = cloud.request(profile["name"])
     path = f"/accelerator_requests?instance={instance}"

@@ -1,0 +1,190 @@
+"""Promised times of 5 s and more, each asserted by its own figure, with the product's default settings.
+
+Every measured time is printed, so that `pytest -rP` shows the headroom.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import requests
+from websockets.exceptions import ConnectionClosed
+from websockets.sync.client import ClientConnection
+
+from agents import credentials, wire
+from tests.support.webserver import measure_until
+from tests.support.wireagent import WireAgent, ask
+from tests.system.conftest import fresh
+from tests.system.product import Product, running
+
+pytestmark = pytest.mark.system
+SEEN_S = 30.0
+"""Promise L1: how soon the silence of an agent is seen."""
+CLOSED_S = 5.0
+"""Promise X1: how soon the socket of a revoked agent is closed."""
+GATEWAY_GONE_S = 35.0
+"""docs/install-several.md: how soon an agent notices that its gateway is gone. It waits for three beats of 8 s after
+the first beat that was not acknowledged."""
+BIND_TIMEOUT_S, EXPIRED_S = 6, 10.0
+"""The deadline of a bind in this file, and how soon after it the request must have failed. The job that looks for it is
+woken every 5 s."""
+HOST = "here.example"
+DEAF_TO_NEWS = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE query ILIKE 'LISTEN%%'"
+
+
+@pytest.fixture(scope="module")
+def product() -> Iterator[Product]:
+    """One product whose fake card has handles that its host has to make."""
+    with fresh() as folder:
+        (folder / "fake.json").write_text(json.dumps({"handle_type": "MDEV"}))
+        (folder / "drivers.toml").write_text(f'[fake_driver]\ncontrol_file = "{folder}/fake.json"\n')
+        settings = {"CYBORG_HOST_NAME": HOST, "CYBORG_HOST_NODE": "here", "CYBORG_BIND_TIMEOUT_S": str(BIND_TIMEOUT_S)}
+        settings |= {"CYBORG_DRIVER_SETTINGS": str(folder / "drivers.toml")}
+        with running(Product(folder / "state", settings)) as started:
+            ready = "SELECT 1 FROM accelerators_device WHERE vendor = '0xABCD' AND state = 'ready'"
+            started.until(lambda: started.rows(ready), 30, "the fake card is ready")
+            yield started
+
+
+@pytest.fixture(scope="module")
+def headers(product: Product) -> dict[str, str]:
+    """An administrator's token and Nova's service token."""
+    admin, service = (product.manage("api_token", role, "--role", role)[-1] for role in ("admin", "service"))
+    return {"X-Auth-Token": admin, "X-Service-Token": service}
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[float]:
+    """Stop a process with SIGSTOP and yield the moment; let it go on afterwards."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield time.monotonic()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def call(product: Product, headers: dict[str, str], method: str, path: str, body: Any = None) -> Any:
+    """Call an API of the product and return the decoded answer; AssertionError unless it is 2xx."""
+    url = f"http://127.0.0.1:{product.port}{path}"
+    answer = requests.request(method, url, json=body, headers=headers, timeout=30)
+    assert answer.ok, (method, path, answer.status_code, answer.text)
+    return answer.json() if answer.content else None
+
+
+def agents(product: Product, headers: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """The agents that the API shows, by the name of their host."""
+    return {one["host"]["name"]: one for one in call(product, headers, "GET", "/api/agents/")["results"]}
+
+
+def joined(product: Product, host: str) -> WireAgent:
+    """An agent with a join token of its own."""
+    secret = credentials.parse_join_string(product.manage("join_token", host)[-1]).secret
+    return WireAgent(product.port, host, host, token=secret)
+
+
+def closed(socket: ClientConnection) -> bool:
+    """Whether the gateway has closed the socket; what it says before is dropped."""
+    try:
+        socket.recv(timeout=0.02)
+    except ConnectionClosed:
+        return True
+    except TimeoutError:
+        pass
+    return False
+
+
+def test_L1_the_silence_of_an_agent_is_seen_within_30_s(product: Product, headers: dict[str, str]) -> None:
+    """One agent is stopped, one keeps its socket open and says nothing, one is cut off."""
+    agent = product.until(lambda: product.child("agent"), 30, "the agent runs")
+    names = (HOST, "quiet.example", "cut.example")
+    with joined(product, names[1]).speaking() as quiet, joined(product, names[2]).speaking() as cut:
+        for socket in (quiet, cut):
+            assert ask(socket, wire.Beat(1)) == wire.Ack(1, "Beat")
+        product.until(
+            lambda: all(agents(product, headers).get(name, {}).get("state") == "up" for name in names), 30, "all are up"
+        )
+        for socket in (quiet, cut):
+            assert ask(socket, wire.Beat(2)) == wire.Ack(2, "Beat")
+        with stopped(agent.pid) as since:
+            cut.socket.close()
+
+            def seen() -> bool:
+                shown = agents(product, headers)
+                stale = call(product, headers, "GET", "/api/hosts/?stale=true")["results"]
+                hosts = {host["name"] for host in stale if shown[host["name"]]["state"] == "down"}
+                return hosts == set(names)
+
+            measure_until(seen, SEEN_S, "three silent agents are shown as down, and their hosts as stale", since)
+    product.until(lambda: agents(product, headers)[HOST]["state"] == "up", 60, "the agent is up again")
+
+
+def test_X1_revoking_closes_the_socket_within_5_s(product: Product, headers: dict[str, str]) -> None:
+    name = "revoked.example"
+    with joined(product, name).speaking() as socket:
+        assert ask(socket, wire.Beat(1)) == wire.Ack(1, "Beat")
+        path = f"/api/agents/{agents(product, headers)[name]['uuid']}/revoke/"
+        since = time.monotonic()
+        call(product, headers, "POST", path, {"reason": "stolen"})
+        measure_until(lambda: closed(socket), CLOSED_S, "the socket is closed", since)
+
+
+def test_X1_revoking_closes_the_socket_within_5_s_when_the_message_of_it_is_lost(product: Product) -> None:
+    """Another process revokes, and the gateway's connection on which it would hear of it is cut all the time."""
+    name = "unheard.example"
+    barred = (
+        "SELECT 1 FROM agents_agent a JOIN accelerators_host h ON h.id = a.host_id WHERE h.name = %s AND barred <> ''"
+    )
+    with joined(product, name).speaking() as socket:
+        assert ask(socket, wire.Beat(1)) == wire.Ack(1, "Beat")
+        revoking = threading.Thread(target=product.manage, args=("revoke_agent", name))
+        revoking.start()
+        while not product.rows(barred, name):
+            assert not closed(socket)
+            product.rows(DEAF_TO_NEWS)
+        measure_until(lambda: closed(socket), CLOSED_S, "the socket is closed although the message was lost")
+        revoking.join()
+
+
+def test_a_bind_never_outlives_its_deadline(product: Product, headers: dict[str, str]) -> None:
+    agent = product.until(lambda: product.child("agent"), 30, "the agent runs")
+    profile = [{"name": "mdev", "groups": [{"resources:FPGA": "1"}]}]
+    call(product, headers, "POST", "/v2/device_profiles", profile)
+    ((provider,),) = product.rows(
+        "SELECT p.rp_uuid::text FROM accelerators_deployable p JOIN accelerators_device d ON d.id = p.device_id"
+        " WHERE d.vendor = '0xABCD'"
+    )
+    body = {"device_profile_name": "mdev"}
+    (request,) = call(product, headers, "POST", "/v2/accelerator_requests", body)["arqs"]
+    values = {"hostname": HOST, "device_rp_uuid": provider, "instance_uuid": str(uuid.uuid4())}
+    patch = {request["uuid"]: [{"op": "add", "path": f"/{key}", "value": value} for key, value in values.items()]}
+
+    def state() -> str:
+        shown = call(product, headers, "GET", f"/v2/accelerator_requests/{request['uuid']}")
+        return str(shown["state"])
+
+    with stopped(agent.pid):
+        call(product, headers, "PATCH", "/v2/accelerator_requests", patch)
+        assert state() == "BindStarted"
+        deadline = time.monotonic() + BIND_TIMEOUT_S
+        product.until(lambda: time.monotonic() > deadline - 1, BIND_TIMEOUT_S, "the deadline is near")
+        measure_until(lambda: state() == "BindFailed", EXPIRED_S, "the bind fails after its deadline", deadline)
+
+
+def test_an_agent_notices_within_35_s_that_its_gateway_is_gone(product: Product) -> None:
+    """The gateway is stopped, so that no connection is closed and nothing refuses a new one."""
+    web = product.until(lambda: product.child("web"), 30, "the gateway runs")
+    product.until_said(r"agent +\|.*connected to", 30)
+    place = product.mark()
+    with stopped(web.pid) as since:
+        pattern = "the gateway acknowledged nothing for"
+        measure_until(lambda: pattern in product.log()[place:], GATEWAY_GONE_S, "the agent lets go", since)
+    product.until_said(r"agent +\|.*connected to", 60, after=place)

@@ -1,0 +1,309 @@
+"""Promise L3: while the database, Keystone, Placement or Nova is slow or silent, reads and reports go on, and what was
+written meanwhile is applied once the service answers again.
+
+The promise speaks of an hour. Here each service is slow, and then silent, for some seconds, with the product's own
+time-outs (2 to 10 s); the long version takes half an hour for each.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from cyborgweb.postgres import Postgres
+from tests.support.long import scaled
+from tests.support.nova import Nova, recording
+from tests.system.clients.cloud import HANDLES, Cloud
+from tests.system.conftest import fresh
+from tests.system.keystone import Keystone
+from tests.system.load import Load
+from tests.system.placement import Placement, keystone, placement
+from tests.system.product import ROOT, Product, environment, running
+from tests.system.slow_proxy import SlowProxy, http_proxy, postgres_proxy
+
+__all__ = ["keystone", "placement"]
+pytestmark = pytest.mark.system
+SLOW_DATABASE_S = scaled(15.0, 3600.0)
+DATABASE_DELAY_S = 0.1
+"""How long each answer of the database is held back. A read takes about five of them."""
+AWAY_S = scaled(5.0, 3600.0)
+PHASE_S = scaled(6.0, 1800.0)
+SERVICE_DELAY_S = 3.0
+"""Longer than the product waits for Nova when it shows an instance, shorter than its other time-outs."""
+READ_S = 30.0
+STRANGERS = 8
+"""How many callers with tokens that Keystone has to be asked about come at once: twice the request threads."""
+FAKE = "SELECT d.state FROM accelerators_device d WHERE d.vendor = '0xABCD'"
+CREATED = "SELECT subject FROM accelerators_event WHERE action = 'request.created'"
+SETTINGS = {"CYBORG_RESCAN_S": "2", "CYBORG_HOST_NAME": "here.example", "CYBORG_HOST_NODE": "here"}
+
+
+@dataclass
+class Database:
+    """A product with a PostgreSQL of its own behind a proxy; the test's own queries go past the proxy."""
+
+    product: Product
+    postgres: Postgres
+    proxy: SlowProxy
+
+
+@pytest.fixture
+def database(folder: Path) -> Iterator[Database]:
+    """One with the fake card ready."""
+    postgres = Postgres(folder / "database", os.environ.get("CYBORG_PG_BIN", ""), durable=False)
+    try:
+        postgres.start()
+        postgres.ensure_database("cyborg")
+        with postgres_proxy(postgres.socket, folder / "slow") as proxy:
+            url = f"postgresql://postgres@/cyborg?host={folder}/slow"
+            settings = SETTINGS | {"CYBORG_DATABASE_URL": url}
+            with running(Product(folder / "state", settings, database=postgres.socket)) as product:
+                product.until(lambda: ("ready",) in product.rows(FAKE), 30, "the fake card is ready")
+                yield Database(product, postgres, proxy)
+    finally:
+        postgres.stop()
+
+
+def test_L3_a_slow_database_delays_reads_reports_and_binds_and_loses_none(database: Database) -> None:
+    product, proxy = database.product, database.proxy
+    load, user = Load(product), Tenant(product)
+    with load.reporting():
+        load.until_acknowledged(5)
+        before, end = {host.name: host.acked for host in load.hosts}, time.monotonic() + SLOW_DATABASE_S
+        proxy.delay_s = DATABASE_DELAY_S
+        while time.monotonic() < end:
+            user.read()
+            user.bind_and_give_up_the_former()
+        more = {host.name: host.acked - before[host.name] for host in load.hosts}
+        states = product.rows("SELECT name FROM accelerators_host WHERE stale_since IS NOT NULL")
+        proxy.delay_s = 0.0
+        load.hold()
+    print(f"{proxy.delayed} answers delayed; acknowledged meanwhile {more}; reads took {user.longest_s:.1f} s at most")
+    assert proxy.delayed > 100
+    assert all(count > 0 for count in more.values()), f"reports stopped: {more}"
+    assert user.bound, "no bind came through"
+    assert not states, f"hosts that report are taken for silent: {states}"
+    load.until_stored()
+    kept = {str(uuid) for (uuid,) in product.rows("SELECT uuid FROM accelerators_acceleratorrequest")}
+    assert kept == {user.bound[-1]}
+    assert set(user.bound) <= {str(subject) for (subject,) in product.rows(CREATED)}
+    assert product.rows("SELECT state FROM accelerators_acceleratorrequest") == [("Bound",)]
+
+
+def test_L3_a_database_that_is_restarted_loses_nothing_and_is_found_again(database: Database) -> None:
+    """A bind that was answered before is kept; a question meanwhile gets an answer, and not a wait."""
+    product, load, user = database.product, Load(database.product), Tenant(database.product)
+    user.bind_and_give_up_the_former()
+    with load.reporting():
+        load.until_acknowledged(5)
+        database.postgres.stop()
+        begin = time.monotonic()
+        user.ask(503, "GET", "/devices")
+        assert product.get("/healthz")[0] == 200
+        product.until(lambda: time.monotonic() > begin + AWAY_S, AWAY_S, "the time of the outage is over")
+        database.postgres.start()
+        product.until(lambda: product.json("/v2/devices", user.headers["X-Auth-Token"]), 30, "reads are answered")
+        user.bind_and_give_up_the_former()
+        load.until_acknowledged(5)
+        load.hold()
+    load.until_stored()
+    assert product.rows("SELECT uuid::text FROM accelerators_acceleratorrequest") == [(user.bound[-1],)]
+
+
+@dataclass
+class Tenant:
+    """An administrator with Nova's service token, who reads, and who makes, binds and deletes requests."""
+
+    product: Product
+    bound: list[str] = field(default_factory=list)
+    longest_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        tokens = {role: self.product.manage("api_token", f"t-{role}", "--role", role)[-1] for role in ROLES}
+        self.headers = {"X-Auth-Token": tokens["admin"], "X-Service-Token": tokens["service"]}
+        self.ask(201, "POST", "/device_profiles", [{"name": "one", "groups": [{"resources:FPGA": "1"}]}])
+        self.deployable = "SELECT rp_uuid::text FROM accelerators_deployable WHERE name LIKE '%%FakeDevice'"
+        (device,) = [one for one in self.ask(200, "GET", "/devices")["devices"] if one["vendor"] == "0xABCD"]
+        assert device["hostname"] == SETTINGS["CYBORG_HOST_NAME"]
+
+    def ask(self, wanted: int, method: str, path: str, body: Any = None) -> Any:
+        """Call the v2 API and return the decoded answer, which must have the wanted status."""
+        begin, url = time.monotonic(), f"http://127.0.0.1:{self.product.port}/v2{path}"
+        answer = requests.request(method, url, json=body, headers=self.headers, timeout=READ_S)
+        self.longest_s = max(self.longest_s, time.monotonic() - begin)
+        assert answer.status_code == wanted, (method, path, answer.status_code, answer.text)
+        return answer.json() if answer.content else None
+
+    def read(self) -> None:
+        """Read two lists."""
+        self.ask(200, "GET", "/devices")
+        self.ask(200, "GET", "/accelerator_requests")
+
+    def bind_and_give_up_the_former(self) -> None:
+        """Bind a new request to a new instance and delete the one before."""
+        ((provider,),) = self.product.rows(self.deployable)
+        (request,) = self.ask(201, "POST", "/accelerator_requests", {"device_profile_name": "one"})["arqs"]
+        values = {"hostname": "here.example", "device_rp_uuid": provider, "instance_uuid": str(uuid.uuid4())}
+        patch = [{"op": "add", "path": f"/{key}", "value": value} for key, value in values.items()]
+        self.ask(202, "PATCH", "/accelerator_requests", {request["uuid"]: patch})
+        if self.bound:
+            self.ask(204, "DELETE", f"/accelerator_requests?arqs={self.bound[-1]}")
+        self.bound.append(request["uuid"])
+
+
+ROLES = ("admin", "service")
+
+
+@dataclass
+class Site:
+    """A product whose neighbours are all behind proxies, one for each."""
+
+    cloud: Cloud
+    placement: Placement
+    nova: Nova
+    proxies: dict[str, SlowProxy]
+    root: str
+    device: str
+    longest_s: float = 0.0
+
+    def read(self) -> None:
+        """Read as somebody whose token is known."""
+        for user in ("admin", "member"):
+            begin = time.monotonic()
+            answer = self.cloud.http(user, "GET", "/devices")
+            assert answer.status_code == 200, answer.text
+            assert self.cloud.http(user, "GET", "/accelerator_requests").status_code == 200
+            self.longest_s = max(self.longest_s, time.monotonic() - begin)
+
+    def knock(self) -> int:
+        """Read with a token that Keystone has to be asked about; the status."""
+        headers = {"X-Auth-Token": self.cloud.keystone.token("reader")}
+        return requests.get(f"{self.cloud.endpoint}/devices", headers=headers, timeout=2 * READ_S).status_code
+
+    def bind(self) -> str:
+        """Bind a new request as Nova does; returns the request."""
+        instance = str(uuid.uuid4())
+        self.nova.known[instance] = 200
+        (request,) = self.cloud.request("fpga")
+        patch = {request["uuid"]: self.cloud.binding(instance)}
+        answer = self.cloud.http("member", "PATCH", "/accelerator_requests", patch, service=True)
+        assert answer.status_code == 202, answer.text
+        return str(request["uuid"])
+
+    def offer(self, word: str) -> None:
+        """`enable` or `disable` the card."""
+        answer = self.cloud.http("admin", "POST", f"/devices/{self.device}/{word}")
+        assert answer.status_code == 204, answer.text
+
+    def reserved(self) -> int:
+        """How many units Placement keeps from being allocated."""
+        (provider,) = self.placement.tree(self.root).values()
+        return int(provider["inventories"]["FPGA"]["reserved"])
+
+    def waiting(self) -> list[tuple[Any, ...]]:
+        """What is still to be told to Placement and Nova."""
+        kinds = "'provider', 'notice'"
+        return self.cloud.product.rows(
+            f"SELECT kind, attempts, last_error FROM accelerators_intent WHERE kind IN ({kinds})"
+        )
+
+    def has_given_up_once(self) -> bool:
+        """Whether something waits because a call failed."""
+        return any(error for _, _, error in self.waiting())
+
+    def plug(self, word: str, state: str) -> None:
+        """`plug` or `unplug` the card, and wait until the agent's report is stored."""
+        fake = [sys.executable, "-m", "drivers.fake", word, "0"]
+        product = self.cloud.product
+        subprocess.run(fake, check=True, cwd=ROOT, env=environment(CYBORG_STATE_DIR=str(product.state)))
+        product.until(lambda: product.rows(FAKE) == [(state,)], 20, f"a report that the card is {state}")
+
+
+@pytest.fixture(scope="module")
+def site(keystone: Keystone, placement: Placement) -> Iterator[Site]:
+    """One product for all services, with its card in use and Placement in step."""
+    host = f"cmp-{uuid.uuid4().hex[:8]}"
+    with ExitStack() as stack:
+        folder, nova = stack.enter_context(fresh()), stack.enter_context(recording())
+        targets = {"keystone": keystone.url, "placement": placement.url, "nova": nova.url}
+        proxies = {name: stack.enter_context(http_proxy(url)) for name, url in targets.items()}
+        settings = keystone.environment("service") | {"OS_AUTH_URL": proxies["keystone"].url, "CYBORG_AUTH": "keystone"}
+        settings |= {"CYBORG_PLACEMENT_ENDPOINT": proxies["placement"].url, "CYBORG_RESCAN_S": "2"}
+        settings |= {"CYBORG_NOVA_ENDPOINT": proxies["nova"].url, "CYBORG_ENABLED_DRIVERS": "fake_driver"}
+        settings |= {"CYBORG_HOST_NAME": host, "CYBORG_HOST_NODE": host}
+        product = stack.enter_context(running(Product(folder / "state", settings)))
+        root, cloud = placement.compute(host), Cloud(product, keystone).ready()
+        cloud.profile("fpga")
+        ((device,),) = product.rows("SELECT uuid::text FROM accelerators_device")
+        one = Site(cloud, placement, nova, proxies, root, device)
+        for user in ("admin", "member", "service"):
+            cloud.token(user)
+        one.bind()  # every token has been seen once
+        product.until(lambda: not one.waiting() and one.reserved() == 0, 60, "Placement and Nova know all")
+        yield one
+
+
+@contextmanager
+def strangers(site: Site) -> Iterator[list[int]]:
+    """Callers whose tokens Keystone has to be asked about, all at once; yields the statuses they have got so far."""
+    statuses: list[int] = []
+
+    def come(token: str) -> None:
+        url, headers = f"{site.cloud.endpoint}/devices", {"X-Auth-Token": token}
+        statuses.append(requests.get(url, headers=headers, timeout=2 * READ_S).status_code)
+
+    tokens = [site.cloud.keystone.token("reader") for _ in range(STRANGERS)]
+    threads = [threading.Thread(target=come, args=(token,)) for token in tokens]
+    for thread in threads:
+        thread.start()
+    try:
+        yield statuses
+    finally:
+        for thread in threads:
+            thread.join()
+
+
+@pytest.mark.parametrize("service", ["keystone", "placement", "nova"])
+@pytest.mark.parametrize("how", ["slow", "silent"])
+def test_L3_with_a_service_that_is_slow_or_silent_reads_and_reports_go_on_and_writes_are_applied_later(
+    site: Site, service: str, how: str
+) -> None:
+    product, proxy, end = site.cloud.product, site.proxies[service], time.monotonic() + PHASE_S
+    site.longest_s, seen = 0.0, proxy.delayed
+    proxy.delay_s, proxy.silent = (SERVICE_DELAY_S, False) if how == "slow" else (0.0, True)
+    try:
+        with strangers(site) as statuses:
+            request = site.bind()
+            site.offer("disable")
+            while True:
+                site.read()
+                site.plug("unplug", "missing")
+                site.read()
+                site.plug("plug", "maintenance")
+                if time.monotonic() > end:
+                    break
+            if how == "silent" and service != "keystone":
+                product.until(site.has_given_up_once, 40, "a call to the silent service has come to its time-out")
+            waiting = site.waiting()
+    finally:
+        proxy.delay_s, proxy.silent = 0.0, False
+    print(f"{service} {how}: reads took {site.longest_s:.1f} s at most, waiting at the end: {waiting}, {statuses}")
+    assert proxy.delayed > seen, f"nobody asked {service}"
+    product.until(lambda: site.reserved() == HANDLES, 60, lambda: f"Placement is not told: {site.waiting()}")
+    product.until(lambda: "completed" in site.nova.told().get(request, []), 60, lambda: f"Nova: {site.waiting()}")
+    product.until(lambda: site.knock() == 200, 60, "Keystone is asked again")
+    site.offer("enable")
+    product.until(lambda: not site.waiting() and site.reserved() == 0, 90, lambda: f"{site.waiting()}")
+    assert set(statuses) <= ({200} if how == "slow" or service != "keystone" else {503}), statuses
