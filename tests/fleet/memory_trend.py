@@ -15,7 +15,7 @@ from statistics import median
 
 BOUND_MB_H = 30.0
 """Megabytes an hour: the most that the memory of the web process may grow."""
-WARM_UP = 0.25
+WARM_UP = 1 / 3
 """Fraction of the samples that is not judged: caches fill, and the allocator gets its arenas."""
 BLOCKS = 24
 LEAST_BLOCKS = 8

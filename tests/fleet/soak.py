@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 LOOK_S = 0.5
 CHANGE_EVERY_S = 60.0
 """How often the content of each host changes, on average."""
-AGENT_LIVES_S = 50.0
-"""How long an agent lives before it is killed, on average: each life is a connection of the web process."""
+LEAST_KILLS_S, AGENT_LIVES_S = 10.0, 50.0
+"""At least so many agents are killed each second; of a large fleet each lives so long on average. Each life is one
+connection of the web process: a few hundred of them pass before Python's collector first frees what they leave behind."""
 PAUSE_S = 8.0
 """Between two kills of parts of the product, on average."""
-EVERYTHING_SHARE = 1 / 3
+EVERYTHING_SHARE = 1 / 4
 """Fraction of the time in which the web process is killed, too. In the rest it lives on, and its memory is judged."""
 MEMORY, LOST_PARTS = "memory does not grow", "killed in turn"
 
@@ -59,7 +60,7 @@ def soak(run: Run) -> list[Line]:
 
 def _begin_unrest(run: Run) -> None:
     count = run.there.count
-    run.ask("unrest", changes_s=count / CHANGE_EVERY_S, kills_s=count / AGENT_LIVES_S)
+    run.ask("unrest", changes_s=count / CHANGE_EVERY_S, kills_s=max(LEAST_KILLS_S, count / AGENT_LIVES_S))
 
 
 def _sample_web(run: Run) -> Sample | None:
