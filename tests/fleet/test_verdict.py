@@ -113,10 +113,10 @@ def test_help_names_the_files_that_are_needed() -> None:
 
 
 def series(mb_per_hour: float, seconds: int = 600, noise_kb: float = 300.0, seed: int = 3) -> list[Sample]:
-    """A sample each second of a process that grows so fast after it has filled its caches in a minute."""
+    """A sample each second of a process that grows so fast after it has filled its caches in three minutes."""
     chance = random.Random(seed)
     return [
-        Sample(at, 80_000 + 20_000 * min(1.0, at / 60) + mb_per_hour * 1024 * at / 3600 + chance.gauss(0, noise_kb))
+        Sample(at, 80_000 + 20_000 * min(1.0, at / 180) + mb_per_hour * 1024 * at / 3600 + chance.gauss(0, noise_kb))
         for at in range(seconds)
     ]
 
