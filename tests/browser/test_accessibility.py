@@ -7,7 +7,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from tests.browser.conftest import Desk, first_login
-from tests.browser.pages import DARK_RULES, LISTS, MAIN, find_violations, open_page
+from tests.browser.pages import LISTS, MAIN, find_colour_violations, find_violations, open_page
 
 pytestmark = pytest.mark.browser
 INSTALLATION = "cloud"
@@ -39,7 +39,7 @@ def test_pages_keep_to_level_aa_in_light_and_dark(desk: Desk) -> None:
         found[name] = find_violations(page)
         if name in DARK:
             page.emulate_media(color_scheme="dark")
-            found[f"{name}, dark"] = find_violations(page, *DARK_RULES)
+            found[f"{name}, dark"] = find_colour_violations(page)
     assert {name: said for name, said in found.items() if said} == {}
 
 

@@ -11,7 +11,7 @@ import pytest
 from playwright.sync_api import Page
 
 from tests.browser.conftest import Desk
-from tests.browser.pages import DARK_RULES, MAIN, find_violations, first_row, open_page, picture
+from tests.browser.pages import MAIN, find_colour_violations, find_violations, first_row, open_page, picture
 
 pytestmark = pytest.mark.browser
 INSTALLATION = "cloud"
@@ -73,7 +73,7 @@ def test_main_pages_keep_to_level_aa_in_light_and_dark(name: str, desk: Desk, sc
     found = find_violations(page) if name in HEARD else []
     page.emulate_media(color_scheme="dark")
     picture(page, screens / f"{name}-dark.png")
-    assert found + (find_violations(page, *DARK_RULES) if name in DARK else []) == []
+    assert found + (find_colour_violations(page) if name in DARK else []) == []
 
 
 def test_no_page_breaks_its_policy_or_has_an_error(desk: Desk) -> None:

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 LOOK_S = 0.5
 CHANGE_EVERY_S = 60.0
 """How often the content of each host changes, on average."""
-LEAST_KILLS_S, AGENT_LIVES_S = 10.0, 50.0
+LEAST_KILLS_S, AGENT_LIVES_S = 30.0, 50.0
 """At least so many agents are killed each second; of a large fleet each lives so long on average. Each life is one
-connection of the web process: a few hundred pass before Python's collector first frees what they leave behind."""
+connection of the web process, and a thousand of them pass before its memory is flat (measured)."""
 PAUSE_S = 8.0
 """Between two kills of parts of the product, on average."""
 EVERYTHING_SHARE = 1 / 4
