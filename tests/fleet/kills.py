@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from tests.bench.whole import children, command
 from tests.fleet.installation import Installation
 
-RETURN_S = 60.0
-"""How long a part may be away before it counts as not having come back."""
 BACKENDS = """
 SELECT pid FROM pg_stat_activity
 WHERE datname = 'cyborg' AND backend_type = 'client backend' AND pid <> pg_backend_pid() ORDER BY pid
@@ -61,6 +59,8 @@ class Killer:
 
     there: Installation
     seed: int
+    patience_s: float
+    """How long a part may be away before it counts as not having come back."""
     killed: Counter[str] = field(default_factory=Counter)
     missing: list[str] = field(default_factory=list)
 
@@ -74,8 +74,8 @@ class Killer:
             self.killed[part] += 1
 
     def wait_for(self, part: str, meanwhile: Callable[[], None]) -> list[int]:
-        """Wait until `part` runs, and return its processes; [] and a note in `missing` after `RETURN_S`."""
-        end = time.monotonic() + RETURN_S
+        """Wait until `part` runs, and return its processes; [] and a note in `missing` after `patience_s`."""
+        end = time.monotonic() + self.patience_s
         while time.monotonic() < end:
             try:
                 if pids := FIND[part](self.there):

@@ -31,7 +31,7 @@ def soak(run: Run) -> list[Line]:
     """Kill agents all the time, and the parts of the product in turn; judge the kills and web's memory."""
     run.there.power_on()
     run.settled()
-    killer, samples = Killer(run.there, run.seed), list[Sample]()
+    killer, samples = Killer(run.there, run.seed, run.patience_s), list[Sample]()
 
     def look() -> None:
         run.shown(run.there.look())

@@ -163,7 +163,7 @@ def test_every_part_is_killed_once_in_every_round_and_a_seed_repeats_the_order()
 
 
 def test_a_part_that_was_not_killed_or_did_not_come_back_breaks_the_promise() -> None:
-    killer = Killer(None, 42)  # type: ignore[arg-type]
+    killer = Killer(None, 42, 1.0)  # type: ignore[arg-type]
     killer.killed.update(PARTS)
     assert judge_kills(killer).holds and "seed 42: 1 web, 1 ingest cluster" in judge_kills(killer).found
     killer.missing.append("worker")
