@@ -78,6 +78,9 @@ bench: $(VENV)/dev  ## measure every figure at smoke size, each against its ceil
 bench-full: $(VENV)/dev  ## the same at published sizes
 	$(BIN)/python -m tests.bench --full
 
+bench-check: $(VENV)/dev  ## fail when a row of the last `make bench` does not hold, and name it
+	@$(BIN)/python -m tests.bench --check
+
 N        ?= 1000
 SCENARIO ?= cold-start
 fleet: $(VENV)/dev  ## N simulated agents against the whole product, SCENARIO=… happens to them; --help: make fleet N=-h
@@ -98,4 +101,4 @@ lock: $(VENV)/dev  ## resolve the locked requirements anew (needs uv)
 	uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --no-annotate requirements/browser.in -c requirements/dev.txt -o requirements/browser.txt
 	for name in requirements/system/*.in; do uv pip compile -q --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --no-annotate $$name -o $${name%.in}.txt || exit 1; done
 
-.PHONY: help up test check test-long test-system test-qemu test-browser deps-browser deps-sim environments lint bench bench-full fleet docs manual lock
+.PHONY: help up test check test-long test-system test-qemu test-browser deps-browser deps-sim environments lint bench bench-full bench-check fleet docs manual lock

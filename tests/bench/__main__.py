@@ -1,6 +1,7 @@
 """`python -m tests.bench [--full]`: measures every row, prints the table, writes `$CYBORG_STATE_DIR/bench.json`.
 
-Exits 0 whenever it could measure, whatever it found.
+Exits 0 whenever it could measure, whatever it found. With --check it measures nothing: it reads the `bench.json` of the
+last run, and exits 1 naming each row that does not hold or was not measured, 2 when there is no such file.
 """
 
 from __future__ import annotations
@@ -17,21 +18,27 @@ from drivers.process import die_with_parent
 from tests.bench.figures import Row, table
 from tests.bench.lab import Generator, Lab
 from tests.bench.orders import CannotMeasure
+from tests.bench.promises import NoResultError, find_broken, read_result
 from tests.bench.whole import Whole
 
 GROUPS = {"samples", "wire", "merge", "api", "whole", "agent", "uevent", "silence", "commands", "openstack", "console"}
-GROUPS |= {"fleet"}
+GROUPS |= {"fleet", "startup", "changes"}
+OUTSIDE = {"wire", "merge", "openstack", "console", "samples", "startup"}
+"""Groups that do not need the product which all the others share."""
 
 
-def main() -> int:
-    """0 measured, 2 could not."""
+def main(words: list[str] | None = None) -> int:
+    """0 measured, 2 could not; with --check 0 all rows hold, 1 some do not, 2 there are none."""
     parser = argparse.ArgumentParser(prog="tests.bench", description=__doc__)
     parser.add_argument("--full", action="store_true", help="published sizes instead of smoke sizes")
     parser.add_argument("--only", default="", help=f"groups to measure, comma separated: {', '.join(sorted(GROUPS))}")
     parser.add_argument("--soak", type=float, metavar="S", help="how long a fleet is soaked (600; smoke: not at all)")
-    arguments = parser.parse_args()
-    die_with_parent()
+    parser.add_argument("--check", action="store_true", help="judge the last run's bench.json instead of measuring")
+    arguments = parser.parse_args(words)
     state = Path(os.environ.get("CYBORG_STATE_DIR", "./var"))
+    if arguments.check:
+        return check(state / "bench.json")
+    die_with_parent()
     began = time.monotonic()
     try:
         with Lab(state) as lab:
@@ -46,13 +53,32 @@ def main() -> int:
     return 0
 
 
+def check(file: Path) -> int:
+    """Say which rows of `file` do not hold: 0 none, 1 some, 2 there is nothing to judge."""
+    try:
+        rows = read_result(file)
+    except NoResultError as error:
+        print(f"bench-check: {error}", file=sys.stderr)
+        return 2
+    if broken := find_broken(rows):
+        print("\n".join(f"bench-check: {one}" for one in broken), file=sys.stderr)
+        return 1
+    print(f"bench-check: all {len(rows)} rows of {file} hold")
+    return 0
+
+
 def _measure(lab: Lab, *, full: bool, only: str, soak_s: float | None) -> list[Row]:
     wanted = set(filter(None, only.split(","))) or GROUPS
+    startup: list[Row] = []
+    if "startup" in wanted:
+        from tests.bench import rows_startup
+
+        startup = rows_startup.rows(5 if full else 3, progress)
     lab.start_database()
     from tests.bench import rows_api, rows_merge, rows_wire
 
     generator = Generator(lab)
-    rows: list[Row] = []
+    rows = startup
     if "wire" in wanted:
         size = rows_wire.Size(500, 30, 1.0) if full else rows_wire.Size(500, 10, 0.5)
         rows += rows_wire.rows(lab, generator, size, progress)
@@ -73,7 +99,7 @@ def _measure(lab: Lab, *, full: bool, only: str, soak_s: float | None) -> list[R
 
         size = rows_samples.Size(1000, 5, 10.0) if full else rows_samples.Size(200, 3, 4.0)
         rows += rows_samples.rows(lab, generator, size, progress)
-    if wanted - {"wire", "merge", "openstack", "console", "samples"}:
+    if wanted - OUTSIDE:
         rows += _measure_whole(lab, generator, full=full, wanted=wanted, soak_s=soak_s)
     if "openstack" in wanted:
         from tests.bench import rows_openstack
@@ -112,6 +138,10 @@ def _measure_whole(lab: Lab, generator: Generator, *, full: bool, wanted: set[st
             rows += rows_uevent.rows(lab, whole, 200 if full else 30, progress)
         if "commands" in wanted:
             rows += rows_commands.rows(whole, generator, 2000 if full else 200, 10_000 if full else 1000, progress)
+        if "changes" in wanted:
+            from tests.bench import rows_changes
+
+            rows += rows_changes.rows(lab, whole, 20 if full else 5, progress)
         if "fleet" in wanted:
             rows += _measure_fleet(lab, whole, generator, full=full, soak_s=soak_s)
     return rows + at_rest

@@ -92,8 +92,17 @@ def cpu_s(pid: int) -> float:
 
 def rss_kb(pid: int) -> int:
     """Resident memory of a process."""
+    return _read_status_kb(pid, "VmRSS:")
+
+
+def anonymous_kb(pid: int) -> int:
+    """Resident memory of a process without files that it maps: what it has allocated itself."""
+    return _read_status_kb(pid, "RssAnon:")
+
+
+def _read_status_kb(pid: int, name: str) -> int:
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
+        if line.startswith(name):
             return int(line.split()[1])
     return 0
 

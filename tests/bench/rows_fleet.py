@@ -1,4 +1,4 @@
-"""Rows of a fleet against the whole product: a storm with reports, a census, thousands at rest, and an hour of kills.
+"""Rows of a fleet against the whole product: a storm with reports, a census, thousands at rest, and a soak of kills.
 
 The agents are those of `tests.fleet`: they back off, honour Retry-After and the jitter they are told, and remember what
 was acknowledged, which is compared with the tables at the end.
@@ -12,13 +12,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic, sleep
 
+from django.db import connection
+
 from tests.bench import fixtures, messages
 from tests.bench.figures import Row, cpu_s, median
 from tests.bench.lab import Generator, Lab, serving
 from tests.bench.statements import logged
 from tests.bench.whole import Whole, api_token, post, wait_for
-from tests.fleet import verdict
+from tests.fleet import soak, verdict
 from tests.fleet.installation import Fleet, Installation
+from tests.fleet.memory_trend import BOUND_MB_H
+from tests.fleet.scenarios import Run, judged
 
 DEVICES = 8
 REPORTERS = 200
@@ -162,31 +166,21 @@ def _rest(lab: Lab, whole: Whole, size: Size, progress: Callable[[str], None]) -
 
 
 def _soak(lab: Lab, whole: Whole, size: Size, progress: Callable[[str], None]) -> list[Row]:
-    """Agents are killed by chance, one a second; memory of web in the last third against that in the first."""
-    progress(f"{size.soak} agents for {size.soak_s:.0f} s, one killed each second")
+    """Kill agents and all parts of the product at random; the slope of web's memory, and whether anything was lost."""
+    seed = random.randrange(1_000_000)
+    progress(f"{size.soak} agents for {size.soak_s:.0f} s, they and the parts of the product are killed (seed {seed})")
     fixtures.enrol(size.soak)
+    connection.close()  # PostgreSQL is going to be killed
     fleet = Fleet(lab)
     try:
         there = Installation(lab, whole, fleet, size.soak, DEVICES)
-        there.power_on()
-        verdict.settled(there, PATIENCE_S)
-        fleet.ask("unrest", changes_s=size.soak / 60, kills_s=1.0)
-        end, memory = monotonic() + size.soak_s, list[int]()
-        while monotonic() < end:
-            memory.append(there.look().web_kb)
-            sleep(0.5 + random.random())
-        fleet.ask("unrest")
-        done, last = verdict.settled(there, PATIENCE_S)
-        lost = verdict.lost(there)
+        run = Run(there, lambda _: None, PATIENCE_S, 0.0, size.soak_s, seed)
+        lines = judged("soak", run)
     finally:
         fleet.stop()
-    third = max(1, len(memory) // 3)
-    first, final = (sum(part) / len(part) for part in (memory[:third], memory[-third:]))
-    counts = last.counts
-    note = (
-        f"{first / 1024:.0f} MB in the first third, {final / 1024:.0f} in the last; {counts.get('kills', 0)} kills,"
-        f" {counts.get('acknowledged', 0)} reports, {len(lost)} hosts lost, {last.owing} owe one"
-    )
+    found = {line.promise: line for line in lines}
+    memory, kills = found[soak.MEMORY], found[soak.LOST_PARTS]
+    broken = [line.promise for line in lines if not line.holds]
+    note = f"{memory.found}; {kills.found}; {found['none lost'].found}; BROKEN: {', '.join(broken) or 'nothing'}"
     name = f"soak, {size.soak} agents, {size.soak_s / 60:.0f} min: memory"
-    drift = 100 * abs(final - first) / first
-    return [Row(name, drift, "%", "its first third", 5.0, note=note, holds=done and not lost)]
+    return [Row(name, memory.value or 0.0, "MB/h", "slope after warm-up", BOUND_MB_H, note=note, holds=not broken)]

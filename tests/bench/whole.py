@@ -100,6 +100,11 @@ def post(port: int, path: str, token: str, body: object) -> tuple[int, bytes]:
     return _call("POST", port, path, token, json.dumps(body), {"Content-Type": "application/json"})
 
 
+def delete(port: int, path: str, token: str) -> tuple[int, bytes]:
+    """The same, of a DELETE."""
+    return _call("DELETE", port, path, token)
+
+
 def _call(
     method: str, port: int, path: str, token: str, body: str | None = None, headers: Mapping[str, str] | None = None
 ) -> tuple[int, bytes]:

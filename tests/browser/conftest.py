@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +17,7 @@ import pytest
 
 from tests.browser import chromium
 from tests.system.conftest import fresh
-from tests.system.product import ROOT, Product, running
+from tests.system.product import ROOT, Product, environment, running
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, BrowserContext, Page
@@ -43,11 +43,67 @@ def browser() -> Iterator[Browser]:
         started.close()
 
 
+def _installation_of(item: Any) -> str:
+    """The name of the installation that a module wants, '' for what is no module of this lane."""
+    return getattr(getattr(item, "module", None), "INSTALLATION", "")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the modules that share an installation after one another: a start of the product takes seconds."""
+    items.sort(key=_installation_of)
+
+
+class Installations:
+    """One running product at a time, with its desk; the next one is started when a module wants another."""
+
+    def __init__(self, browser: Browser) -> None:
+        self._browser, self._name = browser, ""
+        self._desk: Desk | None = None
+        self._running = ExitStack()
+
+    def get(self, name: str) -> Desk:
+        """The desk of the installation `name`; started unless it is the one that runs."""
+        if self._desk is None or name != self._name:
+            self.close()
+            folder = self._running.enter_context(fresh())
+            settings = {"CYBORG_ENABLED_DRIVERS": "fake_driver"}
+            product = self._running.enter_context(running(Product(folder / "state", settings)))
+            if name == "cloud":
+                fill_with_sample(product)
+            self._name, self._desk = name, Desk(product, self._browser)
+        return self._desk
+
+    def close(self) -> None:
+        """Stop what runs."""
+        if self._desk:
+            self._desk.close()
+        self._desk = None
+        self._running.close()
+
+
+def fill_with_sample(product: Product) -> None:
+    """Store the cloud and the people of `tests.browser.sample`."""
+    known = environment(CYBORG_STATE_DIR=str(product.state))
+    subprocess.run([sys.executable, "-m", "tests.browser.sample"], check=True, cwd=ROOT, env=known)
+
+
+@pytest.fixture(scope="session")
+def _installations(browser: Browser) -> Iterator[Installations]:
+    installations = Installations(browser)
+    yield installations
+    installations.close()
+
+
 @pytest.fixture(scope="module")
-def product() -> Iterator[Product]:
-    """With a fake driver and no admission rule: what is found is inactive."""
-    with fresh() as folder, running(Product(folder / "state", {"CYBORG_ENABLED_DRIVERS": "fake_driver"})) as started:
-        yield started
+def _seats(_installations: Installations, request: pytest.FixtureRequest) -> Desk:
+    return _installations.get(_installation_of(request))
+
+
+@pytest.fixture(scope="module")
+def product(_seats: Desk) -> Product:
+    """The installation that the module's INSTALLATION names: with a fake driver and no admission rule, what is found
+    is inactive; the one called `cloud` has the sample, too."""
+    return _seats.product
 
 
 @dataclass
@@ -57,8 +113,10 @@ class Desk:
     product: Product
     browser: Browser
     complaints: list[str] = field(default_factory=list)
-    _cookies: list[Any] = field(default_factory=list)
+    _cookies: dict[str, list[Any]] = field(default_factory=dict)
     _contexts: list[BrowserContext] = field(default_factory=list)
+    _own: BrowserContext | None = None
+    """The administrator's browser, which keeps what it has fetched from test to test."""
 
     @property
     def address(self) -> str:
@@ -67,24 +125,45 @@ class Desk:
 
     def stranger(self, **how: Any) -> Page:
         """A new browser window of somebody who is not logged in; `how` is Playwright's (color_scheme, …)."""
+        context = self._open(**how)
+        self._contexts.append(context)
+        return context.new_page()
+
+    def operator(self, **how: Any) -> Page:
+        """A window of the administrator, who logs in once; a tab of the same browser, with `how` one of another."""
+        if how:
+            return self.person(*self._first_login(), **how)
+        if self._own is None:
+            self._own = self._open()
+            self._log_in(self._own, *self._first_login())
+        return self._own.new_page()
+
+    def person(self, name: str, password: str, **how: Any) -> Page:
+        """A new browser window of `name`, who logs in once."""
+        context = self._open(**how)
+        self._contexts.append(context)
+        self._log_in(context, name, password)
+        return context.new_page()
+
+    def _open(self, **how: Any) -> BrowserContext:
         context = self.browser.new_context(
             base_url=self.address, viewport={"width": 1440, "height": 900}, reduced_motion="reduce", **how
         )
         context.set_default_timeout(WAIT_MS)
         context.on("console", lambda said: said.type in ("error", "warning") and self._note(said.page, said.text))
         context.on("weberror", lambda error: self._note(error.page, str(error.error)))
-        self._contexts.append(context)
-        return context.new_page()
+        return context
 
-    def operator(self, **how: Any) -> Page:
-        """The same, of the administrator; logs in once per module."""
-        page = self.stranger(**how)
-        if self._cookies:
-            page.context.add_cookies(self._cookies)
-        else:
-            log_in(page, self.product)
-            self._cookies += page.context.cookies()
-        return page
+    def _log_in(self, context: BrowserContext, name: str, password: str) -> None:
+        if name not in self._cookies:
+            page = context.new_page()
+            log_in(page, name, password)
+            self._cookies[name] = context.cookies()
+            page.close()
+        context.add_cookies(self._cookies[name])
+
+    def _first_login(self) -> tuple[str, str]:
+        return first_login(self.product)
 
     def _note(self, page: Page | None, text: str) -> None:
         self.complaints.append(f"{page.url.removeprefix(self.address) if page else ''}: {text}")
@@ -95,28 +174,38 @@ class Desk:
 
     def leave(self, failed: str) -> None:
         """Close every window; a picture of each stays in var/screens when the test failed."""
-        for number, page in enumerate(page for context in self._contexts for page in context.pages):
+        open_ones = [page for context in [*self._contexts, self._own] if context for page in context.pages]
+        for number, page in enumerate(open_ones):
             if failed:
                 with suppress(Exception):
                     page.screenshot(path=SCREENS / f"failed-{failed}-{number}.png", timeout=5000)
+        for page in self._own.pages if self._own else []:
+            page.close()
         for context in self._contexts:
             context.close()
         self._contexts.clear()
 
+    def close(self) -> None:
+        """Close the administrator's browser, too."""
+        self.leave("")
+        if self._own:
+            self._own.close()
+        self._own = None
 
-def log_in(page: Page, product: Product) -> None:
-    """As a person does: the first page asks for it."""
+
+def first_login(product: Product) -> tuple[str, str]:
+    """Name and password of the administrator that the first start has made."""
     name, password = (product.state / "first-login").read_text().strip().split(" / ")
+    return name, password
+
+
+def log_in(page: Page, name: str, password: str) -> None:
+    """As a person does: the first page asks for it."""
     page.goto("/admin/")
     page.get_by_label("Username").fill(name)
     page.get_by_label("Password").fill(password)
     page.get_by_role("button", name="Log in").click()
     page.wait_for_url("**/admin/")
-
-
-@pytest.fixture(scope="module")
-def _seats(product: Product, browser: Browser) -> Desk:
-    return Desk(product, browser)
 
 
 @pytest.fixture

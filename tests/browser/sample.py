@@ -1,5 +1,5 @@
 """A small cloud to look at: six hosts of two NUMA nodes, cards of every kind, one with switches between its GPUs, some
-trouble, some demand.
+trouble, some demand; and a person of each role.
 
 Run in a process of its own (`python -m tests.browser.sample`) over the state directory of a product that is up.
 """
@@ -21,6 +21,7 @@ from django.contrib.auth.models import User  # noqa: E402  (needs Django's regis
 from accelerators import conductor  # noqa: E402
 from accelerators.models import AcceleratorRequest, AdmissionRule, AttachHandle, Device, DeviceProfile, Host  # noqa: E402
 from agents.models import Agent, JoinToken, Lease  # noqa: E402
+from cyborgweb import roles  # noqa: E402
 from cyborgweb.models import ApiToken  # noqa: E402
 from drivers.inventory import (  # noqa: E402
     Attribute,
@@ -28,6 +29,7 @@ from drivers.inventory import (  # noqa: E402
     Fault,
 )
 from drivers.inventory import Device as Found  # noqa: E402
+from tests.browser.people import PASSWORD, PEOPLE, TENANT_PROJECT  # noqa: E402
 from tests.support.reports import a_host, answer, apply, card  # noqa: E402
 
 KINDS = (
@@ -117,7 +119,15 @@ def fill() -> None:
         expires_at=now + timedelta(hours=20),
         created_by="admin",
     )
+    employ()
     ApiToken.make("nova", User.objects.get(username="admin"), ["service"], "local")
+
+
+def employ() -> None:
+    """A person in each group of `PEOPLE`, who logs in with her name and `PASSWORD`."""
+    for name, group in PEOPLE.items():
+        person = User.objects.create_user(name, password=PASSWORD, is_staff=True)
+        person.groups.add(roles.group(group))
 
 
 def decide(now: datetime) -> None:
@@ -157,9 +167,9 @@ def demand(box: Host) -> None:
             )
         fault = "none of the provider's 2 attach handles is free"
         AcceleratorRequest.objects.create(
-            project_id="p2", state="BindFailed", profile=profile, group=group, fault=fault
+            project_id=TENANT_PROJECT, state="BindFailed", profile=profile, group=group, fault=fault
         )
-        AcceleratorRequest.objects.create(project_id="p2", state="Initial", profile=profile, group=group)
+        AcceleratorRequest.objects.create(project_id=TENANT_PROJECT, state="Initial", profile=profile, group=group)
 
 
 if __name__ == "__main__":

@@ -3,32 +3,25 @@ dark, and an operator's tasks by keyboard alone, with a focus that is seen, goes
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, expect
 
-from tests.browser.conftest import Desk
-from tests.browser.test_pages import FOREIGN, LISTS, MAIN, _cloud, open_page  # noqa: F401  (the sample is a fixture)
+from tests.browser.conftest import Desk, first_login
+from tests.browser.pages import LISTS, MAIN, find_colour_violations, find_violations, open_page
 
 pytestmark = pytest.mark.browser
+INSTALLATION = "cloud"
 
-LEVELS = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa"]
 PAGES = {
-    name: MAIN[name]
-    for name in ("login", "overview", "hosts", "host", "switches", "devices", "device", "rule", "request", "event")
-} | {
-    "placement": MAIN["placement"],
     "drivers": f"{LISTS}hostdriver/",
     "driver": f"{LISTS}hostdriver/ →",
     "attach": f"{LISTS}attachment/attach/",
     "manual": "/help/",
     "words": "/help/words/",
     "search": "/help/search/?q=drain",
-    "api-devices": MAIN["api-devices"],
 }
-DARK = ("login", "overview", "switches", "devices", "device", "request", "event", "rule", "manual", "words")
+"""Looked at here besides the main pages, at which `test_pages` looks while it takes their pictures."""
+DARK = ("manual", "words")
 FOCUS = """() => { const one = document.activeElement, style = getComputedStyle(one), box = one.getBoundingClientRect();
     const label = one.labels?.[0]?.textContent ?? one.ariaLabel ?? one.textContent;
     const drawn = one.ownerSVGElement !== undefined && one.matches(":focus-visible");
@@ -37,31 +30,16 @@ FOCUS = """() => { const one = document.activeElement, style = getComputedStyle(
              seen: drawn || style.outlineStyle !== "none" || style.boxShadow !== "none" }; }"""
 
 
-def violations(page: Page, *rules: str) -> list[str]:
-    """What axe finds against levels A and AA; of all their rules, or of some. Less what is FOREIGN."""
-    only = {"type": "rule", "values": rules} if rules else {"type": "tag", "values": LEVELS}
-    found: list[dict[str, Any]] = (
-        Axe().run(page, options={"resultTypes": ["violations"], "runOnly": only}).response["violations"]
-    )
-    return [
-        f"{one['id']}: {node['html'][:200]} {node['failureSummary']}"
-        for one in found
-        for node in one["nodes"]
-        if FOREIGN.get(one["id"], "\0") not in node["html"]
-    ]
-
-
 def test_pages_keep_to_level_aa_in_light_and_dark(desk: Desk) -> None:
     found: dict[str, list[str]] = {}
-    stranger, operator = desk.stranger(), desk.operator()
+    page = desk.operator()
     for name, where in PAGES.items():
-        page = stranger if name == "login" else operator
         page.emulate_media(color_scheme="light")
         open_page(page, where)
-        found[name] = violations(page)
+        found[name] = find_violations(page)
         if name in DARK:
             page.emulate_media(color_scheme="dark")
-            found[f"{name}, dark"] = violations(page, "color-contrast", "link-in-text-block")
+            found[f"{name}, dark"] = find_colour_violations(page)
     assert {name: said for name, said in found.items() if said} == {}
 
 
@@ -80,7 +58,7 @@ def tab_to(page: Page, wanted: str, limit: int = 120) -> None:
 
 
 def test_an_operators_tasks_by_keyboard_alone(desk: Desk) -> None:
-    name, password = (desk.product.state / "first-login").read_text().strip().split(" / ")
+    name, password = first_login(desk.product)
     page = desk.stranger()
     page.goto("/admin/")
     for label, text in (("Username", name), ("Password", password)):
@@ -88,6 +66,7 @@ def test_an_operators_tasks_by_keyboard_alone(desk: Desk) -> None:
             tab_to(page, label)
         page.keyboard.type(text)
     page.keyboard.press("Enter")
+    page.wait_for_url("**/admin/")  # and for its scripts, which take the keys that follow
     expect(page.get_by_role("heading", name="Overview")).to_be_visible()
     page.keyboard.press("Tab")
     expect(page.get_by_role("link", name="Skip to content")).to_be_focused()
@@ -103,7 +82,7 @@ def test_an_operators_tasks_by_keyboard_alone(desk: Desk) -> None:
     expect(page.get_by_role("option", name="Devices", selected=True)).to_be_visible()
     page.keyboard.press("ArrowDown")
     expect(page.get_by_role("option", name="Device profiles", selected=True)).to_be_visible()
-    assert violations(page) == []
+    assert find_violations(page) == []
     page.keyboard.press("ArrowUp")
     page.keyboard.press("Enter")
     page.wait_for_url("**/device/")
@@ -130,7 +109,7 @@ def test_deciding_and_acting_on_many_by_keyboard_alone(desk: Desk) -> None:
     tab_to(page, "Run")
     page.keyboard.press("Enter")
     page.wait_for_url("**/bulk/**")
-    assert violations(page) == []
+    assert find_violations(page) == []
     tab_to(page, "Leave them as they are")
     page.keyboard.press("Enter")
     page.wait_for_url("**/device/**")

@@ -17,6 +17,7 @@ from tests.support.webserver import until
 from tests.system.product import Product
 
 pytestmark = pytest.mark.browser
+INSTALLATION = "live"
 
 DEVICES = "/admin/accelerators/device/"
 CARDS = ("0000:0c:00.0", "0000:0d:00.0", "0000:0e:00.0")

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from playwright.sync_api import Page, expect
 
-from tests.browser.conftest import Desk, log_in
+from tests.browser.conftest import Desk, first_login, log_in
 
 pytestmark = pytest.mark.browser
+INSTALLATION = "plain"
 
 DEVICES = "/admin/accelerators/device/"
 
@@ -47,7 +48,7 @@ def test_a_wrong_password_is_refused_and_the_right_one_opens(desk: Desk) -> None
     page.get_by_label("Password").fill("wrong")
     page.get_by_label("Password").press("Enter")
     expect(page.get_by_role("alert")).to_contain_text("Please enter the correct username and password")
-    log_in(page, desk.product)
+    log_in(page, *first_login(desk.product))
     expect(page.get_by_role("heading", level=1)).to_have_text("Overview")
 
 
@@ -61,7 +62,7 @@ def test_a_device_is_made_ready(desk: Desk) -> None:
 
 def test_it_all_works_without_javascript(desk: Desk) -> None:
     page = desk.stranger(java_script_enabled=False)
-    log_in(page, desk.product)
+    log_in(page, *first_login(desk.product))
     the_device(page)
     decide(page, "Quarantine", "smells of smoke")
     says(page, "quarantined", "smells of smoke")

@@ -9,6 +9,7 @@ from tests.browser.conftest import Desk
 from tests.support.webserver import until
 
 pytestmark = pytest.mark.browser
+INSTALLATION = "plain"
 
 
 def test_a_device_is_drawn_as_it_speaks_and_a_page_that_renews_itself_leaves_the_chart(desk: Desk) -> None:

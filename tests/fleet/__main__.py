@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import random
 import signal
 import sys
 import tempfile
@@ -18,12 +19,13 @@ from drivers.process import die_with_parent
 from tests.bench.orders import CannotMeasure
 from tests.fleet import verdict
 from tests.fleet.installation import Installation, installed
-from tests.fleet.scenarios import SCENARIOS, Run, judged
+from tests.fleet.scenarios import LONG_SCENARIOS, SCENARIOS, Run, judged
 from tests.fleet.view import View
 
 TEACHES = """\
 scenarios:
 {scenarios}
+  all               all of these one after the other, without those that take minutes ({long})
 
 The whole product is started on free ports with a state directory of its own; no process of it is left, however this
 ends. Every agent has a key of its own, speaks the real wire, backs off as the real agent does, and reports its
@@ -32,23 +34,27 @@ devices. Make sure of open files first: N agents need 1.5 N + 200 here and N + 2
 examples:
   python -m tests.fleet 500                           a quick one
   python -m tests.fleet 5000 --scenario power-return  a data centre gets its power back
+  python -m tests.fleet 100 --scenario soak           parts are killed in turn; growing memory is found
   make fleet N=2000 SCENARIO=all
 """
 
 
 def main() -> int:
     """See the module."""
-    told = "\n".join(f"  {name:<17} {(one.__doc__ or '').splitlines()[0]}" for name, one in SCENARIOS.items())
+    known = SCENARIOS | LONG_SCENARIOS
+    told = "\n".join(f"  {name:<17} {(one.__doc__ or '').splitlines()[0]}" for name, one in known.items())
     parser = argparse.ArgumentParser(
         prog="tests.fleet",
         description="Thousands of simulated agents against the whole product.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=TEACHES.format(scenarios=told),
+        epilog=TEACHES.format(scenarios=told, long=", ".join(LONG_SCENARIOS)),
     )
     parser.add_argument("count", type=int, nargs="?", default=1000, help="how many agents (1000)")
-    parser.add_argument("--scenario", default="cold-start", choices=[*SCENARIOS, "all"], help="what happens to them")
+    parser.add_argument("--scenario", default="cold-start", choices=[*known, "all"], help="what happens to them")
     parser.add_argument("--devices", type=int, default=8, help="of each (8)")
     parser.add_argument("--hold", type=float, default=15.0, help="seconds that unrest and outages last (15)")
+    parser.add_argument("--soak", type=float, default=180.0, metavar="S", help="seconds that the soak lasts (180)")
+    parser.add_argument("--seed", type=int, help="repeat a soak in the order of this seed (another one each time)")
     parser.add_argument("--patience", type=float, default=300.0, help="seconds until all must be settled (300)")
     parser.add_argument("--handshakes", type=int, default=512, help="CYBORG_HANDSHAKES of the product (512)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the verdicts there, too")
@@ -71,9 +77,11 @@ def main() -> int:
 
 
 def _one(name: str, there: Installation, arguments: argparse.Namespace) -> list[verdict.Line]:
-    print(f"{name}: {(SCENARIOS[name].__doc__ or '').strip()}", flush=True)
+    print(f"{name}: {((SCENARIOS | LONG_SCENARIOS)[name].__doc__ or '').strip()}", flush=True)
     view = View(f"{name}, {there.count} agents", there.count, there.devices)
-    lines = judged(name, Run(there, view, arguments.patience, arguments.hold))
+    seed = random.randrange(1_000_000) if arguments.seed is None else arguments.seed
+    run = Run(there, view, arguments.patience, arguments.hold, arguments.soak, seed)
+    lines = judged(name, run)
     print(f"\n{verdict.table(lines)}\n", flush=True)
     return lines
 

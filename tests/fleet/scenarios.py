@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from tests.fleet import soak as soaking
 from tests.fleet import verdict
 from tests.fleet.installation import Installation, Sight
 from tests.fleet.verdict import Line
@@ -40,6 +41,10 @@ class Run:
     patience_s: float
     hold_s: float
     """How long what lasts is to last: unrest, an outage."""
+    soak_s: float = 180.0
+    """How long the soak lasts."""
+    seed: int = 0
+    """Decides in which order the soak kills the parts of the product, and when."""
 
     def watch(self, seconds: float, database: bool = True) -> None:
         """Look twice a second for so long."""
@@ -162,10 +167,18 @@ def half_bad(run: Run) -> list[Line]:
     return [Line("the good are not held up", found, done and bad > 0 and took < GOOD_S)]
 
 
+def soak(run: Run) -> list[Line]:
+    """Agents and every part of the product are killed at random for --soak seconds; memory of web stays flat."""
+    return soaking.soak(run)
+
+
 SCENARIOS: dict[str, Callable[[Run], list[Line]]] = {
     function.__name__.replace("_", "-"): function
     for function in (cold_start, power_return, web_restart, postgres_restart, slow_database, locked_database, half_bad)
 }
+
+LONG_SCENARIOS: dict[str, Callable[[Run], list[Line]]] = {"soak": soak}
+"""Those that take minutes: run by their name only, not as part of `all`."""
 
 
 def judged(name: str, run: Run) -> list[Line]:
@@ -173,6 +186,6 @@ def judged(name: str, run: Run) -> list[Line]:
     run.ask("forget")
     run.there.seen.clear()
     before, began = run.there.look(), time.monotonic()
-    more = SCENARIOS[name](run)
+    more = (SCENARIOS | LONG_SCENARIOS)[name](run)
     done = run.settled()
     return verdict.judge(run.there, done, began, before, more)

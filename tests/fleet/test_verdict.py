@@ -1,9 +1,13 @@
-"""The verdict on a fleet: what was acknowledged is what counts, and nobody is told anything but to come back."""
+"""The verdict on a fleet: what was acknowledged is what counts, nobody is told anything but to come back, and memory is
+judged by its slope."""
 
 from __future__ import annotations
 
 import asyncio
+import random
 import time
+from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -14,6 +18,9 @@ from tests.fleet import verdict
 from tests.fleet.__main__ import TEACHES
 from tests.fleet.hosts import Doings, Host, open_files
 from tests.fleet.installation import Sight
+from tests.fleet.kills import PARTS, Killer, draw_order
+from tests.fleet.memory_trend import BOUND_MB_H, Sample, judge_memory
+from tests.fleet.soak import judge_kills
 
 
 class Silent:
@@ -103,3 +110,64 @@ def test_who_is_told_anything_but_to_come_back_breaks_the_promise(host: Host, wh
 
 def test_help_names_the_files_that_are_needed() -> None:
     assert open_files(1000) == 1700 and "1.5 N + 200 here" in TEACHES
+
+
+def series(mb_per_hour: float, seconds: int = 600, noise_kb: float = 300.0, seed: int = 3) -> list[Sample]:
+    """A sample each second of a process that grows so fast after it has filled its caches in three minutes."""
+    chance = random.Random(seed)
+    return [
+        Sample(at, 80_000 + 20_000 * min(1.0, at / 180) + mb_per_hour * 1024 * at / 3600 + chance.gauss(0, noise_kb))
+        for at in range(seconds)
+    ]
+
+
+def test_a_steady_growth_of_a_few_kb_per_connection_is_found() -> None:
+    """4 KB for each of 5 connections a second: 7 % in ten minutes at 100 MB, which a comparison of thirds let pass."""
+    growth = 4 * 5 * 3600 / 1024
+    found = judge_memory(series(growth))
+    assert not found.holds and "grows by" in found.text, found.text
+    assert found.trend is not None
+    assert found.trend.low <= growth <= found.trend.high
+    assert found.trend.mb_per_hour == pytest.approx(growth, rel=0.1)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_plateau_after_warm_up_passes_and_shows_how_sure_that_is(seed: int) -> None:
+    found = judge_memory(series(0.0, seed=seed))
+    assert found.holds and found.trend is not None, found.text
+    assert abs(found.trend.mb_per_hour) < found.trend.precision * 2 < BOUND_MB_H
+    assert 0.0 < found.trend.residual_mb < 0.3
+    assert "MB/h (95 %: " in found.text and "residual 0." in found.text
+
+
+def test_one_step_to_a_new_plateau_is_no_growth() -> None:
+    flat = series(0.0)
+    stepped = [replace(one, kb=one.kb + 4000 * (one.at_s > 450)) for one in flat]
+    assert judge_memory(stepped).holds, judge_memory(stepped).text
+
+
+def test_what_cannot_be_judged_does_not_pass() -> None:
+    noisy = judge_memory(series(0.0, noise_kb=20_000.0))
+    assert not noisy.holds and "soak it longer" in noisy.text, noisy.text
+    few = judge_memory(series(0.0, seconds=9))
+    assert not few.holds and few.trend is None and "9 samples are too few" in few.text
+    replaced = judge_memory([*series(0.0), Sample(601.0, 80_000, pid=2)])
+    assert not replaced.holds and "replaced" in replaced.text
+
+
+def test_every_part_is_killed_once_in_every_round_and_a_seed_repeats_the_order() -> None:
+    first, again, other = (list(islice(draw_order(PARTS, random.Random(seed)), 70)) for seed in (5, 5, 6))
+    assert first == again != other
+    for begin in range(0, 70, len(PARTS)):
+        assert sorted(first[begin : begin + len(PARTS)]) == sorted(PARTS)
+
+
+def test_a_part_that_was_not_killed_or_did_not_come_back_breaks_the_promise() -> None:
+    killer = Killer(None, 42, 1.0)  # type: ignore[arg-type]
+    killer.killed.update(PARTS)
+    assert judge_kills(killer).holds and "seed 42: 1 web, 1 ingest cluster" in judge_kills(killer).found
+    killer.missing.append("worker")
+    assert not judge_kills(killer).holds and judge_kills(killer).found.endswith("did not come back: worker")
+    killer.missing.clear()
+    del killer.killed["web"]
+    assert not judge_kills(killer).holds

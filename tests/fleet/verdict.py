@@ -33,6 +33,8 @@ class Line:
     promise: str
     found: str
     holds: bool
+    value: float | None = None
+    """The figure that was judged, where there is one."""
 
 
 def settled(

@@ -1,0 +1,73 @@
+"""Judge the last run of the bench: every row must hold, and every promised time must have been measured.
+
+Promised times of 5 s and more are asserted in the system lane; those below are rows of the bench, because a test that
+must pass on a busy machine cannot assert them.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+RUN_FIRST = "run `make bench` first, with the same CYBORG_STATE_DIR"
+PROMISED = {
+    "first start to /healthz": "startup",
+    "second start to /healthz": "startup",
+    "uevent to GET /v2/devices, p50": "uevent",
+    "uevent to GET /v2/devices, p99": "uevent",
+    "report committed to GET /v2/devices, p50": "whole",
+    "report committed to GET /v2/devices, p99": "whole",
+    "command row to its agent, p50": "commands",
+    "command row to its agent, p99": "commands",
+    "policy file edited to the API's answers": "changes",
+    "profile deleted to another process's cache": "changes",
+}
+"""The row of each promised time that is shorter than 5 s, and the group of the bench that measures it."""
+
+
+class NoResultError(Exception):
+    """There is no result that could be judged; the text says what to do."""
+
+
+def read_result(file: Path) -> list[dict[str, Any]]:
+    """Read the rows of `bench.json`; raises NoResultError."""
+    try:
+        rows = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise NoResultError(f"there is no {file}: {RUN_FIRST}") from None
+    except (OSError, ValueError) as error:
+        raise NoResultError(f"{file} cannot be read ({error}): {RUN_FIRST}") from None
+    if not isinstance(rows, list) or not rows or not all(_is_row(row) for row in rows):
+        raise NoResultError(f"{file} has no rows of a bench: {RUN_FIRST}")
+    return rows
+
+
+def _is_row(row: Any) -> bool:
+    return isinstance(row, dict) and {"name", "value", "unit", "bound", "ok"} <= row.keys()
+
+
+def find_broken(rows: list[dict[str, Any]]) -> list[str]:
+    """One sentence for each row that does not hold and for each promised time that was not measured; [] when all do."""
+    broken = [_describe(row) for row in rows if row["ok"] is not True]
+    measured = {row["name"] for row in rows}
+    for name, group in PROMISED.items():
+        if name not in measured:
+            broken.append(f"{name}: not measured (group {group})")
+    return broken
+
+
+def _describe(row: dict[str, Any]) -> str:
+    """What was measured and what the bound is; a row within its bound lacks what else must be true for it."""
+    ratio = row.get("ratio")
+    if ratio is not None:
+        found, within = f"{ratio:.0%} of {row.get('against', '')}", ratio >= row["bound"]
+        bound = f"at least {row['bound']:.0%}"
+    else:
+        found, within = f"{row['value']:g} {row['unit']}".strip(), row["value"] <= row["bound"]
+        bound = f"at most {row['bound']:g} {row['unit']}".strip()
+    if within:
+        return (
+            f"{row['name']}: {found} is within its bound, but: {row.get('note') or 'another condition does not hold'}"
+        )
+    return f"{row['name']}: {found}, {bound}"

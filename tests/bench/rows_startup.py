@@ -1,0 +1,71 @@
+"""Rows of the start-up: from `make up`'s command to /healthz, on an empty state directory and once more on the same."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from time import monotonic
+
+from cyborgweb.postgres import Postgres
+from tests.bench.figures import Row, median
+from tests.bench.orders import ROOT
+from tests.bench.whole import CONSOLE, FREE_PORTS, get, wait_for
+
+FIRST, SECOND = "first start to /healthz", "second start to /healthz"
+FIRST_S, SECOND_S = 8.0, 5.0
+PATIENCE_S, STOP_S = 180.0, 15.0
+
+
+def rows(starts: int, progress: Callable[[str], None]) -> list[Row]:
+    """Measure `starts` first starts and as many second ones; the median of each is a row."""
+    progress(f"{starts} first starts and {starts} second ones, each to /healthz")
+    first, second = list[float](), list[float]()
+    for _ in range(starts):
+        state = Path(tempfile.mkdtemp(prefix="cyborg-start-"))
+        try:
+            first.append(_time_start(state))
+            second.append(_time_start(state))
+        finally:
+            shutil.rmtree(Postgres(state / "postgres", "").socket, ignore_errors=True)
+            shutil.rmtree(state, ignore_errors=True)
+    return [_make_row(FIRST, "empty state directory", first, FIRST_S), _make_row(SECOND, "the same", second, SECOND_S)]
+
+
+def _make_row(name: str, against: str, times: list[float], bound: float) -> Row:
+    note = f"python -m cyborgweb.serve, as `make up` runs it; of {len(times)}, the longest {max(times):.1f} s"
+    return Row(name, median(times), "s", against, bound, note=note)
+
+
+def _time_start(state: Path) -> float:
+    """Seconds from the command until /healthz answers with 200; the product is stopped again."""
+    said = state / "serve.log"
+    environment = os.environ | FREE_PORTS | {"PYTHONUNBUFFERED": "1", "CYBORG_STATE_DIR": str(state)}
+    with said.open("wb") as log:
+        began = monotonic()
+        process = subprocess.Popen(
+            [sys.executable, "-m", "cyborgweb.serve", "--leash"], stdout=log, stderr=log, cwd=ROOT, env=environment
+        )
+    try:
+        port = int(wait_for(lambda: CONSOLE.search(said.read_text()), "its console's address", process, PATIENCE_S)[1])
+        wait_for(lambda: _is_healthy(port), "/healthz", process, PATIENCE_S)
+        return monotonic() - began
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _is_healthy(port: int) -> bool:
+    try:
+        return get(port, "/healthz")[0] == 200
+    except OSError:
+        return False

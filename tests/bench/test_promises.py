@@ -1,0 +1,78 @@
+"""`make bench-check`: a row that does not hold makes it fail by name, and so does a promise that was not measured."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.bench.__main__ import main
+from tests.bench.figures import Row
+from tests.bench.promises import PROMISED
+
+Check = Callable[[], tuple[int, list[str]]]
+
+HOLDS = [Row(name, 10.0, "ms", "idle", 20.0) for name in PROMISED]
+SLOW = Row("uevent to GET /v2/devices, p50", 310.0, "ms", "idle", 300.0)
+FEW = Row("list of 1000 devices", 9.0, "ms", "json_agg passed through", 0.5, 4.0, 0.44)
+LOST = Row("soak: memory", 1.0, "MB/h", "slope", 30.0, note="3 hosts lost", holds=False)
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Path:
+    """A state directory with the result of a run in which everything holds."""
+    write(tmp_path, HOLDS)
+    return tmp_path
+
+
+def write(state: Path, rows: list[Row]) -> None:
+    """As a run of the bench does."""
+    (state / "bench.json").write_text(json.dumps([row.as_json() for row in rows]))
+
+
+@pytest.fixture
+def check(state: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Check:
+    """Exit status and lines of `python -m tests.bench --check` over `state`."""
+    monkeypatch.setenv("CYBORG_STATE_DIR", str(state))
+
+    def run() -> tuple[int, list[str]]:
+        status = main(["--check"])
+        said = capsys.readouterr()
+        return status, (said.out + said.err).splitlines()
+
+    return run
+
+
+def test_it_passes_when_every_row_holds(state: Path, check: Check) -> None:
+    assert check() == (0, [f"bench-check: all {len(HOLDS)} rows of {state}/bench.json hold"])
+
+
+def test_each_row_that_does_not_hold_is_named_with_its_figure(state: Path, check: Check) -> None:
+    write(state, [row for row in HOLDS if row.name != SLOW.name] + [SLOW, FEW, LOST])
+    assert check() == (
+        1,
+        [
+            "bench-check: uevent to GET /v2/devices, p50: 310 ms, at most 300 ms",
+            "bench-check: list of 1000 devices: 44% of json_agg passed through, at least 50%",
+            "bench-check: soak: memory: 1 MB/h is within its bound, but: 3 hosts lost",
+        ],
+    )
+
+
+def test_a_promised_time_that_was_not_measured_does_not_hold(state: Path, check: Check) -> None:
+    write(state, [row for row in HOLDS if "uevent" not in row.name])
+    assert check() == (
+        1,
+        [f"bench-check: uevent to GET /v2/devices, {p}: not measured (group uevent)" for p in ("p50", "p99")],
+    )
+
+
+@pytest.mark.parametrize("content", [None, "", "{", "[]", '{"rows": 1}', '[{"name": "half of a row"}]'])
+def test_without_a_result_it_says_in_one_sentence_what_to_do(state: Path, check: Check, content: str | None) -> None:
+    file = state / "bench.json"
+    file.unlink() if content is None else file.write_text(content)
+    status, lines = check()
+    assert status == 2 and len(lines) == 1, lines
+    assert str(file) in lines[0] and lines[0].endswith("run `make bench` first, with the same CYBORG_STATE_DIR")

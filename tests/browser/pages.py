@@ -1,0 +1,106 @@
+"""The console's main pages, how each is opened, pictured, and looked at by axe-core."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Page, expect
+
+LISTS = "/admin/accelerators/"
+MAIN = {
+    "login": "/admin/",
+    "overview": "/admin/",
+    "usage": "/admin/usage/?by=host&then=type",
+    "census": "/admin/census/",
+    "hosts": f"{LISTS}host/",
+    "host": f"{LISTS}host/?q=cmp02 →",
+    "switches": f"{LISTS}host/?q=hgx →",
+    "devices": f"{LISTS}device/",
+    "device": f"{LISTS}device/?q=BlueField →",
+    "rules": f"{LISTS}admissionrule/",
+    "rule": f"{LISTS}admissionrule/ →",
+    "requests": f"{LISTS}acceleratorrequest/",
+    "request": f"{LISTS}acceleratorrequest/?state=Bound →",
+    "commands": f"{LISTS}command/",
+    "events": f"{LISTS}event/",
+    "event": f"{LISTS}event/ →",
+    "intents": f"{LISTS}intent/",
+    "placement": "/admin/placement_sync/tree/",
+    "agents": "/admin/agents/agent/",
+    "user": "/admin/auth/user/ →",
+    "api": "/api/",
+    "api-devices": "/api/devices/",
+}
+"""Where each is; with an arrow what the list's first row leads to."""
+LEVELS = {"wcag2a", "wcag2aa", "wcag21a", "wcag21aa"}
+"""Tags of the rules of WCAG 2.1, levels A and AA."""
+COLOUR_RULES = ("color-contrast", "link-in-text-block")
+"""The rules whose outcome may differ in the dark."""
+HIDE_LIKE_ROWS = """() => { const seen = new Set();
+    for (const [at, row] of document.querySelectorAll("tbody tr").entries()) {
+        const drawn = [row, ...row.querySelectorAll("*")].map(one => [one.tagName, one.getAttribute("class"),
+            one.getAttribute("style"), one.disabled].join());
+        const kind = [at % 2, ...drawn].join(" ");
+        if (seen.has(kind)) { row.dataset.alike = ""; row.style.display = "none"; }
+        seen.add(kind); } }"""
+SHOW_ROWS = """() => { for (const row of document.querySelectorAll("[data-alike]")) {
+    delete row.dataset.alike; row.style.display = ""; } }"""
+FOREIGN = {"aria-prohibited-attr": "help-tooltip"}
+"""Findings in markup that is not ours: rule, and what is in the element. Django's own script writes these icons
+(SelectFilter2.js, beside the lists of groups and permissions); what they say stands beside them as text, too."""
+
+
+def first_row(page: Page) -> str | None:
+    """The page that the first row of the list on screen leads to."""
+    link = page.locator("#result_list tbody a[href*='/change/']").first
+    return urlsplit(link.evaluate("a => a.href")).path if link.count() else None
+
+
+def open_page(page: Page, where: str) -> None:
+    """One of MAIN."""
+    path, _, first = where.partition(" ")
+    page.goto(path)
+    if first:
+        row = first_row(page)
+        assert row, f"{path} shows no row that could be opened"
+        page.goto(row)
+
+
+def find_violations(page: Page) -> list[str]:
+    """What axe-core finds by all of its rules: every violation of level A or AA, and of its other rules those that it
+    calls serious or critical. Less what is FOREIGN."""
+    colours = {rule: {"enabled": False} for rule in COLOUR_RULES}
+    return _run_axe(page, {"rules": colours}) + find_colour_violations(page)
+
+
+def find_colour_violations(page: Page) -> list[str]:
+    """The same by the rules about colours alone, which are by far the slowest: of rows of tables that are alike but for
+    their text, and so have the same colours, one is looked at."""
+    page.evaluate(HIDE_LIKE_ROWS)
+    try:
+        return _run_axe(page, {"runOnly": list(COLOUR_RULES)})
+    finally:
+        page.evaluate(SHOW_ROWS)
+
+
+def _run_axe(page: Page, options: dict[str, Any]) -> list[str]:
+    found: list[dict[str, Any]] = (
+        Axe().run(page, options={"resultTypes": ["violations"]} | options).response["violations"]
+    )
+    return [
+        f"{one['id']}: {node['html'][:200]} {node['failureSummary']}"
+        for one in found
+        if LEVELS.intersection(one["tags"]) or one["impact"] in ("serious", "critical")
+        for node in one["nodes"]
+        if FOREIGN.get(one["id"], "\0") not in node["html"]
+    ]
+
+
+def picture(page: Page, path: Path) -> None:
+    """Of the page as it is once its socket stands."""
+    if (badge := page.locator("p.live")).count():
+        expect(badge).to_have_text("●live")
+    page.screenshot(path=path)

@@ -1,0 +1,13 @@
+"""The people of the sample, one in each group of docs/roles.md besides the administrator's."""
+
+from __future__ import annotations
+
+TENANT_PROJECT = "p2"
+PASSWORD = "a-password-of-the-sample"
+PEOPLE = {
+    "operator": "role:operator",
+    "auditor": "role:auditor",
+    "viewer": "role:viewer",
+    "tenant": f"project:{TENANT_PROJECT}",
+}
+"""Name and group of each."""

@@ -1,0 +1,156 @@
+"""The console as each role of docs/roles.md sees it: its pages open, the others say why not, and no button is offered
+that would be refused."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from tests.browser.conftest import Desk
+from tests.browser.pages import MAIN, find_violations, open_page, picture
+from tests.browser.people import PASSWORD, PEOPLE, TENANT_PROJECT
+from tests.system.product import ROOT
+
+pytestmark = pytest.mark.browser
+INSTALLATION = "cloud"
+
+DEVICES = MAIN["devices"]
+USERS, TOKENS, ATTACH = "/admin/auth/user/", "/admin/cyborgweb/apitoken/", "/admin/accelerators/attachment/attach/"
+ACCESS = {"API tokens", "Users", "Maintenance"}
+TENANTS = {"Overview", "Requests", "Device profiles", "Inbox", "Subscriptions", "Deliveries", "Manual"}
+NOT_SEEN = "Your account may not see this. An administrator can put it into a group that may."
+TAKES_ADMIN = "It takes the role admin, or a place in the group role:administrator; yours: {}."
+TAKES_OPERATOR = "It takes the role accelerator_operator, or a place in the group role:operator; yours: {}."
+
+
+@dataclass(frozen=True)
+class Rights:
+    """What a role that sees all hosts may besides looking; `words` are its roles as the pages name them."""
+
+    words: str
+    rescans: bool
+    sees_access: bool
+
+
+RIGHTS = {
+    "operator": Rights("accelerator_operator, member, reader", rescans=True, sees_access=False),
+    "auditor": Rights("auditor, reader", rescans=False, sees_access=True),
+    "viewer": Rights("manager, member, reader", rescans=False, sees_access=False),
+}
+
+
+def navigation(page: Page) -> dict[str, str]:
+    """Word and address of each entry in the sidebar."""
+    links = page.get_by_role("navigation", name="Console").get_by_role("listitem").get_by_role("link")
+    # An entry begins with the name of its icon, which is hidden from who hears the page.
+    found = links.evaluate_all("all => all.map(a => [a.innerText.split('\\n').at(-1).trim(), a.href])")
+    return {word: address for word, address in found}
+
+
+def every_entry_opens(page: Page) -> None:
+    """No entry of the sidebar leads to a refusal."""
+    refused = {word: page.request.get(address).status for word, address in navigation(page).items()}
+    assert {word: status for word, status in refused.items() if status != 200} == {}
+
+
+def is_refused(page: Page, path: str, why: str, heading: str = "Not allowed", status: int = 403) -> None:
+    """The page at `path` is a refusal in the console's frame that says why, and leads back."""
+    answer = page.goto(path)
+    assert answer is not None and answer.status == status, path
+    expect(page.get_by_role("heading", level=1)).to_have_text(heading)
+    expect(page.get_by_role("main")).to_contain_text(why)
+    expect(page.get_by_role("link", name="To the overview")).to_be_visible()
+    expect(page.locator("p.live")).to_have_count(0)
+
+
+@pytest.mark.parametrize("name", RIGHTS)
+def test_a_role_sees_its_pages_and_no_button_that_would_be_refused(name: str, desk: Desk, screens: Path) -> None:
+    rights, page = RIGHTS[name], desk.person(name, PASSWORD)
+    page.goto("/admin/")
+    shown = set(navigation(page))
+    assert {"Hosts", "Devices", "Requests", "Events", "Agents"} <= shown
+    assert shown & ACCESS == (ACCESS if rights.sees_access else set())
+    every_entry_opens(page)
+    picture(page, screens / f"{name}-overview.png")
+
+    open_page(page, MAIN["device"])
+    why = page.get_by_text("Why can’t I change anything here?")
+    why.click()
+    expect(page.get_by_role("main")).to_contain_text(TAKES_ADMIN.format(rights.words))
+    for label in ("Enable", "Disable", "Quarantine", "Drain", "Retire", "Reset"):
+        expect(page.get_by_role("button", name=label)).to_have_count(0)
+    picture(page, screens / f"{name}-device.png")
+    assert find_violations(page) == []
+
+    page.goto(DEVICES)
+    expect(page.locator("#result_list tbody tr").first).to_be_visible()
+    expect(page.get_by_role("button", name="Run")).to_have_count(0)
+    open_page(page, MAIN["host"])
+    expect(page.get_by_role("button", name="Rescan")).to_have_count(int(rights.rescans))
+    expect(page.get_by_role("button", name="Fetch its log")).to_have_count(0)
+
+
+@pytest.mark.parametrize("name", RIGHTS)
+def test_what_a_role_may_not_see_says_so_and_leads_back(name: str, desk: Desk, screens: Path) -> None:
+    rights, page = RIGHTS[name], desk.person(name, PASSWORD)
+    for path in (USERS, TOKENS):
+        if rights.sees_access:
+            page.goto(path)
+            expect(page.locator("#result_list tbody tr").first).to_be_visible()
+        else:
+            is_refused(page, path, NOT_SEEN)
+    if rights.rescans:
+        page.goto(ATTACH)
+        expect(page.get_by_role("button", name="Attach")).to_be_visible()
+    else:
+        is_refused(page, ATTACH, TAKES_OPERATOR.format(rights.words))
+    is_refused(page, "/admin/auth/user/add/", NOT_SEEN)
+    picture(page, screens / f"{name}-refused.png")
+    assert find_violations(page) == []
+    desk.forgive("status of 403")
+
+
+def test_an_operators_day(desk: Desk, screens: Path) -> None:
+    """Find a host in trouble, have it looked at again, see the command; attach is offered, a decision is not."""
+    page = desk.person("operator", PASSWORD)
+    page.goto("/admin/")
+    page.get_by_role("navigation", name="Console").get_by_role("link", name="Hosts").click()
+    page.get_by_role("link", name="cmp02.rack3.example.net").first.click()
+    page.locator("#order-reason").fill("a card was added")
+    page.get_by_role("button", name="Rescan").click()
+    expect(page.get_by_role("main")).to_contain_text("rescan")
+    page.get_by_role("navigation", name="Console").get_by_role("link", name="Commands").click()
+    placed = page.locator("#result_list tbody tr").filter(has_text="rescan").first
+    expect(placed).to_contain_text("cmp02.rack3.example.net")
+    picture(page, screens / "operator-commands.png")
+    page.goto("/admin/accelerators/attachment/")
+    expect(page.get_by_role("link", name=re.compile("^Attach"))).not_to_have_count(0)
+
+
+def test_a_tenant_sees_its_own_project_s_requests_and_nothing_else(desk: Desk, screens: Path) -> None:
+    ((other,),) = desk.product.rows("SELECT id FROM accelerators_acceleratorrequest WHERE state = 'Bound' LIMIT 1")
+    page = desk.person("tenant", PASSWORD)
+    page.goto("/admin/")
+    assert set(navigation(page)) == TENANTS
+    every_entry_opens(page)
+    picture(page, screens / "tenant-overview.png")
+    page.get_by_role("navigation", name="Console").get_by_role("link", name="Requests").click()
+    rows = page.locator("#result_list tbody tr")
+    expect(rows).to_have_count(2)
+    expect(rows.filter(has_text="BindFailed")).to_have_count(1)
+    expect(rows.filter(has_text="Initial")).to_have_count(1)
+    picture(page, screens / "tenant-requests.png")
+    for path in (DEVICES, MAIN["hosts"], MAIN["events"], USERS):
+        is_refused(page, path, NOT_SEEN)
+    is_refused(page, f"/admin/accelerators/acceleratorrequest/{other}/change/", "", "Not found", 404)
+    picture(page, screens / "tenant-refused.png")
+    desk.forgive("status of 40[34]")
+
+
+def test_every_role_of_the_manual_is_looked_at() -> None:
+    in_table = re.findall(r"^\|.*\| `(role:\w+|project:)`", (ROOT / "docs" / "roles.md").read_text(), re.MULTILINE)
+    assert set(in_table) == {"role:administrator", *(one.removesuffix(TENANT_PROJECT) for one in PEOPLE.values())}

@@ -1,0 +1,93 @@
+"""The soak: agents and all parts of the product are killed for a long time; nothing is lost, and memory stays flat."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from tests.bench.figures import anonymous_kb
+from tests.fleet import verdict
+from tests.fleet.kills import FIND, PARTS, Killer
+from tests.fleet.memory_trend import Sample, judge_memory
+from tests.fleet.verdict import Line
+
+if TYPE_CHECKING:
+    from tests.fleet.scenarios import Run
+
+LOOK_S = 0.5
+CHANGE_EVERY_S = 60.0
+"""How often the content of each host changes, on average."""
+LEAST_KILLS_S, AGENT_LIVES_S = 30.0, 50.0
+"""At least so many agents are killed each second; of a large fleet each lives so long on average. Each life is one
+connection of the web process, and a thousand of them pass before its memory is flat (measured)."""
+PAUSE_S = 8.0
+"""Between two kills of parts of the product, on average."""
+EVERYTHING_SHARE = 1 / 4
+"""Fraction of the time in which the web process is killed, too. In the rest it lives on, and its memory is judged."""
+MEMORY, LOST_PARTS = "memory does not grow", "killed in turn"
+
+
+def soak(run: Run) -> list[Line]:
+    """Kill agents all the time, and the parts of the product in turn; judge the kills and web's memory."""
+    run.there.power_on()
+    run.settled()
+    killer, samples = Killer(run.there, run.seed, run.patience_s), list[Sample]()
+
+    def look() -> None:
+        run.shown(run.there.look())
+        time.sleep(LOOK_S)
+
+    def measure() -> None:
+        look()
+        if (sample := _sample_web(run)) is not None:
+            samples.append(sample)
+
+    _begin_unrest(run)
+    killer.kill_in_turn(PARTS, run.soak_s * EVERYTHING_SHARE, PAUSE_S, look)
+    run.ask("unrest")
+    run.settled()
+    _begin_unrest(run)
+    others = [part for part in PARTS if part != "web"]
+    killer.kill_in_turn(others, run.soak_s * (1 - EVERYTHING_SHARE), PAUSE_S, measure)
+    run.ask("unrest")
+    for part in PARTS:
+        killer.wait_for(part, look)
+    _wait_until_nothing_is_stuck(run)
+    judgement = judge_memory(samples)
+    slope = judgement.trend.mb_per_hour if judgement.trend else None
+    return [judge_kills(killer), Line(MEMORY, judgement.text, judgement.holds, slope)]
+
+
+def _begin_unrest(run: Run) -> None:
+    count = run.there.count
+    run.ask("unrest", changes_s=count / CHANGE_EVERY_S, kills_s=max(LEAST_KILLS_S, count / AGENT_LIVES_S))
+
+
+def _sample_web(run: Run) -> Sample | None:
+    """Memory of the web process now; None while there is none."""
+    for pid in FIND["web"](run.there):
+        try:
+            return Sample(time.monotonic(), anonymous_kb(pid), pid)
+        except OSError:
+            return None
+    return None
+
+
+def _wait_until_nothing_is_stuck(run: Run) -> None:
+    """Wait for the jobs of a killed worker: the supervisor replaces its cluster after CYBORG_TICK_STALL_S."""
+    end = time.monotonic() + run.patience_s
+    run.settled()
+    while time.monotonic() < end:
+        stuck = run.there.rows(verdict.STUCK)
+        if stuck and not any(stuck[0]):
+            return
+        run.shown(run.there.look())
+        time.sleep(LOOK_S)
+
+
+def judge_kills(killer: Killer) -> Line:
+    """Whether every part was killed at least once, and came back each time."""
+    counts = ", ".join(f"{killer.killed[part]} {part}" for part in PARTS)
+    away = f"; did not come back: {', '.join(killer.missing)}" if killer.missing else ""
+    holds = not killer.missing and all(killer.killed[part] for part in PARTS)
+    return Line(LOST_PARTS, f"seed {killer.seed}: {counts}{away}", holds)
