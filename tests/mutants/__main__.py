@@ -7,16 +7,20 @@ survivors to `var/mutants/figures.md`. Exits 0 if enough were noticed, 1 if not,
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import queue
 import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from drivers.process import die_with_parent
 from tests.mutants import state
-from tests.mutants.areas import ROOT
+from tests.mutants.areas import AREAS, ROOT
 from tests.mutants.choosing import Recorded
 from tests.mutants.figures import Run, survivors, table, verdict
 from tests.mutants.mutating import Mutant, all_mutants, diff_of, drawn, mutated_source
@@ -36,15 +40,17 @@ def main() -> int:
     parser.add_argument("--again", action="store_true", help="after tests were added: try the survivors once more")
     parser.add_argument("--minutes", type=float, default=0, help="stop after so long; --resume goes on (no limit)")
     parser.add_argument("--table", action="store_true", help="only print the figures of the last run")
+    parser.add_argument(
+        "--own", action="store_true", help="area by area, with each area's own tests only (a quick try)"
+    )
     arguments = parser.parse_args()
     die_with_parent()
     product = state.product_hash()
     results = state.Lines(f"results-{product}-{arguments.seed}-{arguments.sample}.jsonl")
     if not (arguments.resume or arguments.again or arguments.table):
         results.set_aside()
-    everything = all_mutants()
-    sample = drawn(arguments.sample, arguments.seed, everything)
-    run = Run(arguments.seed, state.commit(), len(sample), {name: len(each) for name, each in everything.items()})
+    counts, sample = _drawn(product, arguments.sample, arguments.seed)
+    run = Run(arguments.seed, state.commit(), len(sample), counts)
     if not arguments.table:
         try:
             with prepared(arguments.workers) as workers:
@@ -55,8 +61,24 @@ def main() -> int:
         except KeyboardInterrupt:
             print("\nmutants: stopped; --resume goes on", file=sys.stderr)
             return 2
-    latest = list({result["key"]: result for result in results}.values())
-    return _report(run, latest)
+    wanted = {mutant.key for mutant in sample}
+    latest = {result["key"]: result for result in results if result["key"] in wanted}
+    return _report(run, list(latest.values()))
+
+
+def _drawn(product: str, size: int, seed: int) -> tuple[dict[str, int], list[Mutant]]:
+    """The number of mutants of each area, and the sample; to parse the core takes half a minute, so it is kept."""
+    sources = [Path(__file__).with_name(f"{name}.py").read_bytes() for name in ("areas", "mutating", "operators")]
+    operators = hashlib.sha256(b"".join(sources)).hexdigest()
+    kept = state.FOLDER / f"sample-{product}-{seed}-{size}-{operators[:8]}.json"
+    if not kept.exists():
+        everything = all_mutants()
+        sample = [asdict(mutant) for mutant in drawn(size, seed, everything)]
+        counts = {name: len(each) for name, each in everything.items()}
+        state.FOLDER.mkdir(parents=True, exist_ok=True)
+        kept.write_text(json.dumps({"counts": counts, "sample": sample}))
+    text = json.loads(kept.read_text())
+    return text["counts"], [Mutant(**each) for each in text["sample"]]
 
 
 def _report(run: Run, results: list[dict[str, Any]]) -> int:
@@ -89,20 +111,24 @@ class _Session:
         if not known:
             lines = next(worker.import_lines for worker in self.workers if worker.import_lines is not None)
             self.recordings.append({"import": "lines", "lines": lines})
-        self._record()
-        recorded = self._recorded()
-        latest = {result["key"]: result for result in self.results}
-        again = {"survived"} if self.arguments.again else set()
-        left = [m for m in sample if m.key not in latest or verdict(latest[m.key]) in again]
-        self._side_by_side("mutants", left, lambda worker, mutant: self._try(worker, mutant, recorded))
+        groups = [(area.tests, area.name) for area in AREAS] if self.arguments.own else [((), "")]
+        for files, area in groups:
+            self._record(files)
+            recorded = self._recorded()
+            latest = {result["key"]: result for result in self.results}
+            again = {"survived"} if self.arguments.again else set()
+            left = [m for m in sample if m.key not in latest or verdict(latest[m.key]) in again]
+            left = [m for m in left if area in ("", m.area)]
+            name = f"mutants of {area}" if area else "mutants"
+            self._side_by_side(name, left, lambda worker, mutant, r=recorded: self._try(worker, mutant, r))
 
-    def _record(self) -> None:
-        """Run every test file under coverage that was not yet, in this content."""
+    def _record(self, wanted: tuple[str, ...]) -> None:
+        """Run test files, all if none is named, under coverage, unless that was done with this content."""
         files: dict[str, list[str]] = {}
         for test in self.workers[0].tests:
             files.setdefault(test.partition("::")[0], []).append(test)
         done = {(entry["file"], entry["hash"]) for entry in self.recordings if "file" in entry}
-        left = [file for file in files if (file, state.file_hash(file)) not in done]
+        left = [file for file in files if (file, state.file_hash(file)) not in done and (not wanted or file in wanted)]
 
         def record(worker: Worker, file: str) -> None:
             answer = worker.ask({"record": files[file], "limit_s": RECORD_S})
@@ -117,7 +143,8 @@ class _Session:
             with self.lock:
                 self.recordings.append(entry | answer)
 
-        self._side_by_side("recording who executes what", left, record)
+        if left:
+            self._side_by_side("recording who executes what", left, record)
 
     def _recorded(self) -> Recorded:
         imported = next(entry["lines"] for entry in self.recordings if "import" in entry)
@@ -127,6 +154,8 @@ class _Session:
             recorded.add(entry)
             if entry["failed"]:
                 print(f"mutants: left out, fails without a mutant: {', '.join(entry['failed'])}", file=sys.stderr)
+        for entry in self.recordings:
+            recorded.take_times(entry.get("times", {}))
         return recorded
 
     def _try(self, worker: Worker, mutant: Mutant, recorded: Recorded) -> None:
@@ -140,6 +169,9 @@ class _Session:
             "limit_s": FACTOR * sum(seconds) + FLOOR_S + COLD_S,
         }
         answer = worker.ask(job)
+        with self.lock:
+            recorded.take_times(answer.get("seconds", {}))
+            self.recordings.append({"times": answer.get("seconds", {})})
         outcome = "timeout" if answer.get("timeout") else "killed" if answer["failed"] else "survived"
         entry = {"key": mutant.key, "area": mutant.area, "path": mutant.path, "line": mutant.line, "outcome": outcome}
         entry |= {"operator": mutant.operator, "tests": len(choice.tests), "left_out": choice.left_out}

@@ -43,6 +43,11 @@ class Recorded:
                     for line in lines:
                         self._tests[path][line].add(test)
 
+    def take_times(self, seconds: dict[str, float]) -> None:
+        """Keep the shortest time each test took: the recording may have run on a busy machine, and under coverage."""
+        for test, took in seconds.items():
+            self.seconds[test] = min(took, self.seconds.get(test, took))
+
     def choose(self, mutant: Mutant) -> Choice:
         """The tests that execute the mutant's line; for code that runs at import, those that execute what uses it."""
         in_function, found = self._executing(mutant)

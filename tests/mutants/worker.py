@@ -192,7 +192,9 @@ def _planted(
         return {"again": True}
     watcher = Watcher(limits=job["limits"])
     run_items(session, tests, watcher, until_failure=True)
-    return {"failed": watcher.failed, "ran": len(watcher.seconds), "clean": not watcher.failed}
+    failed = watcher.failed
+    seconds = {test: round(took, 3) for test, took in watcher.seconds.items() if test not in failed}
+    return {"failed": failed, "ran": len(watcher.seconds), "seconds": seconds, "clean": not failed}
 
 
 def _passes(session: pytest.Session, test: str, limit_s: float) -> bool:
