@@ -128,7 +128,9 @@ class _Session:
         for test in self.workers[0].tests:
             files.setdefault(test.partition("::")[0], []).append(test)
         done = {(entry["file"], entry["hash"]) for entry in self.recordings if "file" in entry}
-        left = [file for file in files if (file, state.file_hash(file)) not in done and (not wanted or file in wanted)]
+        # Of the copies: somebody may be writing in the checkout.
+        hashes = {file: state.file_hash(self.workers[0].folder / "tree" / file) for file in files}
+        left = [file for file in files if (file, hashes[file]) not in done and (not wanted or file in wanted)]
 
         def record(worker: Worker, file: str) -> None:
             answer = worker.ask({"record": files[file], "limit_s": RECORD_S})

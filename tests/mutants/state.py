@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from tests.mutants.areas import PRODUCT, ROOT
@@ -23,9 +24,9 @@ def product_hash() -> str:
     return digest.hexdigest()[:12]
 
 
-def file_hash(path: str) -> str:
+def file_hash(path: Path) -> str:
     """A hash of one test file: after a change its tests are recorded anew."""
-    return hashlib.sha256((ROOT / path).read_bytes()).hexdigest()[:12]
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
 
 
 def commit() -> str:

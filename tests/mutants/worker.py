@@ -88,12 +88,12 @@ def pytest_runtestloop(session: pytest.Session) -> bool:
     """Serve jobs until the pipe closes."""
     jobs = os.fdopen(int(os.environ.pop("MUTANTS_JOBS")), "r")
     answers = os.fdopen(int(os.environ.pop("MUTANTS_ANSWERS")), "w", buffering=1)
+    imported = _lines(_at_import).get("", {}) if _at_import else None
     _warm_up(session)
     from tests.mutants.template import Template
 
     template = Template()
     template.keep()
-    imported = _lines(_at_import).get("", {}) if _at_import else None
     gc.collect()
     functions = swapping.live_functions(TREE)
     gc.freeze()
@@ -252,7 +252,7 @@ def in_fork(child: Any, limit_s: float) -> dict[str, Any]:
         pytest.exit("the run was killed", returncode=1)
     if late or (not text and os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM):
         return {"timeout": True, "failed": ["time limit"]}
-    return json.loads(text) if text else {"failed": [f"ended with status {status}"]}
+    return json.loads(text) if text else {"failed": [f"ends with {os.waitstatus_to_exitcode(status)} before any test"]}
 
 
 def _in_child(child: Any, readable: int) -> None:
