@@ -28,6 +28,10 @@ $(VENV)/browser: $(VENV)/dev requirements/browser.txt
 	$(PIP) install -q --require-hashes -r requirements/browser.txt
 	@touch $@
 
+$(VENV)/mutants: $(VENV)/dev requirements/mutants.txt
+	$(PIP) install -q --require-hashes -r requirements/mutants.txt
+	@touch $@
+
 up: $(VENV)/server  ## start everything on this machine; Ctrl-C stops it
 	@exec $(BIN)/python -m cyborgweb.serve --leash
 
@@ -81,6 +85,11 @@ bench-full: $(VENV)/dev  ## the same at published sizes
 bench-check: $(VENV)/dev  ## fail when a row of the last `make bench` does not hold, and name it
 	@$(BIN)/python -m tests.bench --check
 
+SAMPLE ?= 400
+SEED   ?= 1
+mutants: $(VENV)/mutants  ## plant SAMPLE faults in copies of the core, see that tests fail; killed: again with ARGS=--resume
+	@$(BIN)/python -m tests.mutants --sample $(SAMPLE) --seed $(SEED) $(ARGS)
+
 N        ?= 1000
 SCENARIO ?= cold-start
 fleet: $(VENV)/dev  ## N simulated agents against the whole product, SCENARIO=… happens to them; --help: make fleet N=-h
@@ -99,6 +108,7 @@ lock: $(VENV)/dev  ## resolve the locked requirements anew (needs uv)
 	uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --no-annotate pyproject.toml requirements/build.in --extra server -o requirements/server.txt
 	uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --no-annotate pyproject.toml requirements/build.in --extra server --extra dev -c requirements/server.txt -o requirements/dev.txt
 	uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --no-annotate requirements/browser.in -c requirements/dev.txt -o requirements/browser.txt
+	uv pip compile -q --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --no-annotate requirements/mutants.in -c requirements/dev.txt -o requirements/mutants.txt
 	for name in requirements/system/*.in; do uv pip compile -q --python-version 3.11 --generate-hashes --no-emit-index-url --no-header --no-annotate $$name -o $${name%.in}.txt || exit 1; done
 
-.PHONY: help up test check test-long test-system test-qemu test-browser deps-browser deps-sim environments lint bench bench-full bench-check fleet docs manual lock
+.PHONY: help up test check test-long test-system test-qemu test-browser deps-browser deps-sim environments lint bench bench-full bench-check mutants fleet docs manual lock

@@ -1,0 +1,254 @@
+"""`python -m tests.mutants --sample 400 --seed 1 [--resume]`: plants faults in copies of the core and runs its tests.
+
+Everything it finds out stands in `var/mutants`; the checkout stays as it is. Prints the table and writes it with the
+survivors to `var/mutants/figures.md`. Exits 0 if enough were noticed, 1 if not, 2 if it could not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from drivers.process import die_with_parent
+from tests.mutants import state
+from tests.mutants.areas import AREAS, ROOT
+from tests.mutants.choosing import Recorded
+from tests.mutants.figures import Run, survivors, table, verdict
+from tests.mutants.mutating import Mutant, all_mutants, diff_of, drawn, mutated_source
+from tests.mutants.workers import Worker, WorkerError, prepared
+
+WANTED = 0.9
+RECORD_S, FLOOR_S, FACTOR, COLD_S = 1800.0, 20.0, 5.0, 60.0
+
+
+def main() -> int:
+    """0 enough of the sample was noticed, 1 it was not, 2 could not run."""
+    parser = argparse.ArgumentParser(prog="tests.mutants", description=__doc__)
+    parser.add_argument("--sample", type=int, default=400, help="how many mutants are drawn (400)")
+    parser.add_argument("--seed", type=int, default=1, help="of the drawing (1)")
+    parser.add_argument("--workers", type=int, default=2, help="processes side by side (2)")
+    parser.add_argument("--resume", action="store_true", help="go on with a run that was stopped or killed")
+    parser.add_argument("--again", action="store_true", help="after tests were added: try the survivors once more")
+    parser.add_argument("--minutes", type=float, default=0, help="stop after so long; --resume goes on (no limit)")
+    parser.add_argument("--table", action="store_true", help="only print the figures of the last run")
+    parser.add_argument(
+        "--own", action="store_true", help="area by area, with each area's own tests only (a quick try)"
+    )
+    arguments = parser.parse_args()
+    die_with_parent()
+    product = state.product_hash()
+    results = state.Lines(f"results-{product}-{arguments.seed}-{arguments.sample}.jsonl")
+    if not (arguments.resume or arguments.again or arguments.table):
+        results.set_aside()
+    counts, sample = _drawn(product, arguments.sample, arguments.seed)
+    run = Run(arguments.seed, state.commit(), len(sample), counts)
+    if not arguments.table:
+        try:
+            with prepared(arguments.workers) as workers:
+                _Session(workers, product, results, arguments).run(sample)
+        except WorkerError as error:
+            print(f"mutants: {error}; --resume goes on", file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            print("\nmutants: stopped; --resume goes on", file=sys.stderr)
+            return 2
+    wanted = {mutant.key for mutant in sample}
+    latest = {result["key"]: result for result in results if result["key"] in wanted}
+    return _report(run, list(latest.values()))
+
+
+def _drawn(product: str, size: int, seed: int) -> tuple[dict[str, int], list[Mutant]]:
+    """The number of mutants of each area, and the sample; to parse the core takes half a minute, so it is kept."""
+    sources = [Path(__file__).with_name(f"{name}.py").read_bytes() for name in ("areas", "mutating", "operators")]
+    operators = hashlib.sha256(b"".join(sources)).hexdigest()
+    kept = state.FOLDER / f"sample-{product}-{seed}-{size}-{operators[:8]}.json"
+    if not kept.exists():
+        everything = all_mutants()
+        sample = [asdict(mutant) for mutant in drawn(size, seed, everything)]
+        counts = {name: len(each) for name, each in everything.items()}
+        state.FOLDER.mkdir(parents=True, exist_ok=True)
+        kept.write_text(json.dumps({"counts": counts, "sample": sample}))
+    text = json.loads(kept.read_text())
+    return text["counts"], [Mutant(**each) for each in text["sample"]]
+
+
+def _report(run: Run, results: list[dict[str, Any]]) -> int:
+    text = f"{table(run, results)}\n\n{survivors(results)}"
+    state.FOLDER.mkdir(parents=True, exist_ok=True)
+    (state.FOLDER / "figures.md").write_text(text + "\n")
+    print(text)
+    real = [verdict(result) for result in results if verdict(result) != "equivalent"]
+    return int(not real or sum(each != "survived" for each in real) / len(real) < WANTED)
+
+
+class _Session:
+    """One run: start the workers, record who executes what, try the mutants."""
+
+    def __init__(
+        self, workers: list[Worker], product: str, results: state.Lines, arguments: argparse.Namespace
+    ) -> None:
+        self.workers = workers
+        self.results = results
+        self.arguments = arguments
+        self.recordings = state.Lines(f"recorded-{product}.jsonl")
+        self.ends = time.monotonic() + 60 * arguments.minutes if arguments.minutes else float("inf")
+        self.lock = threading.Lock()
+
+    def run(self, sample: list[Mutant]) -> None:
+        """Try what has no result yet."""
+        known = {entry["import"]: entry["lines"] for entry in self.recordings if "import" in entry}
+        print(f"mutants: starting {len(self.workers)} workers", file=sys.stderr)
+        self._side_by_side("starting", list(self.workers), lambda _, w: w.start(trace_import=not known), by_worker=True)
+        if not known:
+            lines = next(worker.import_lines for worker in self.workers if worker.import_lines is not None)
+            self.recordings.append({"import": "lines", "lines": lines})
+        groups = [(area.tests, area.name) for area in AREAS] if self.arguments.own else [((), "")]
+        for files, area in groups:
+            self._record(files)
+            recorded = self._recorded()
+            latest = {result["key"]: result for result in self.results}
+            again = {"survived"} if self.arguments.again else set()
+            left = [m for m in sample if m.key not in latest or verdict(latest[m.key]) in again]
+            left = [m for m in left if area in ("", m.area)]
+            name = f"mutants of {area}" if area else "mutants"
+            self._side_by_side(name, left, lambda worker, mutant, r=recorded: self._try(worker, mutant, r))
+
+    def _record(self, wanted: tuple[str, ...]) -> None:
+        """Run test files, all if none is named, under coverage, unless that was done with this content."""
+        files: dict[str, list[str]] = {}
+        for test in self.workers[0].tests:
+            files.setdefault(test.partition("::")[0], []).append(test)
+        done = {(entry["file"], entry["hash"]) for entry in self.recordings if "file" in entry}
+        # Of the copies: somebody may be writing in the checkout.
+        hashes = {file: state.file_hash(self.workers[0].folder / "tree" / file) for file in files}
+        left = [file for file in files if (file, hashes[file]) not in done and (not wanted or file in wanted)]
+
+        def record(worker: Worker, file: str) -> None:
+            answer = worker.ask({"record": files[file], "limit_s": RECORD_S})
+            entry = {
+                "file": file,
+                "hash": state.file_hash(file),
+                "seconds": {},
+                "lines": {},
+                "failed": [],
+                "skipped": [],
+            }
+            with self.lock:
+                self.recordings.append(entry | answer)
+
+        if left:
+            self._side_by_side("recording who executes what", left, record)
+
+    def _recorded(self) -> Recorded:
+        imported = next(entry["lines"] for entry in self.recordings if "import" in entry)
+        recorded = Recorded(imported)
+        latest = {e["file"]: e for e in self.recordings if "file" in e and (ROOT / e["file"]).exists()}
+        for entry in latest.values():
+            recorded.add(entry)
+            if entry["failed"]:
+                print(f"mutants: left out, fails without a mutant: {', '.join(entry['failed'])}", file=sys.stderr)
+        for entry in self.recordings:
+            recorded.take_times(entry.get("times", {}))
+        return recorded
+
+    def _try(self, worker: Worker, mutant: Mutant, recorded: Recorded) -> None:
+        choice = recorded.choose(mutant)
+        seconds = [recorded.seconds[test] for test in choice.tests]
+        limits = {t: FACTOR * recorded.seconds[t] + FLOOR_S for t in choice.tests}
+        job = {
+            "mutant": {"path": mutant.path, "source": mutated_source(mutant), "cold": choice.cold},
+            "tests": choice.tests,
+            "limits": limits,
+            "limit_s": FACTOR * sum(seconds) + FLOOR_S + COLD_S,
+        }
+        answer = worker.ask(job)
+        with self.lock:
+            recorded.take_times(answer.get("seconds", {}))
+            self.recordings.append({"times": answer.get("seconds", {})})
+        outcome = "timeout" if answer.get("timeout") else "killed" if answer["failed"] else "survived"
+        entry = {"key": mutant.key, "area": mutant.area, "path": mutant.path, "line": mutant.line, "outcome": outcome}
+        entry |= {"operator": mutant.operator, "tests": len(choice.tests), "left_out": choice.left_out}
+        entry |= {"killer": (answer["failed"] or [""])[0], "diff": diff_of(mutant), "took_s": answer["took_s"]}
+        entry |= {"cold": answer["cold"], "unsteady": answer["unsteady"], "at": time.strftime("%FT%TZ", time.gmtime())}
+        with self.lock:
+            self.results.append(entry)
+
+    def _side_by_side(
+        self, name: str, jobs: list[Any], do: Callable[[Any, Any], None], *, by_worker: bool = False
+    ) -> None:
+        """Give the jobs to the workers; a worker that ended over one is started anew, twice for a job at most."""
+        waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        for job in jobs:
+            waiting.put(job)
+        bar, errors = Bar(name, len(jobs)), list[BaseException]()
+
+        def serve(worker: Worker) -> None:
+            while not errors and time.monotonic() < self.ends:
+                try:
+                    job = waiting.get_nowait()
+                except queue.Empty:
+                    return
+                try:
+                    _attempt(worker, lambda job=job: do(worker, job), restart=not by_worker)
+                except BaseException as error:  # noqa: BLE001
+                    errors.append(error)
+                bar.step()
+
+        threads = [threading.Thread(target=serve, args=(worker,), daemon=True) for worker in self.workers]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            threads[0].join(0.5)
+            threads[-1].join(0.5)
+        if errors:
+            raise errors[0]
+
+
+def _attempt(worker: Worker, do: Callable[[], None], *, restart: bool) -> None:
+    for turn in range(3):
+        try:
+            return do()
+        except WorkerError:
+            if not restart or turn == 2:
+                raise
+            worker.stop()
+            worker.start()
+
+
+class Bar:
+    """Progress on standard error: a bar on a terminal, else a line now and then."""
+
+    def __init__(self, name: str, total: int) -> None:
+        self.name, self.total, self.done = name, total, 0
+        self.began = self.told = time.monotonic()
+        self.lock = threading.Lock()
+
+    def step(self) -> None:
+        """One more is done."""
+        with self.lock:
+            self.done += 1
+            now = time.monotonic()
+            terminal = sys.stderr.isatty()
+            if self.done < self.total and now - self.told < (0.2 if terminal else 30):
+                return
+            self.told = now
+            left = (now - self.began) / self.done * (self.total - self.done)
+            filled = 30 * self.done // self.total
+            line = (
+                f"{self.name} [{'#' * filled}{'.' * (30 - filled)}] {self.done}/{self.total}, {left / 60:.0f} min left"
+            )
+            end = "\n" if not terminal or self.done == self.total else ""
+            print(f"{chr(13) if terminal else ''}{line}", end=end, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

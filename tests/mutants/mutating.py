@@ -1,0 +1,150 @@
+"""All mutants of a file, the drawing of a sample, and the text of one mutant."""
+
+from __future__ import annotations
+
+import difflib
+import random
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import libcst as cst
+from libcst.metadata import MetadataWrapper, PositionProvider
+
+from tests.mutants.areas import AREAS, ROOT
+from tests.mutants.operators import OPERATORS, is_sql
+
+LOGGERS = {"log", "logger", "logging"}
+LEAST = 10
+"""Mutants of each area, if it has as many."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One place and one operator. `number` counts the nodes of the file, `variant` the changes of that node."""
+
+    area: str
+    path: str
+    line: int
+    end_line: int
+    operator: str
+    number: int
+    variant: int
+
+    @property
+    def key(self) -> str:
+        """Its identity in the state file."""
+        return f"{self.path}:{self.line}:{self.number}:{self.operator}:{self.variant}"
+
+
+@cache
+def _parsed(path: str) -> tuple[MetadataWrapper, list[tuple[cst.CSTNode, Any]]]:
+    wrapper = MetadataWrapper(cst.parse_module((ROOT / path).read_text()), unsafe_skip_copy=True)
+    positions = wrapper.resolve(PositionProvider)
+    finder = _Finder()
+    wrapper.module.visit(finder)
+    return wrapper, [(node, positions[node]) for node in finder.found]
+
+
+class _Finder(cst.CSTVisitor):
+    """Collects the nodes that may be mutated: no imports, annotations, docstrings, log messages and `__all__`."""
+
+    def __init__(self) -> None:
+        self.found: list[cst.CSTNode] = []
+
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        if isinstance(node, cst.Import | cst.ImportFrom | cst.Annotation | cst.TypeAlias):
+            return False
+        if isinstance(node, cst.Expr) and isinstance(node.value, cst.BaseString):
+            return False
+        if isinstance(node, cst.Expr) and isinstance(node.value, cst.Call) and _is_logging(node.value):
+            return False
+        if isinstance(node, cst.If) and isinstance(node.test, cst.Name) and node.test.value == "TYPE_CHECKING":
+            return False
+        if isinstance(node, cst.Assign) and _is_type_machinery(node):
+            return False
+        if not (isinstance(node, cst.SimpleString) and " " in node.value and not is_sql(node.value)):
+            self.found.append(node)  # what is left out here is text for people
+        return True
+
+
+def _is_logging(call: cst.Call) -> bool:
+    function = call.func
+    while isinstance(function, cst.Attribute):
+        function = function.value
+    return isinstance(function, cst.Name) and function.value in LOGGERS and isinstance(call.func, cst.Attribute)
+
+
+def _is_type_machinery(node: cst.Assign) -> bool:
+    target = node.targets[0].target
+    called = node.value.func if isinstance(node.value, cst.Call) else None
+    return (isinstance(target, cst.Name) and target.value in {"__all__", *LOGGERS}) or (
+        isinstance(called, cst.Name) and called.value in {"TypeVar", "ParamSpec", "NewType"}
+    )
+
+
+def mutants_of(area: str, path: str) -> Iterator[Mutant]:
+    """One mutant for each place and operator; which of several variants it is, the place itself decides.
+
+    A statement of SQL is one place for Python, so there every variant is a mutant of its own.
+    """
+    _, nodes = _parsed(path)
+    for number, (node, position) in enumerate(nodes):
+        for kind, name, operator in OPERATORS:
+            if isinstance(node, kind) and (count := sum(1 for _ in operator(node))):
+                chosen = [zlib.crc32(f"{path} {number} {name}".encode()) % count]
+                for variant in range(count) if name == "sql" else chosen:
+                    yield Mutant(area, path, position.start.line, position.end.line, name, number, variant)
+
+
+def mutated_source(mutant: Mutant) -> str | None:
+    """The file's text with this change; None if it is no change, or no Python."""
+    wrapper, nodes = _parsed(mutant.path)
+    node = nodes[mutant.number][0]
+    operator = next(made for _, name, made in OPERATORS if name == mutant.operator)
+    changed = list(operator(node))[mutant.variant]
+    replaced = wrapper.module.deep_replace(node, changed)
+    text = replaced.code if isinstance(replaced, cst.Module) else wrapper.module.code
+    if text == wrapper.module.code:
+        return None
+    try:
+        compile(text, mutant.path, "exec", dont_inherit=True)
+    except SyntaxError:
+        return None
+    return text
+
+
+def diff_of(mutant: Mutant) -> list[str]:
+    """The changed lines, `-` and `+`."""
+    old, new = (ROOT / mutant.path).read_text(), mutated_source(mutant) or ""
+    lines = difflib.unified_diff(old.splitlines(), new.splitlines(), lineterm="", n=0)
+    return [line for line in lines if not line.startswith(("---", "+++", "@@"))]
+
+
+def all_mutants() -> dict[str, list[Mutant]]:
+    """Of each area, in the order of its files."""
+    return {area.name: [m for path in area.files for m in mutants_of(area.name, path)] for area in AREAS}
+
+
+def drawn(size: int, seed: int, everything: dict[str, list[Mutant]]) -> list[Mutant]:
+    """A sample stratified by area, `LEAST` of each and the rest in proportion, in an order that is random too."""
+    chance = random.Random(seed)
+    shuffled = {name: chance.sample(sorted(ms, key=lambda m: m.key), len(ms)) for name, ms in everything.items()}
+    total = sum(map(len, shuffled.values()))
+    wanted = {name: max(LEAST, round(size * len(ms) / total)) for name, ms in shuffled.items()}
+    while (excess := sum(wanted.values()) - size) and (excess < 0 or max(wanted.values()) > LEAST):
+        wanted[max(wanted, key=wanted.__getitem__)] -= 1 if excess > 0 else -1
+    picked = [m for name, ms in shuffled.items() for m in _usable(ms, wanted[name])]
+    chance.shuffle(picked)
+    return picked
+
+
+def _usable(shuffled: list[Mutant], count: int) -> Iterator[Mutant]:
+    for mutant in shuffled:
+        if not count:
+            return
+        if mutated_source(mutant) is not None:
+            count -= 1
+            yield mutant

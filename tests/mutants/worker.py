@@ -1,0 +1,271 @@
+"""The pytest plugin that runs mutants: everything is imported and collected once, then each job runs in a fork.
+
+Started by `tests.mutants.workers` with a pipe for jobs and one for answers, as lines of JSON. Jobs:
+`{"record": [ids]}` runs tests under coverage; `{"mutant": {...}, "tests": [ids], …}` runs tests until one fails.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from drivers.process import die_with_parent
+from tests.mutants import swapping
+from tests.mutants.areas import PRODUCT
+
+TREE = Path.cwd()
+COLD_START_S = 60.0
+
+
+def _coverage() -> Any:
+    import coverage
+
+    files = [str(TREE / room / "*") for room in PRODUCT]
+    return coverage.Coverage(data_file=None, config_file=False, include=files)
+
+
+_at_import = _coverage() if os.environ.pop("MUTANTS_TRACE_IMPORT", "") else None
+if _at_import:
+    _at_import.start()
+
+
+class Watcher:
+    """Notes what each test took, which failed, and (while recording) which lines it executed."""
+
+    def __init__(self, cover: Any = None, limits: dict[str, float] | None = None) -> None:
+        self.cover = cover
+        self.limits = limits or {}
+        self.failed: list[str] = []
+        self.skipped: set[str] = set()
+        self.seconds: dict[str, float] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Sum the three phases."""
+        self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + report.duration
+        if report.failed and report.nodeid not in self.failed:
+            self.failed.append(report.nodeid)
+        if report.skipped:
+            self.skipped.add(report.nodeid)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        """One context of coverage for each test; one that takes too long ends the process by SIGALRM."""
+        signal.setitimer(signal.ITIMER_REAL, self.limits.get(item.nodeid, 0))
+        if self.cover:
+            self.cover.switch_context(item.nodeid)
+        return (yield)
+
+
+def run_items(session: pytest.Session, ids: list[str], watcher: Watcher, *, until_failure: bool) -> None:
+    """As pytest's own loop does; fixtures of the session are left alone, the process ends anyway."""
+    items = {item.nodeid: item for item in session.items}
+    session.config.pluginmanager.register(watcher)
+    wanted = [items[each] for each in ids if each in items]
+    for number, item in enumerate(wanted):
+        following = wanted[number + 1] if number + 1 < len(wanted) else _elsewhere(session, item)
+        item.ihook.pytest_runtest_protocol(item=item, nextitem=following)
+        if until_failure and watcher.failed:
+            return
+
+
+def _elsewhere(session: pytest.Session, item: pytest.Item) -> pytest.Item | None:
+    """A test of another folder, so that everything below the session is taken down after `item`."""
+    return next((each for each in session.items if each.path.parent != item.path.parent), None)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool:
+    """Serve jobs until the pipe closes."""
+    jobs = os.fdopen(int(os.environ.pop("MUTANTS_JOBS")), "r")
+    answers = os.fdopen(int(os.environ.pop("MUTANTS_ANSWERS")), "w", buffering=1)
+    imported = _lines(_at_import).get("", {}) if _at_import else None
+    _warm_up(session)
+    from tests.mutants.template import Template
+
+    template = Template()
+    template.keep()
+    gc.collect()
+    functions = swapping.live_functions(TREE)
+    gc.freeze()
+    ready = {"ready": [item.nodeid for item in session.items], "import_lines": imported}
+    print(json.dumps(ready), file=answers)
+    for line in jobs:
+        job = json.loads(line)
+        began = time.monotonic()
+        answer = _record(session, job) if "record" in job else _try(session, job, functions)
+        if not answer.get("clean"):
+            template.restore()
+        print(json.dumps(answer | {"took_s": round(time.monotonic() - began, 2)}), file=answers)
+    return True
+
+
+def _warm_up(session: pytest.Session) -> None:
+    """Run one test with a database, so that the session's fixtures are there; then leave no connection open."""
+    first = next(item for item in session.items if item.get_closest_marker("django_db"))
+    watcher = Watcher()
+    session.config.pluginmanager.register(watcher)
+    first.ihook.pytest_runtest_protocol(item=first, nextitem=_elsewhere(session, first))
+    session.config.pluginmanager.unregister(watcher)
+    assert not watcher.failed, f"{first.nodeid} fails without a mutant"
+    from django.db import connections
+
+    connections.close_all()
+
+
+def _lines(cover: Any) -> dict[str, dict[str, list[int]]]:
+    """The executed lines of each file, of each context."""
+    cover.stop()
+    data, lines = cover.get_data(), dict[str, dict[str, list[int]]]()
+    for path in data.measured_files():
+        for line, contexts in data.contexts_by_lineno(path).items():
+            for context in contexts:
+                lines.setdefault(context, {}).setdefault(str(Path(path).relative_to(TREE)), []).append(line)
+    return lines
+
+
+def _record(session: pytest.Session, job: dict[str, Any]) -> dict[str, Any]:
+    def child() -> dict[str, Any]:
+        cover = _coverage()
+        watcher = Watcher(cover)
+        cover.start()
+        run_items(session, job["record"], watcher, until_failure=False)
+        lines = _lines(cover)
+        failed = watcher.failed
+        return {"seconds": watcher.seconds, "failed": failed, "skipped": sorted(watcher.skipped), "lines": lines}
+
+    return in_fork(child, job["limit_s"])
+
+
+def _try(session: pytest.Session, job: dict[str, Any], functions: dict[str, list[Any]]) -> dict[str, Any]:
+    """Plant the mutant, run its tests; a test that failed must pass without the mutant, else it says nothing."""
+    mutant = job["mutant"]
+    path = TREE / mutant["path"]
+    old, tests, unsteady = path.read_text(), list(job["tests"]), []
+    stat = path.stat()
+    cold = bool(mutant["cold"]) or not swapping.can_swap(path, old, mutant["source"])
+    while True:
+        path.write_text(mutant["source"])
+        try:
+            answer = in_fork(lambda: _planted(session, path, old, job, functions, cold, tests), job["limit_s"])  # noqa: B023
+        finally:
+            path.write_text(old)
+            os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        if answer.get("again") and not cold:
+            cold = True
+            continue
+        answer |= {"cold": cold, "unsteady": unsteady}
+        killer = (answer.get("failed") or [""])[0]
+        if "::" not in killer or answer.get("timeout"):
+            return answer
+        if _passes(session, killer, job["limit_s"]):
+            return answer
+        unsteady.append(killer)
+        tests.remove(killer)
+
+
+def _planted(
+    session: pytest.Session,
+    path: Path,
+    old: str,
+    job: dict[str, Any],
+    functions: dict[str, list[Any]],
+    cold: bool,
+    tests: list[str],
+) -> dict[str, Any]:
+    if cold:
+        _start_anew(tests, job["limits"])
+    try:
+        swapped = swapping.swap(path, old, job["mutant"]["source"], functions.get(str(path), []))
+    except ValueError:  # another number of variables that nested functions share
+        return {"again": True}
+    if not swapped and swapping.is_imported(path):
+        return {"again": True}
+    watcher = Watcher(limits=job["limits"])
+    run_items(session, tests, watcher, until_failure=True)
+    failed = watcher.failed
+    seconds = {test: round(took, 3) for test, took in watcher.seconds.items() if test not in failed}
+    return {"failed": failed, "ran": len(watcher.seconds), "seconds": seconds, "clean": not failed}
+
+
+def _passes(session: pytest.Session, test: str, limit_s: float) -> bool:
+    def child() -> dict[str, Any]:
+        watcher = Watcher()
+        run_items(session, [test], watcher, until_failure=True)
+        return {"failed": watcher.failed}
+
+    answer = in_fork(child, limit_s)
+    return not answer.get("failed") and not answer.get("timeout")
+
+
+def _start_anew(tests: list[str], limits: dict[str, float]) -> None:
+    """Become a new process that runs these tests on the same database server; it answers through `MUTANTS_COLD`."""
+    from django.conf import settings
+
+    listed = Path(os.environ["TMPDIR"]) / "tests.txt"
+    listed.write_text("\n".join(tests) + "\n")
+    (listed.parent / "limits.json").write_text(json.dumps(limits))
+    options = ["-q", "-x", "-p", "no:schemathesis", "-p", "no:anyio", "-p", "no:cacheprovider", "--reuse-db"]
+    environment = os.environ | {"CYBORG_STATE_DIR": str(settings.KEYS.state_dir), "MUTANTS_COLD": str(_answer_fd)}
+    command = [sys.executable, "-m", "pytest", "-o", "addopts=", *options, "-p", "tests.mutants.cold", f"@{listed}"]
+    os.execve(sys.executable, command, environment)
+
+
+_answer_fd = -1
+_parent = os.getppid()
+
+
+def in_fork(child: Any, limit_s: float) -> dict[str, Any]:
+    """Run it in a fork with a process group of its own; whatever it started ends with it."""
+    global _answer_fd
+    readable, _answer_fd = os.pipe()
+    pid = os.fork()
+    if not pid:
+        _in_child(child, readable)
+    os.close(_answer_fd)
+    text, ends = b"", time.monotonic() + limit_s
+    while (left := ends - time.monotonic()) > 0 and os.getppid() == _parent:
+        if not select.select([readable], [], [], min(left, 1.0))[0]:
+            continue
+        part = os.read(readable, 1 << 20)
+        text += part
+        if not part or part.endswith(b"\n"):
+            break
+    os.close(readable)
+    late = left <= 0
+    for _ in range(2):  # the second time for what the first saw being started
+        try:
+            os.killpg(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            break
+    _, status = os.waitpid(pid, 0)
+    if os.getppid() != _parent:
+        pytest.exit("the run was killed", returncode=1)
+    if late or (not text and os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM):
+        return {"timeout": True, "failed": ["time limit"]}
+    return json.loads(text) if text else {"failed": [f"ends with {os.waitstatus_to_exitcode(status)} before any test"]}
+
+
+def _in_child(child: Any, readable: int) -> None:
+    try:
+        os.setpgid(0, 0)
+        die_with_parent()
+        os.close(readable)
+        os.set_inheritable(_answer_fd, True)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        text = json.dumps(child()).encode() + b"\n"
+        while text:
+            text = text[os.write(_answer_fd, text) :]
+        os._exit(0)
+    except BaseException as error:  # noqa: BLE001
+        os.write(2, f"the fork broke: {error!r}\n".encode())
+        os._exit(70)
