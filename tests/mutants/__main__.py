@@ -136,7 +136,7 @@ class _Session:
             answer = worker.ask({"record": files[file], "limit_s": RECORD_S})
             entry = {
                 "file": file,
-                "hash": state.file_hash(file),
+                "hash": hashes[file],
                 "seconds": {},
                 "lines": {},
                 "failed": [],
