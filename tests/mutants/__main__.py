@@ -37,9 +37,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the drawing (1)")
     parser.add_argument("--workers", type=int, default=2, help="processes side by side (2)")
     parser.add_argument("--resume", action="store_true", help="go on with a run that was stopped or killed")
-    parser.add_argument(
-        "--again", action="store_true", help="after tests were added: try only the survivors, once more"
-    )
+    parser.add_argument("--again", action="store_true", help="after tests were added: only the survivors, once more")
     parser.add_argument("--minutes", type=float, default=0, help="stop after so long; --resume goes on (no limit)")
     parser.add_argument("--table", action="store_true", help="only print the figures of the last run")
     parser.add_argument(
