@@ -59,6 +59,15 @@ def test_what_needs_no_event_has_a_reason_and_is_there() -> None:
         assert {*columns.split()} <= {field.column for field in model._meta.fields}
 
 
+def test_texts_of_an_event_are_cut_to_what_a_row_takes() -> None:
+    with conductor.writing():
+        subject, text = (None, "s" * 300), "r" * 5000
+        conductor.record("host.changed", Source.SYSTEM, "a" * 300, host_name="h" * 300, subject=subject, reason=text)
+    event = Event.objects.get()
+    texts = (event.actor, event.host, event.subject_name, event.reason)
+    assert [len(text) for text in texts] == [255, 255, 255, 4096]
+
+
 def test_what_is_forgotten_in_time_is_told() -> None:
     host = a_host()
     with conductor.writing():

@@ -95,6 +95,8 @@ def test_a_handle_is_made_on_its_host_and_given_back_there(handle: AttachHandle)
     assert state(request) == ("Bound", "")
     event = Event.objects.filter(subject=request.uuid).order_by("-id").first()
     assert (event.action, event.source, event.actor) == ("request.bound", "agent", "commands")
+    before, after = event.changes.get("instance_uuid", (None, None))
+    assert before == after, "the instance is the one that it was being bound for"
     binding.unbind([str(request.uuid)], NOVA)
     detach = one_open("detach")
     assert detach.arguments == attach.arguments
@@ -103,6 +105,13 @@ def test_a_handle_is_made_on_its_host_and_given_back_there(handle: AttachHandle)
     device = Device.objects.get()
     assert (device.state, device.state_reason) == ("ready", "a handle could not be given back: the mdev is busy")
     assert Event.objects.filter(action="device.not_detached", subject=device.uuid).count() == 1
+
+
+@pytest.mark.parametrize(("profile", "seconds"), [("plain", 60), ("adder", 240)])
+def test_a_bind_that_programs_has_longer_to_end(handle: AttachHandle, profile: str, seconds: int) -> None:
+    (request,) = bound(profile)
+    assert request.deadline
+    assert seconds - 50 < (request.deadline - datetime.now(UTC)).total_seconds() <= seconds
 
 
 @pytest.mark.parametrize(("outcome", "given_back"), [("failed", 1), ("unknown", 1), ("refused", 0)])

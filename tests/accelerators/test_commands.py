@@ -180,6 +180,10 @@ def test_X1_an_agent_speaks_only_of_its_own_hosts_commands(device: Device) -> No
     commands.answer([Answer(stranger, command.id, "succeeded")])
     command.refresh_from_db()
     assert (command.state, command.percent, command.outcome) == ("queued", 0, "")
+    with conductor.writing():
+        commands.place([commands.Order("rescan", host=device.host_id, actor="olga")])
+    assert commands.still_open([(stranger, command.id)]) == set()
+    assert commands.still_open([(device.host_id, command.id)]) == {(device.host_id, command.id)}
 
 
 def test_not_begun_in_time_is_expired_and_not_answered_in_time_is_unknown(device: Device) -> None:

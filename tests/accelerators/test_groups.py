@@ -29,6 +29,14 @@ def test_whatever_is_accepted_is_strings_and_can_be_planned(groups: object) -> N
     assert check_groups(checked) == checked
 
 
+@pytest.mark.parametrize("split", [[MAX_REQUESTS], [MAX_REQUESTS - 6, 6]])
+def test_as_many_accelerators_as_allowed_and_not_one_more(split: list[int]) -> None:
+    asked = [{"resources:FPGA": str(amount)} for amount in split]
+    assert len(plan(check_groups(asked))) == MAX_REQUESTS
+    with pytest.raises(GroupError, match="at most 256 accelerators"):
+        check_groups([*asked, {"resources:FPGA": "1"}])
+
+
 @settings(max_examples=50)
 @given(st.text())
 def test_names_are_words(name: str) -> None:

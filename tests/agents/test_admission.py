@@ -105,16 +105,17 @@ def test_reports_are_spread_only_when_disk_or_merge_fall_behind() -> None:
     for _ in range(4500):
         spread.reported()
     assert spread.welcome() == 0.0, "they have reported"
-    spread.looked(1, 50_000)
+    many = 10**9  # reports are numbered for ever
+    spread.looked(many + 1, many + 50_000)
     clock.now += 1.0
-    spread.looked(101, 50_000)
+    spread.looked(many + 101, many + 50_000)
     assert spread.welcome() == MOST_S, "a hundred a second, and 50 000 wait"
     clock.now += 1.0
-    spread.looked(20_101, 50_000)
+    spread.looked(many + 20_101, many + 50_000)
     swift = spread.welcome()
     for _ in range(20):  # hosts with faults go first: the oldest stays
         clock.now += 1.0
-        spread.looked(20_101, 50_000)
+        spread.looked(many + 20_101, many + 50_000)
     assert spread.welcome() == swift < MOST_S
     spread.looked(None, None)
     assert spread.welcome() == 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -209,3 +210,11 @@ def test_who_is_gone_before_the_welcome_leaves_nothing_behind(
     assert "Traceback" not in caplog.text and "Exception in ASGI" not in caplog.text
     monkeypatch.setattr(gateway, "connect", connect)
     goes_on(agent)
+
+
+@pytest.mark.parametrize("decode", [wire.decode_from_agent, wire.decode_from_gateway])
+def test_a_message_of_a_later_release_is_known_by_its_name_cut_short(decode: Any) -> None:
+    assert decode(json.dumps({"type": "Later" + "r" * 100, "seq": "x"})) == wire.Unknown("Later" + "r" * 59)
+    for name in (None, 7, ["Later"]):
+        with pytest.raises(wire.Malformed):
+            decode(json.dumps({"type": name}))

@@ -102,6 +102,7 @@ def test_the_answer_is_the_deployable_with_its_new_bitstream_and_function(call: 
     assert Intent.objects.filter(kind="provider", key=str(part.device.host.uuid)).exists()
     first = Event.objects.filter(action="device.programmed").earliest("id")
     assert first.changes[f"{part.name} bitstream"] == [None, str(image.uuid)] and first.subject == part.device.uuid
+    assert first.reason == "image shell"
 
 
 @pytest.mark.django_db(transaction=True)

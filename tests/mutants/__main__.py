@@ -37,7 +37,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the drawing (1)")
     parser.add_argument("--workers", type=int, default=2, help="processes side by side (2)")
     parser.add_argument("--resume", action="store_true", help="go on with a run that was stopped or killed")
-    parser.add_argument("--again", action="store_true", help="after tests were added: try the survivors once more")
+    parser.add_argument("--again", action="store_true", help="after tests were added: only the survivors, once more")
     parser.add_argument("--minutes", type=float, default=0, help="stop after so long; --resume goes on (no limit)")
     parser.add_argument("--table", action="store_true", help="only print the figures of the last run")
     parser.add_argument(
@@ -116,9 +116,9 @@ class _Session:
             self._record(files)
             recorded = self._recorded()
             latest = {result["key"]: result for result in self.results}
-            again = {"survived"} if self.arguments.again else set()
-            left = [m for m in sample if m.key not in latest or verdict(latest[m.key]) in again]
-            left = [m for m in left if area in ("", m.area)]
+            before = {key: verdict(result) for key, result in latest.items()}
+            wanted = "survived" if self.arguments.again else None
+            left = [m for m in sample if before.get(m.key) == wanted and area in ("", m.area)]
             name = f"mutants of {area}" if area else "mutants"
             self._side_by_side(name, left, lambda worker, mutant, r=recorded: self._try(worker, mutant, r))
 
@@ -136,7 +136,7 @@ class _Session:
             answer = worker.ask({"record": files[file], "limit_s": RECORD_S})
             entry = {
                 "file": file,
-                "hash": state.file_hash(file),
+                "hash": hashes[file],
                 "seconds": {},
                 "lines": {},
                 "failed": [],

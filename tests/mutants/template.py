@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import psycopg
-from django.db import connection
+from typing import Any
 
 KEPT = "mutants_template"
 
@@ -12,11 +11,15 @@ class Template:
     """A copy of the test database on the same server."""
 
     def __init__(self) -> None:
-        self.settings = connection.settings_dict
-        self.name = str(self.settings["NAME"])
+        self.settings: dict[str, Any] = {}
+        self.name = ""
 
     def keep(self) -> None:
         """Copy the database; nobody may be connected to it."""
+        from django.db import connection
+
+        self.settings = connection.settings_dict
+        self.name = str(self.settings["NAME"])
         self._run(f'DROP DATABASE IF EXISTS "{KEPT}"', f'CREATE DATABASE "{KEPT}" TEMPLATE "{self.name}"')
 
     def restore(self) -> None:
@@ -25,6 +28,8 @@ class Template:
         self._run(f'DROP DATABASE IF EXISTS "{self.name}" WITH (FORCE)', make)
 
     def _run(self, *statements: str) -> None:
+        import psycopg
+
         names = {"HOST": "host", "PORT": "port", "USER": "user", "PASSWORD": "password"}
         where = {name: self.settings[key] for key, name in names.items() if self.settings.get(key)}
         with psycopg.connect(dbname="postgres", autocommit=True, **where) as server:

@@ -22,9 +22,11 @@ import pytest
 from drivers.process import die_with_parent
 from tests.mutants import swapping
 from tests.mutants.areas import PRODUCT
+from tests.mutants.template import Template
 
 TREE = Path.cwd()
-COLD_START_S = 60.0
+SUSPENDED_S = 5.0
+"""This process looks every second; after a longer gap it did not run."""
 
 
 def _coverage() -> Any:
@@ -90,10 +92,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool:
     answers = os.fdopen(int(os.environ.pop("MUTANTS_ANSWERS")), "w", buffering=1)
     imported = _lines(_at_import).get("", {}) if _at_import else None
     _warm_up(session)
-    from tests.mutants.template import Template
-
-    template = Template()
-    template.keep()
+    _template.keep()
     gc.collect()
     functions = swapping.live_functions(TREE)
     gc.freeze()
@@ -103,8 +102,6 @@ def pytest_runtestloop(session: pytest.Session) -> bool:
         job = json.loads(line)
         began = time.monotonic()
         answer = _record(session, job) if "record" in job else _try(session, job, functions)
-        if not answer.get("clean"):
-            template.restore()
         print(json.dumps(answer | {"took_s": round(time.monotonic() - began, 2)}), file=answers)
     return True
 
@@ -201,7 +198,7 @@ def _passes(session: pytest.Session, test: str, limit_s: float) -> bool:
     def child() -> dict[str, Any]:
         watcher = Watcher()
         run_items(session, [test], watcher, until_failure=True)
-        return {"failed": watcher.failed}
+        return {"failed": watcher.failed, "clean": not watcher.failed}
 
     answer = in_fork(child, limit_s)
     return not answer.get("failed") and not answer.get("timeout")
@@ -220,6 +217,7 @@ def _start_anew(tests: list[str], limits: dict[str, float]) -> None:
     os.execve(sys.executable, command, environment)
 
 
+_template = Template()
 _answer_fd = -1
 _parent = os.getppid()
 
@@ -232,8 +230,10 @@ def in_fork(child: Any, limit_s: float) -> dict[str, Any]:
     if not pid:
         _in_child(child, readable)
     os.close(_answer_fd)
-    text, ends = b"", time.monotonic() + limit_s
+    text, ends, last, suspended = b"", time.monotonic() + limit_s, time.monotonic(), False
     while (left := ends - time.monotonic()) > 0 and os.getppid() == _parent:
+        suspended = suspended or time.monotonic() - last > SUSPENDED_S
+        last = time.monotonic()
         if not select.select([readable], [], [], min(left, 1.0))[0]:
             continue
         part = os.read(readable, 1 << 20)
@@ -241,7 +241,7 @@ def in_fork(child: Any, limit_s: float) -> dict[str, Any]:
         if not part or part.endswith(b"\n"):
             break
     os.close(readable)
-    late = left <= 0
+    late, suspended = left <= 0, suspended or time.monotonic() - last > SUSPENDED_S
     for _ in range(2):  # the second time for what the first saw being started
         try:
             os.killpg(pid, signal.SIGKILL)
@@ -250,9 +250,21 @@ def in_fork(child: Any, limit_s: float) -> dict[str, Any]:
     _, status = os.waitpid(pid, 0)
     if os.getppid() != _parent:
         pytest.exit("the run was killed", returncode=1)
+    answer = _answer_of(text, status, late=late)
+    if suspended or not answer.get("clean"):
+        _template.restore()
+    if suspended:  # by SIGSTOP or with the machine: time limits and deadlines in tests mean nothing then
+        return in_fork(child, limit_s)
+    return answer
+
+
+def _answer_of(text: bytes, status: int, *, late: bool) -> dict[str, Any]:
     if late or (not text and os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM):
         return {"timeout": True, "failed": ["time limit"]}
-    return json.loads(text) if text else {"failed": [f"ends with {os.waitstatus_to_exitcode(status)} before any test"]}
+    if not text:
+        return {"failed": [f"ends with {os.waitstatus_to_exitcode(status)} before any test"]}
+    answer: dict[str, Any] = json.loads(text)
+    return answer
 
 
 def _in_child(child: Any, readable: int) -> None:

@@ -38,7 +38,7 @@ class Cloud:
     def request(self, url: str, method: str, **values: Any) -> Any:
         """One call, as keystoneauth1 makes it."""
         if values["endpoint_filter"]["service_type"] == "placement":
-            return self.placement.request(url, method, values.get("json"))
+            return self.placement.request(url, method, values.get("json"), values.get("headers"))
         return KeystoneSession(Token("http://unused", "token")).request(url, method, **values)
 
     def boots(self, instance: str, host: str = "cmp1", root: str = ROOT, **states: str) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -14,6 +16,10 @@ from placement_sync.client import Conflict
 from placement_sync.reconcile import Observed
 from tests.placement.model import Model
 
+FIRST, ERROR_CODES = (1, 0), (1, 23)
+SINCE = {"consumer_generation": (1, 28), "project_id": (1, 12), "user_id": (1, 12), "parent_provider_uuid": (1, 14)}
+"""The microversion from which on a field is in an answer."""
+
 
 @dataclass
 class Session:
@@ -23,17 +29,22 @@ class Session:
     away: bool = False
     seen: list[str] = field(default_factory=list)
 
-    def request(self, url: str, method: str, json: Any = None, **_: Any) -> requests.Response:
-        """One call."""
+    def request(
+        self, url: str, method: str, json: Any = None, headers: Mapping[str, str] | None = None, **_: Any
+    ) -> requests.Response:
+        """One call. What a microversion does not have yet is left out of the answer, as Placement does it."""
         self.seen.append(f"{method} {url}")
+        version = _microversion(headers or {})
         if self.away:
             raise ConnectFailure("nobody is there")
         parts = urlsplit(url)
         words = parts.path.strip("/").split("/")
         try:
-            return _answer(200, self._call(method, words, parse_qs(parts.query), json))
+            found = self._call(method, words, parse_qs(parts.query), json)
+            return _answer(200, {name: found[name] for name in found if version >= SINCE.get(name, FIRST)})
         except Conflict as conflict:
-            return _answer(409, {"errors": [{"code": conflict.code, "detail": str(conflict)}]})
+            code = {"code": conflict.code} if version >= ERROR_CODES else {}
+            return _answer(409, {"errors": [{"detail": str(conflict)} | code]})
         except KeyError:
             return _answer(404, {"errors": [{"detail": "no such provider"}]})
 
@@ -90,6 +101,12 @@ class Session:
                 model.delete(uuid)
                 now = 0
         return {"generation": now, "resource_provider_generation": now}
+
+
+def _microversion(headers: Mapping[str, str]) -> tuple[int, int]:
+    found = re.fullmatch(r"placement (\d+)\.(\d+)", headers.get("OpenStack-API-Version", "placement 1.0"))
+    assert found, f"not a microversion: {headers}"
+    return int(found[1]), int(found[2])
 
 
 def _shown(one: Observed) -> dict[str, Any]:

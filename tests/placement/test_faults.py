@@ -34,7 +34,7 @@ class Both(Session):
 
     def request(self, url: str, method: str, **values: Any) -> Any:
         if values["endpoint_filter"]["service_type"] == "placement":
-            return there.request(url, method, values.get("json"))
+            return there.request(url, method, values.get("json"), values.get("headers"))
         from keystoneauth1.session import Session as Real
         from keystoneauth1.token_endpoint import Token
 

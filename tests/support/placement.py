@@ -40,7 +40,7 @@ def serving() -> Iterator[Served]:
             size = int(self.headers.get("Content-Length") or 0)
             body = json.loads(self.rfile.read(size)) if size else None
             with turn:
-                answer: Any = served.session.request(self.path, self.command, json=body)
+                answer: Any = served.session.request(self.path, self.command, json=body, headers=dict(self.headers))
             served.gate.wait(30)
             self.send_response(answer.status_code)
             self.send_header("Content-Type", "application/json")

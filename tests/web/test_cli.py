@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from accelerators import conductor
 from accelerators.models import Device
 from cyborgweb import tls
-from cyborgweb.cli import connection, output
+from cyborgweb.cli import connection, outcomes, output
 from cyborgweb.cli.main import VERBS
 from cyborgweb.cli.problems import Exit, printable
 from cyborgweb.keystone import service_session
@@ -287,6 +287,11 @@ def test_who_is_silent_is_waited_for_only_so_long() -> None:
         refused(run("device-list", "--url", url, "--token", "a", "--timeout", "0.1"), 5, "did not answer within 0.1 s")
         uuid = "00000000-0000-4000-8000-000000000000"
         refused(run("device-ready", uuid, "--url", url, "--token", "a", "--timeout", "0.1"), 5, "may have been done")
+
+
+def test_every_row_of_several_has_an_outcome_and_a_text() -> None:
+    rows = outcomes.each(["a", "b"], lambda target: {"target": target})
+    assert rows == [{"outcome": "done", "text": "", "target": target} for target in "ab"]
 
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)

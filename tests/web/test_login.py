@@ -194,6 +194,15 @@ def test_a_user_switched_off_in_the_console_stays_out(client: Client, keystone: 
     assert log_in(client, "admin") != "" and client.get("/admin/").status_code == 302
 
 
+def test_who_has_no_roles_in_the_session_is_nobody_to_the_apis(client: Client, keystone: Keystone) -> None:
+    assert log_in(client, "admin") == ""
+    user, session = User.objects.get(), dict(client.session)
+    assert roles.session_caller(user, session)
+    assert roles.session_caller(user, {}) is None
+    user.is_staff = False
+    assert roles.session_caller(user, session) is None
+
+
 def test_a_session_ends_at_a_fixed_time_and_holds_no_secret(client: Client, console: None) -> None:
     with vouching(CYBORG_CONSOLE_SESSION_H="2") as keystone:
         keystone.users.append(Person("admin", PASSWORD, {"p1": ["admin"]}))

@@ -71,6 +71,15 @@ def test_an_acknowledgement_of_an_older_report_is_not_the_newer_ones(tmp_path: P
     assert not journal.acknowledged
 
 
+def test_what_is_offered_again_has_the_next_number_also_after_a_restart(tmp_path: Path) -> None:
+    journal = open_journal(tmp_path, "h")
+    journal.record(content(1))
+    assert journal.report is not None
+    assert journal.offer_again(journal.report).seq == 2
+    journal.close()
+    assert open_journal(tmp_path, "h").seq == 2
+
+
 def test_a_lost_journal_does_not_go_back(tmp_path: Path) -> None:
     first = open_journal(tmp_path, "h", clock=lambda: 1000.0)
     first.close()
