@@ -32,7 +32,7 @@ def pytest_collection_finish() -> None:
     """Let the collector skip all that lives as long as the run: modules, models, tests. A tenth of the CPU."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
+    gc.set_threshold(7_000, 10, 10)  # connections of ended threads are closed by the collector: not too rarely
 
 
 @pytest.fixture(scope="session", autouse=True)

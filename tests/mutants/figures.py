@@ -62,7 +62,7 @@ def table(run: Run, results: list[dict[str, Any]]) -> str:
             f"Seed {run.seed}, commit `{run.commit}`, {len(results)} of a sample of {run.sample} mutants tested.",
             "",
             "| area | mutants | drawn | killed | survived | timeout | equivalent | noticed |",
-            "|---|--:|--:|--:|--:|--:|--:|--:|",
+            "|---|---|---|---|---|---|---|---|",
             *rows,
             "",
             "*noticed*: killed or timeout, of those drawn that are not equivalent."
