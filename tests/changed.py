@@ -1,7 +1,7 @@
 """`python -m tests.changed`: print the tests of what differs from the last commit, for `make check`.
 
-A changed test file stands for itself, a changed product file for the test folders of its package. Where nothing is
-changed, the house rules alone are left.
+A changed test file stands for itself, a changed product file for the test folders of its package, what all tests share
+for all of them. Where nothing is changed, the house rules alone are left.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ TESTS_OF = {
     "agents/": ("tests/agents",),
     "placement_sync/": ("tests/placement",),
     "cyborgweb/notify": ("tests/notify",),
-    "cyborgweb/": ("tests/web",),
+    "cyborgweb/cli": ("tests/web",),
+    "cyborgweb/": ("tests/web", "tests/console", "tests/own"),
+    "requirements/": ("tests",),
+    "pyproject.toml": ("tests",),
     "templates/": ("tests/console",),
     "docs/": ("tests/test_docs.py", "tests/web/test_help.py"),
 }
@@ -30,8 +33,10 @@ NOT_HERE = ("tests/system/", "tests/qemu/", "tests/browser/", "tests/bench/")
 
 def tests_of(path: str) -> tuple[str, ...]:
     """Return the tests to run when the file `path` changed; empty where the fast lane has none for it."""
+    if path.startswith("tests/support/") or path.endswith("/conftest.py"):
+        return (f"{Path(path).parent}",) if path.endswith("/conftest.py") else ("tests",)
     if path.startswith("tests/"):
-        is_test = Path(path).name.startswith("test_") and not path.startswith(NOT_HERE)
+        is_test = Path(path).name.startswith("test_") and (ROOT / path).exists() and not path.startswith(NOT_HERE)
         return (path,) if is_test else ()
     return next((tests for prefix, tests in TESTS_OF.items() if path.startswith(prefix)), ())
 
@@ -40,7 +45,7 @@ def changed_files() -> list[str]:
     """Return the tracked files that differ from the last commit, and the untracked ones."""
     commands = (["git", "diff", "--name-only", "HEAD"], ["git", "ls-files", "--others", "--exclude-standard"])
     printed = [subprocess.run(one, cwd=ROOT, capture_output=True, text=True, check=True).stdout for one in commands]
-    return sorted({line for text in printed for line in text.splitlines() if (ROOT / line).exists()})
+    return sorted({line for text in printed for line in text.splitlines() if line.strip()})
 
 
 def selected(paths: list[str]) -> list[str]:

@@ -93,7 +93,8 @@ def test_the_configuration_page_is_the_codes() -> None:
 def test_a_change_selects_its_own_tests() -> None:
     assert changed.selected(["accelerators/admin/devices.py"]) == ["tests/console", changed.ALWAYS]
     assert changed.selected(["agents/host/link.py", "agents/wire.py"]) == ["tests/agents", changed.ALWAYS]
-    assert changed.selected(["tests/system/test_kill.py", "tests/support/cache.py"]) == [changed.ALWAYS]
+    assert changed.selected(["tests/system/test_kill.py", "README.md"]) == [changed.ALWAYS]
+    assert changed.selected(["tests/support/cache.py", "agents/wire.py"]) == ["tests"]
     assert all((ROOT / test).exists() for tests in changed.TESTS_OF.values() for test in tests)
 
 

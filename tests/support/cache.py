@@ -49,7 +49,7 @@ def fingerprint(*parts: bytes) -> str:
 
 
 def delete_old_entries(prefix: str) -> None:
-    """Delete all but the newest `KEPT_ENTRIES` entries whose name begins with `prefix`."""
+    """Delete all but the `KEPT_ENTRIES` entries used last whose name begins with `prefix`."""
     entries = sorted(cache_folder().glob(f"{prefix}-*/"), key=lambda path: path.stat().st_mtime, reverse=True)
     for entry in entries[KEPT_ENTRIES:]:
         shutil.rmtree(entry, ignore_errors=True)

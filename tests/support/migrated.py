@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import django
 import psycopg
 
 from cyborgweb import postgres as embedded
@@ -30,22 +31,31 @@ def start_migrated(server: Postgres) -> None:
 
     A copy that does not start, or whose databases are not complete, is made anew once. Raises PostgresError.
     """
+    entry = copy_migrated(server)
     try:
-        _start_copy(server)
-    except (PostgresError, psycopg.Error, OSError):
+        _start_complete(server)
+    except (PostgresError, psycopg.Error):
         server.stop()
         shutil.rmtree(server.data, ignore_errors=True)
-        shutil.rmtree(copy_migrated(server), ignore_errors=True)
-        shutil.rmtree(server.data, ignore_errors=True)
-        _start_copy(server)
+        with locked("database"):
+            (entry / "complete").unlink(missing_ok=True)
+        copy_migrated(server)
+        _start_complete(server)
 
 
 def copy_migrated(server: Postgres) -> Path:
     """Put a copy of the migrated data directory where `server` expects its own; return the entry it was copied from."""
-    files = sorted(path for name in PACKAGES for path in (ROOT / name).rglob("*.py") if "migrations" in path.parts)
+    sources = sorted(path for name in PACKAGES for path in (ROOT / name).rglob("*.py") if _shapes_database(path))
+    content = [part for path in sources for part in (str(path.relative_to(ROOT)).encode(), path.read_bytes())]
     lock = (ROOT / "requirements" / "server.txt").read_bytes()
     this_month = time.strftime("%Y-%m").encode()  # migrations make the partitions of the current month
-    return copy_prepared(server, "database", b"\0".join([lock, this_month, *map(Path.read_bytes, files)]), _migrate)
+    installed = f"{django.__version__} {psycopg.__version__}".encode()
+    return copy_prepared(server, "database", b"\0".join([lock, installed, this_month, *content]), _migrate)
+
+
+def _shapes_database(path: Path) -> bool:
+    """Tell whether `manage.py migrate` runs this file, or makes rows of what it says (groups and their permissions)."""
+    return path.name in ("apps.py", "roles.py", "base.py") or bool({"migrations", "models"} & {*path.parts})
 
 
 def copy_prepared(server: Postgres, name: str, content: bytes, fill: Callable[[Postgres], None]) -> Path:
@@ -64,7 +74,11 @@ def copy_prepared(server: Postgres, name: str, content: bytes, fill: Callable[[P
             delete_old_entries(name)
         server.home.mkdir(parents=True, exist_ok=True, mode=0o700)
         command = ["cp", "-a", "--reflink=auto", entry / "data", server.data]
-        subprocess.run(command, check=True, capture_output=True)
+        if subprocess.run(command, check=False, capture_output=True).returncode:  # a damaged entry
+            shutil.rmtree(server.data, ignore_errors=True)
+            _make(entry, server.pg_bin, fill)
+            subprocess.run(command, check=True, capture_output=True)
+        os.utime(entry)
     return entry
 
 
@@ -95,8 +109,8 @@ def _migrate(server: Postgres) -> None:
         connection.execute(f"CREATE DATABASE {TEST_DATABASE} TEMPLATE cyborg")
 
 
-def _start_copy(server: Postgres) -> None:
-    copy_migrated(server)
+def _start_complete(server: Postgres) -> None:
+    """Start `server`; raise PostgresError unless both databases have the migrations of all packages."""
     server.start()
     for name in ("cyborg", TEST_DATABASE):
         with psycopg.connect(host=str(server.socket), user="postgres", dbname=name) as connection:

@@ -212,10 +212,11 @@ class Keystone:
 def _template() -> Path:
     """The prepared installation, made once per lock and per way of populating it."""
     lock = (environments.LOCKS / "keystone.txt").read_bytes()
-    recipe = f"{USERS}{inspect.getsource(_populate)}".encode()
+    recipe = f"{os.getuid()}{USERS}{inspect.getsource(_populate)}".encode()
     folder = cache_folder() / f"keystone-data-{fingerprint(lock, recipe)}"
     with locked("keystone-data"):
         if not folder.exists():
+            shutil.rmtree(folder.with_suffix(".new"), ignore_errors=True)
             with tempfile.TemporaryDirectory(prefix="cyborg-keystone-") as made:
                 _populate(Keystone(Path(made)))
                 shutil.copytree(made, folder.with_suffix(".new"), dirs_exist_ok=True)
