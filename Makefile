@@ -51,7 +51,7 @@ check: $(VENV)/dev  ## while you work: style, types, and the tests of the packag
 test-system: $(VENV)/dev  ## start the whole product, kill its parts, see that nothing is lost
 	$(BIN)/python -m pytest -m system -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
-test-long: $(VENV)/dev  ## the scenarios of test and test-system at full length: many rounds, long outages; half an hour
+test-long: $(VENV)/dev  ## the scenarios of test and test-system at full length: many rounds, outages of an hour; some five hours
 	TEST_LONG=1 $(BIN)/python -m pytest -m "not qemu and not browser" -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 test-qemu: $(VENV)/dev  ## boot a real kernel with simulated hardware, plug and pull, see it in the API
