@@ -165,11 +165,11 @@ def test_the_writer_goes_on_after_what_nobody_expected(
 
 
 def test_an_outage_piles_up_nothing(agent: WireAgent, gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agents.gateway.ADMIT_S", 0.1)
     monkeypatch.setattr("agents.gateway.PROGRESS_S", 0.01)
     other = WireAgent(agent.port, host="cmp2", node="cmp2", token=token("cmp2"))
     with agent.speaking() as socket:
         assert ask(socket, a_report(card(1))) == wire.Ack(1, "Report")
+        monkeypatch.setattr("agents.gateway.ADMIT_S", 0.1)  # from here on nobody is let in
         writer, served = gateway._writer, gateway._writer._serve
 
         def away(_: Any) -> None:
