@@ -1,4 +1,4 @@
-"""One web server for the tests of a file: starting and stopping one takes longer than most of them."""
+"""A gateway for each test, and one web server for the tests of a file: starting one takes longer than most of them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from agents.gateway import Gateway
+from cyborgweb.settings.keys import Keys
 from tests.support.webserver import serving
 
 
@@ -26,3 +28,11 @@ def house() -> Iterator[House]:
     made = House()
     with serving(made) as made.port:
         yield made
+
+
+@pytest.fixture
+def gateway() -> Iterator[Gateway]:
+    """Return a gateway that writes leases at once; a file that needs other settings has its own."""
+    made = Gateway(Keys(lease_flush_s=0.05))
+    yield made
+    made.stop()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 
 import pytest
 
@@ -14,7 +13,6 @@ from accelerators.refusals import Refused
 from agents import courier, credentials, enrolment, tasks, wire
 from agents.gateway import Gateway
 from agents.models import Agent
-from cyborgweb.settings.keys import Keys
 from tests.agents.conftest import House
 from tests.support.reports import answer, card
 from tests.support.webserver import until
@@ -28,13 +26,6 @@ OLGA = Caller("olga", "u", frozenset({"admin"}), "p1")
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(courier, "POLL_S", 0.1)
     monkeypatch.setattr(courier, "AGAIN_S", 0.3)
-
-
-@pytest.fixture
-def gateway() -> Iterator[Gateway]:
-    made = Gateway(Keys(lease_flush_s=0.05))
-    yield made
-    made.stop()
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -23,13 +22,6 @@ from tests.support.webserver import until
 from tests.support.wireagent import WireAgent, ask, is_closed
 
 pytestmark = pytest.mark.django_db(transaction=True)
-
-
-@pytest.fixture
-def gateway() -> Iterator[Gateway]:
-    made = Gateway(Keys(lease_flush_s=0.05))
-    yield made
-    made.stop()
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ gateway and the spool, the merge job, the intent, and the job that writes provid
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,7 +19,6 @@ from agents import tasks as agent_tasks
 from agents import wire
 from agents.gateway import Gateway
 from cyborgweb.models import ApiToken
-from cyborgweb.settings.keys import Keys
 from placement_sync import tasks as placement_tasks
 from placement_sync.reconcile import Observed
 from tests.agents.conftest import House
@@ -47,13 +45,6 @@ def placement(settings: Any) -> Session:
     session.model.providers[COMPUTE] = Observed(COMPUTE, "cmp1", "", 0)
     settings.SERVICE_SESSION = f"{__name__}.cloud"
     return session
-
-
-@pytest.fixture
-def gateway() -> Iterator[Gateway]:
-    made = Gateway(Keys(lease_flush_s=0.05))
-    yield made
-    made.stop()
 
 
 @pytest.fixture

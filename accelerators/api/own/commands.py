@@ -81,11 +81,11 @@ EMPTY: Mapping[str, Mapping[str, Any]] = {
     "deployable": {"type": "null"},
     "driver": {"maxLength": 0},
 }
-"""What the fields that only some commands take may say in all others."""
+"""Schema of each optional field in the commands that do not take it: empty or null."""
 
 
 NEEDED: Mapping[str, Mapping[str, Any]] = {"layout": {"minProperties": 1}, "image": {"type": "string"}}
-"""What the commands that take these fields cannot do without."""
+"""Schema of each field in the commands that require it."""
 
 
 def _form(ops: Sequence[str], about: str, *takes: str) -> dict[str, Any]:
