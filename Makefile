@@ -35,7 +35,8 @@ $(VENV)/mutants: $(VENV)/dev requirements/mutants.txt
 up: $(VENV)/server  ## start everything on this machine; Ctrl-C stops it
 	@exec $(BIN)/python -m cyborgweb.serve --leash
 
-FAST := -m "not system and not qemu and not browser" --dist worksteal
+# Folders whose tests are all of other lanes are not even imported.
+FAST := -m "not system and not exhaustive and not qemu and not browser" --dist worksteal $(addprefix --ignore=tests/,system qemu browser)
 # Test processes: most lanes wait as much as they compute, so one more than the cores of a small machine.
 TEST_PROCESSES ?= 3
 
@@ -49,7 +50,7 @@ check: $(VENV)/dev  ## while you work: style, types, and the tests of the packag
 	$(BIN)/python -m pytest $(FAST) -n $(TEST_PROCESSES) $$($(BIN)/python -m tests.changed)
 
 test-system: $(VENV)/dev  ## start the whole product, kill its parts, see that nothing is lost
-	$(BIN)/python -m pytest -m system -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -m "system or exhaustive" -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 test-long: $(VENV)/dev  ## the scenarios of test and test-system at full length: many rounds, outages of an hour; some five hours
 	TEST_LONG=1 $(BIN)/python -m pytest -m "not qemu and not browser" -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder

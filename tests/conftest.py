@@ -32,6 +32,7 @@ def pytest_collection_finish() -> None:
     """Let the collector skip all that lives as long as the run: modules, models, tests. A tenth of the CPU."""
     gc.collect()
     gc.freeze()
+    gc.enable()
     gc.set_threshold(7_000, 10, 10)  # connections of ended threads are closed by the collector: not too rarely
 
 

@@ -225,6 +225,7 @@ def test_who_is_no_user_any_more_and_what_is_off_gets_nothing(subscribe: Subscri
     assert not Subscription.objects.filter(pk=mine.pk).exists()
 
 
+@pytest.mark.exhaustive
 def test_ten_thousand_events_and_a_hundred_subscriptions_take_two_statements_a_batch(subscribe: Subscribe) -> None:
     first = subscribe(kinds=["request.failed"])
     made = Subscription.objects.bulk_create(

@@ -93,6 +93,7 @@ def nothing_left(cloud: Cloud, row: Attachment, where: str) -> None:
     assert Event.objects.filter(action="request.deleted").count() == len(row.requests), where
 
 
+@pytest.mark.exhaustive
 @database
 @pytest.mark.parametrize("killed", [at_every_call, before_every_commit])
 def test_an_attach_is_done_once(cloud: Cloud, killed: Callable[[Cloud], Iterator[str]]) -> None:
@@ -102,6 +103,7 @@ def test_an_attach_is_done_once(cloud: Cloud, killed: Callable[[Cloud], Iterator
         assert Event.objects.filter(action="attachment.bound").count() == 1, where
 
 
+@pytest.mark.exhaustive
 @database
 def test_an_attach_waits_for_who_does_not_answer(cloud: Cloud) -> None:
     row = ask()
@@ -109,6 +111,7 @@ def test_an_attach_waits_for_who_does_not_answer(cloud: Cloud) -> None:
         attached(cloud, row, where)
 
 
+@pytest.mark.exhaustive
 @database
 @pytest.mark.parametrize("killed", [at_every_call, before_every_commit])
 @pytest.mark.parametrize("wanted", ["attached", "claimed", "claiming"])
@@ -122,6 +125,7 @@ def test_it_is_taken_back_once(cloud: Cloud, wanted: str, killed: Callable[[Clou
         nothing_left(cloud, row, where)
 
 
+@pytest.mark.exhaustive
 @database
 def test_what_is_refused_leaves_nothing(cloud: Cloud) -> None:
     cloud.placement.model.allocated[provider(), "FPGA"] = {"somebody": 2}

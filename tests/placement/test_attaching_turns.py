@@ -68,6 +68,7 @@ def unheard(cloud: Cloud, number: int, late: bool) -> None:
     cloud.placement.model.allocate = allocate  # type: ignore[method-assign]
 
 
+@pytest.mark.exhaustive
 @database
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize(("attached", "turns"), [(0, "01"), (1, "01"), (1, "111000"), (2, "01")])

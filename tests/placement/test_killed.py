@@ -137,6 +137,7 @@ def in_step() -> None:
         pass
 
 
+@pytest.mark.exhaustive
 def test_placement_is_right_whatever_call_it_happened_at() -> None:
     changed()
     before = there.session

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import shutil
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+gc.disable()  # until all tests are collected: nothing that is imported can be freed
 STATE = Path(tempfile.mkdtemp(prefix="cyborg-test-"))
 os.environ["CYBORG_STATE_DIR"] = str(STATE)
 for name in [name for name in os.environ if name.startswith("CYBORG_") and name != "CYBORG_STATE_DIR"]:
@@ -20,6 +22,7 @@ for name in [name for name in os.environ if name.startswith("CYBORG_") and name 
 def pytest_configure(config: pytest.Config) -> None:
     """Start the database before Django looks for it. The process that only hands tests to workers needs none."""
     if config.getoption("numprocesses", None):
+        gc.enable()
         return
     from cyborgweb.postgres import Postgres
     from tests.support.migrated import start_migrated

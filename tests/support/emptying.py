@@ -7,12 +7,16 @@ Called by the tests' `conftest` and by `tests.bench.fixtures`.
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
+import psycopg
 from django.db import connection
 from django.test import TransactionTestCase
 
 KEPT = {"django_content_type", "auth_permission"}
 """What migrations make of the models alone: to make them anew each time costs more than most tests."""
+PATIENCE_S = 30
+"""A test that leaves a transaction open fails by itself, and not the run."""
 MANY = 1000
 """So many dead rows would be read again and again, for nothing cleans up behind tests."""
 
@@ -31,17 +35,38 @@ def by_deleting() -> None:
 
 
 def _empty(_case: TransactionTestCase) -> None:
-    """Past Django, whose guards ask who may write. Who still writes is waited for, as TRUNCATE waits."""
-    connection.ensure_connection()
-    raw, dead = connection.connection, []
+    """Delete all rows on a connection of its own, which stays warm: Django's closes between tests, and a new one
+    reads PostgreSQL's catalogs anew."""
+    try:
+        _delete_rows(_connection())
+    except psycopg.OperationalError:  # a test of an outage ended all sessions
+        _connection.cache_clear()
+        _delete_rows(_connection())
+
+
+def _delete_rows(raw: psycopg.Connection[Any]) -> None:
+    """Delete all rows but those that are KEPT. Who still writes is waited for, as TRUNCATE waits."""
+    prepare = (
+        "SET LOCAL session_replication_role = replica",  # neither foreign keys nor triggers are asked
+        f"SET LOCAL lock_timeout = '{PATIENCE_S}s'",
+        f"LOCK TABLE {', '.join(_tables())} IN SHARE ROW EXCLUSIVE MODE",
+    )
+    deleted = []
     with raw.transaction():
-        raw.execute("SET LOCAL session_replication_role = replica")  # neither foreign keys nor triggers are asked
-        raw.execute(f"LOCK TABLE {', '.join(_tables())} IN SHARE ROW EXCLUSIVE MODE")
-        for table in _tables():
-            if raw.execute(f"DELETE FROM {table}").rowcount > MANY:
-                dead.append(table)
-    if dead:
-        raw.execute(f"VACUUM {', '.join(dead)}")
+        done = raw.execute("; ".join([*prepare, *(f"DELETE FROM {table}" for table in _tables())]))
+        for _ in range(len(prepare) + len(_tables())):
+            deleted.append(done.rowcount)
+            done.nextset()
+    counts = zip(_tables(), deleted[len(prepare) :], strict=True)
+    if many := [table for table, count in counts if count > MANY]:
+        raw.execute(f"VACUUM {', '.join(many)}")
+
+
+@cache
+def _connection() -> psycopg.Connection[Any]:
+    parameters = connection.get_connection_params()
+    kept = {name: parameters[name] for name in ("host", "port", "user", "password", "dbname") if name in parameters}
+    return psycopg.connect(**kept, autocommit=True)
 
 
 @cache

@@ -8,7 +8,7 @@ from django.db.models import Model
 from django.test import Client
 from django.urls import reverse
 
-pytestmark = pytest.mark.django_db
+pytestmark = [pytest.mark.django_db, pytest.mark.exhaustive]
 
 IDS = ("9" * 30, "_00'", "00000000-0000-0000-0000-000000000001")
 REFUSED = ("nonsense=1", "id__in=x", "columns=%00", "user__password__startswith=x")
