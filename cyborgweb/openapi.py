@@ -256,18 +256,22 @@ def _possible(method: str) -> list[str]:
 
 @lru_cache(maxsize=1)
 def document() -> dict[str, Any]:
-    """The document; raises ValueError when drf-spectacular had to guess anything, or it is no valid OpenAPI."""
+    """Make the OpenAPI document; raises ValueError when drf-spectacular had to guess anything."""
     drainage.reset_generator_stats()
     generator = SchemaGenerator(patterns=[path("api/", include("cyborgweb.api"))])
     made: dict[str, Any] = generator.get_schema(request=None, public=True)
     if drainage.GENERATOR_STATS:
         raise ValueError(f"the OpenAPI document has gaps: {drainage.GENERATOR_STATS._warn_cache}")
-    validate_schema(made)
     return made
 
 
+def validate() -> None:
+    """Raise jsonschema's ValidationError when the document is no valid OpenAPI. Takes a second: not for a request."""
+    validate_schema(document())
+
+
 def as_yaml() -> str:
-    """The document for people."""
+    """Render the document for people."""
     return OpenApiYamlRenderer2().render(document(), renderer_context={}).decode()
 
 

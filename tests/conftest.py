@@ -10,6 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+# No deadline: the cores of a test machine are shared, and a slow example is no fault.
+settings.register_profile("default", max_examples=50, deadline=None)
+settings.load_profile("default")
 
 
 @pytest.fixture(scope="session")

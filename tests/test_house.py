@@ -1,8 +1,7 @@
-"""The house rules that a machine can check: who imports whom, how big things are, what is generated."""
+"""The house rules that a machine can check: who imports whom, what is generated."""
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,6 @@ from tests import changed
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("drivers", "accelerators", "agents", "placement_sync", "cyborgweb", "tests")
 SOURCES = [p for room in ROOMS for p in sorted((ROOT / room).rglob("*.py")) if "migrations" not in p.parts]
-MAX_FILE, MAX_FUNCTION = 400, 60
 
 
 def python(code: str) -> str:
@@ -33,32 +31,6 @@ def test_the_import_contracts_hold() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout
-
-
-def faults_of(path: Path, root: Path = ROOT) -> list[str]:
-    """Return what is wrong with one source file; each entry names the file."""
-    text, name = path.read_text(), path.relative_to(root)
-    tree = ast.parse(text)
-    found = [] if ast.get_docstring(tree) else [f"{name}: the module has no docstring"]
-    if text.count("\n") > MAX_FILE:
-        found.append(f"{name}: more than {MAX_FILE} lines")
-    for node in ast.walk(tree):
-        is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        if is_function and (node.end_lineno or 0) - node.lineno >= MAX_FUNCTION:
-            found.append(f"{name}: {node.name} has {MAX_FUNCTION} lines or more")
-    return found
-
-
-def test_files_and_functions_stay_small_and_say_what_they_are() -> None:
-    assert len(SOURCES) > 600
-    assert [fault for path in SOURCES for fault in faults_of(path)] == []
-
-
-def test_a_large_file_a_long_function_and_a_missing_docstring_are_found(tmp_path: Path) -> None:
-    written = tmp_path / "bad.py"
-    written.write_text("def f():\n" + "    x = 1\n" * MAX_FILE)
-    faults = faults_of(written, tmp_path)
-    assert len(faults) == 3 and all(fault.startswith("bad.py") for fault in faults), faults
 
 
 def test_start_up_does_not_import_what_it_does_not_need() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from accelerators.groups import MAX_REQUESTS, GroupError, check_groups, check_name, plan, programs
@@ -14,7 +14,6 @@ ANY = st.one_of(
 NAMES = st.sampled_from(["resources:FPGA", "resources: CUSTOM_X ", "trait:CUSTOM_A", "accel:k", "resources1:FPGA", "x"])
 
 
-@settings(max_examples=50)
 @given(st.one_of(ANY, st.lists(st.dictionaries(st.one_of(NAMES, st.text(max_size=20)), ANY, max_size=4), max_size=4)))
 def test_whatever_is_accepted_is_strings_and_can_be_planned(groups: object) -> None:
     try:
@@ -37,7 +36,6 @@ def test_as_many_accelerators_as_allowed_and_not_one_more(split: list[int]) -> N
         check_groups([*asked, {"resources:FPGA": "1"}])
 
 
-@settings(max_examples=50)
 @given(st.text())
 def test_names_are_words(name: str) -> None:
     try:

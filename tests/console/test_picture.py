@@ -80,7 +80,6 @@ ADDRESS = st.sampled_from([f"0000:{n:02x}:00.0" for n in range(6)])
 BRIDGES = st.lists(ADDRESS, max_size=9).map(tuple)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["", "0000:17", "0000:3b"]), BRIDGES), max_size=12, unique=True))
 def test_every_bus_hangs_once_behind_all_its_bridges(buses: list[branches.Bus]) -> None:
     told = branches.of(buses)
@@ -96,7 +95,7 @@ def test_every_bus_hangs_once_behind_all_its_bridges(buses: list[branches.Bus]) 
             assert one.bridges and following and following.depth == one.depth + 1
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.lists(
         st.builds(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -125,7 +125,6 @@ def test_twins_inside_a_device_are_its_drivers_mistake() -> None:
 
 
 @given(answers())
-@settings(deadline=None)
 def test_everything_has_one_owner_and_nothing_vanishes_silently(reports: list[DriverReport]) -> None:
     settled = settle(reports)
     kept = [device for report in settled for device in report.devices]
@@ -140,14 +139,12 @@ def test_everything_has_one_owner_and_nothing_vanishes_silently(reports: list[Dr
 
 
 @given(answers())
-@settings(deadline=None)
 def test_what_is_settled_stays_settled(reports: list[DriverReport]) -> None:
     settled = settle(reports)
     assert settle(settled) == settled
 
 
 @given(answers(), st.randoms())
-@settings(deadline=None)
 def test_another_order_of_the_drivers_moves_no_device(reports: list[DriverReport], random: Random) -> None:
     before = last(reports)
     for report in settle(random.sample(reports, len(reports)), before):
@@ -155,7 +152,6 @@ def test_another_order_of_the_drivers_moves_no_device(reports: list[DriverReport
 
 
 @given(answers(), st.data())
-@settings(deadline=None)
 def test_a_driver_that_fails_changes_nothing_for_the_others(reports: list[DriverReport], data: st.DataObject) -> None:
     settled = settle(reports, last(reports))
     broken = data.draw(st.integers(0, len(reports) - 1))

@@ -14,7 +14,8 @@ from tests.own.conftest import Ask, Fill
 COMMITTED = Path(__file__).resolve().parents[2] / "docs" / "openapi.yaml"
 
 
-def test_the_committed_document_is_the_codes() -> None:
+def test_the_committed_document_is_valid_and_the_codes() -> None:
+    openapi.validate()
     assert COMMITTED.read_text() == openapi.as_yaml(), "run `make docs`"
 
 

@@ -165,7 +165,7 @@ def _tamper(placement: Model, name: str, how: str) -> None:
         placement.providers[uuid] = replace(now, generation=now.generation + 1, **changes)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(st.lists(st.tuples(PARTS, TAMPERS), min_size=1, max_size=4))
 def test_L4_it_converges_and_a_second_run_writes_nothing(
     rounds: list[tuple[dict[str, Any], list[tuple[str, str]]]],

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import yaml
 from django.contrib.auth.models import User as Person
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from accelerators import conductor
@@ -297,7 +297,6 @@ def test_every_row_of_several_has_an_outcome_and_a_text() -> None:
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
 
 
-@settings(max_examples=50)
 @given(st.lists(st.tuples(texts, texts, texts), min_size=1, max_size=8), st.integers(40, 120))
 def test_a_table_fits_its_width_and_steers_no_terminal(rows: list[tuple[str, ...]], width: int) -> None:
     lines = list(output.table([("a", "b", "c"), *([printable(text) for text in row] for row in rows)], width))

@@ -8,13 +8,14 @@ from django.core.management.base import BaseCommand
 
 
 class Command(BaseCommand):
-    """Writes YAML to standard output; fails when the code leaves drf-spectacular anything to guess."""
+    """Writes YAML to standard output; fails when the code leaves drf-spectacular anything to guess, or makes it invalid."""
 
     help = "Print the OpenAPI document of /api/."
     requires_system_checks = ()
 
     def handle(self, *args: Any, **options: Any) -> None:
         """The whole document."""
-        from cyborgweb.openapi import as_yaml
+        from cyborgweb.openapi import as_yaml, validate
 
+        validate()
         self.stdout.write(as_yaml(), ending="")
