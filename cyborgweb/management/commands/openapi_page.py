@@ -8,7 +8,7 @@ from django.core.management.base import BaseCommand
 
 
 class Command(BaseCommand):
-    """Writes YAML to standard output; fails when the code leaves drf-spectacular anything to guess, or makes it invalid."""
+    """Write YAML to standard output; fail when drf-spectacular had to guess anything, or the document is invalid."""
 
     help = "Print the OpenAPI document of /api/."
     requires_system_checks = ()
