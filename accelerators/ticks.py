@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -119,10 +119,23 @@ def run(name: str, step: Callable[[], bool]) -> None:
     `step` runs in a transaction of its own; the lock goes with it, so a killed worker blocks nobody. Who finds the
     lock taken looks again until it is free: the holder may have looked before our wake-up's work was there.
     """
+    _run(name, step, _locked)
+
+
+def run_outside_transaction(name: str, step: Callable[[], bool]) -> None:
+    """Do the same for a step that calls other services: `step` opens its own transactions, and none around a call.
+
+    A slow service would otherwise keep the rows locked that the step has written, and reports and binds would wait
+    for them. The lock belongs to the connection and ends with it.
+    """
+    _run(name, step, alone)
+
+
+def _run(name: str, step: Callable[[], bool], lock: Callable[[str], AbstractContextManager[bool]]) -> None:
     take_up(name)
     end = time.monotonic() + SLICE_S
     while time.monotonic() < end:
-        with _locked(name) as mine:
+        with lock(name) as mine:
             more = step() if mine else True
         if not more:
             return

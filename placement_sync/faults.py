@@ -148,7 +148,7 @@ def reread(hosts: Collection[int]) -> None:
 
 def run() -> None:
     """The job."""
-    ticks.run(JOB, step)
+    ticks.run_outside_transaction(JOB, step)
 
 
 def step() -> bool:
@@ -182,11 +182,12 @@ def step() -> bool:
         for row in rows
         if (str(row.instance) in unclear if row.kind == Kind.WITHOUT_DEVICE else str(row.provider) in unread)
     ]
-    _settle(found, rows, kept, now)
     restless = {fault.host for fault in found} | {row.host_id for row in kept}
     restless |= {one.host for one in providers if one.uuid in unread}
     restless |= {one.host for one, claims, _ in judged if claims and claims.loose}
-    _remember(judged, looked, restless)
+    with conductor.writing():
+        _settle(found, rows, kept, now)
+        _remember(judged, looked, restless)
     return len(due) == HOSTS
 
 

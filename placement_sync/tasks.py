@@ -47,7 +47,7 @@ Ended = Outcome | Exception
 
 def run() -> None:
     """The job."""
-    ticks.run(JOB, step)
+    ticks.run_outside_transaction(JOB, step)
 
 
 def step() -> bool:
@@ -70,11 +70,13 @@ def step() -> bool:
     for intent, outcome in zip(wanted, _brought(there, [hosts[one.key] for one in wanted], looks), strict=True):
         host = hosts[intent.key]
         if isinstance(outcome, Outcome) and host.id in looks and outcome.writes:
-            number = writers.tell(host, outcome)
-            intents.waits(intent, AT_IT[0], AT_IT[1] if number else 0.0, command=number)
+            with conductor.writing():
+                number = writers.tell(host, outcome)
+                intents.waits(intent, AT_IT[0], AT_IT[1] if number else 0.0, command=number)
         elif isinstance(outcome, Outcome):
-            store.keep(host, outcome)
-            intents.done([intent])
+            with conductor.writing():
+                store.keep(host, outcome)
+                intents.done([intent])
             _bind_programmed(intent.key)
         elif isinstance(outcome, Away):
             away = outcome

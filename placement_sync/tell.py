@@ -20,7 +20,7 @@ AT_ONCE = 8
 
 def run() -> None:
     """The job."""
-    ticks.run(JOB, step)
+    ticks.run_outside_transaction(JOB, step)
 
 
 def step() -> bool:
@@ -46,7 +46,8 @@ def step() -> bool:
 
     with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="notices") as threads:
         for told, answers in zip(by_instance.values(), threads.map(one, by_instance.values()), strict=True):
-            _record(told, answers)
+            with conductor.writing():
+                _record(told, answers)
     return len(due) == BATCH and not away
 
 

@@ -39,7 +39,7 @@ WHERE instance_uuid IS NOT NULL AND updated_at < statement_timestamp() - interva
 
 def run() -> None:
     """The job."""
-    ticks.run(JOB, step)
+    ticks.run_outside_transaction(JOB, step)
 
 
 def step() -> bool:

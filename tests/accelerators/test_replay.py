@@ -108,6 +108,10 @@ class Everything(RuleBasedStateMachine):
         self.seq = 0
         for host in self.hosts:
             self.report(host, 2, 2, "ok")
+        # A ready device and a profile from the start: few examples get as far as an attachment without them.
+        for host in self.hosts:
+            lifecycle.enable(Device.objects.filter(host=host).order_by("id")[0].uuid, NOVA)
+        profiles.create(f"p-{uuid4()}", [{"resources:FPGA": "1"}], None, None, NOVA)
 
     def report(self, host: Host, one: int, two: int, health: str) -> None:
         self.seq += 1

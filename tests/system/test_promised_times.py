@@ -38,6 +38,11 @@ BIND_TIMEOUT_S, EXPIRED_S = 6, 10.0
 """The deadline of a bind in this file, and how soon after it the request must have failed. The job that looks for it is
 woken every 5 s."""
 HOST = "here.example"
+REVOKE_SILENTLY = """
+UPDATE agents_agent a SET barred = 'revoked', barred_reason = 'stolen', changed_at = now()
+FROM accelerators_host h WHERE h.id = a.host_id AND h.name = %s RETURNING a.id
+"""
+"""Writes what a revocation writes, without the notification that follows it."""
 DEAF_TO_NEWS = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE query ILIKE 'LISTEN%%'"
 
 
@@ -152,6 +157,15 @@ def test_X1_revoking_closes_the_socket_within_5_s_when_the_message_of_it_is_lost
             product.rows(DEAF_TO_NEWS)
         measure_until(lambda: closed(socket), CLOSED_S, "the socket is closed although the message was lost")
         revoking.join()
+
+
+def test_X1_revoking_closes_the_socket_within_5_s_when_no_message_of_it_was_sent(product: Product) -> None:
+    """The gateway stays connected and hears nothing, so it finds the revocation only when it looks by itself."""
+    name = "unannounced.example"
+    with joined(product, name).speaking() as socket:
+        assert ask(socket, wire.Beat(1)) == wire.Ack(1, "Beat")
+        assert len(product.rows(REVOKE_SILENTLY, name)) == 1
+        measure_until(lambda: closed(socket), CLOSED_S, "the socket is closed although no message was sent")
 
 
 def test_a_bind_never_outlives_its_deadline(product: Product, headers: dict[str, str]) -> None:

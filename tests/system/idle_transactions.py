@@ -1,0 +1,36 @@
+"""Watches PostgreSQL for transactions of the product that are open while nothing is asked of the database."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tests.system.product import Product
+
+IDLE_S = 2.5
+"""Longer than any computation between two statements of a transaction takes, shorter than a slow service's answer."""
+INTERVAL_S = 0.2
+IDLE = """
+SELECT query FROM pg_stat_activity WHERE datname = 'cyborg' AND state = 'idle in transaction'
+  AND state_change < clock_timestamp() - make_interval(secs => %s)
+"""
+
+
+@contextmanager
+def watch_for_idle_transactions(product: Product) -> Iterator[set[str]]:
+    """Yield the last statements of transactions that were idle for `IDLE_S`; a thread adds to them until the end."""
+    found: set[str] = set()
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(INTERVAL_S):
+            found.update(query for (query,) in product.rows(IDLE, IDLE_S))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield found
+    finally:
+        over.set()
+        thread.join()
