@@ -228,7 +228,10 @@ class SubscriptionView(Collection):
         return Response(shown, 201, headers={"Location": shown["url"]})
 
     def partial_update(self, request: Request, **kwargs: str) -> Response:
-        """Change it. One that is paused goes on when it is said to be active. 409: `way` and `personal` cannot change."""
+        """Change it. One that is paused goes on when it is said to be active.
+
+        409: `way` and `personal` cannot change.
+        """
         found = self.get_object()
         values = self._values(request, found)
         if values.pop("personal", found.personal) != found.personal:
