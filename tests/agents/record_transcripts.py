@@ -1,11 +1,12 @@
 """Record what the real gateway and the real agent say to each other: `python -m tests.agents.record_transcripts STORY`.
 
 It starts a PostgreSQL of its own, the gateway behind the product's WebSocket settings, and `agents.host.main` as a
-process with the fake driver. A story follows. `operators_day` is: the agent joins and reports, a device is installed, programmed
-with an image, reset and looked at, a handle is attached and detached, samples are watched, the agent is probed,
-its key is changed, and it is barred. Every frame of both directions is written to `transcripts/release_<version>_wire_<version>/`. What
-differs from run to run (uuids, times, hashes, keys, nonces) is replaced by a word of the same kind, so that a new
-recording differs where the protocol does. The first line has the JSON schema of all messages.
+process with the fake driver; then a story follows. In `operators_day` the agent joins and reports, a device is
+installed, programmed with an image, reset and looked at, a handle is attached and detached, samples are watched, the
+agent is probed, its key is changed, and it is barred. Every frame of both directions is written to
+`transcripts/release_<version>_wire_<version>/<story>.jsonl`. What differs from run to run (uuids, times, hashes, keys,
+nonces) is replaced by a word of the same kind, so that a new recording differs where the protocol does. The first line
+has the JSON schema of all messages.
 
 When to run it: once for each release, and again with `--overwrite` after a wanted change of the protocol before that
 release is out. `test_transcripts_recorded.py` fails until then. A recording of an earlier release is never made again.
