@@ -15,6 +15,8 @@ from collections.abc import Callable
 import psycopg
 from django.db import connection
 
+from accelerators import database_outage
+
 log = logging.getLogger(__name__)
 
 CHANNEL = "cyborg_hub"
@@ -65,8 +67,14 @@ def _run() -> None:
 
 def _follow() -> None:
     options = {"connect_timeout": 5} | connection.get_connection_params() | {"autocommit": True}
-    with psycopg.connect(**options) as own:
+    try:
+        own = psycopg.connect(**options)
+    except psycopg.Error as error:
+        database_outage.log_outage(error)
+        return
+    with own:
         own.execute(f"LISTEN {CHANNEL}")
+        database_outage.log_recovery()
         for topic in list(_subscribers):
             _tell(topic, None)
         for notice in own.notifies():

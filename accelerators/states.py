@@ -1,4 +1,7 @@
-"""The vocabularies and the two life cycles, as tables. Pure; the models' check constraints are made from them."""
+"""The words of the product, and the life cycle of requests as a table. Pure; check constraints are made from them.
+
+The life cycle of devices is `actions`.
+"""
 
 from __future__ import annotations
 
@@ -173,23 +176,6 @@ class StepState(StrEnum):
     SKIPPED = "skipped"
 
 
-_D = DeviceState
-DEVICE_MOVES: dict[DeviceState, frozenset[DeviceState]] = {
-    _D.INACTIVE: frozenset({_D.INSTALLING, _D.READY, _D.QUARANTINED, _D.MISSING, _D.RETIRED}),
-    _D.INSTALLING: frozenset({_D.READY, _D.FAILED, _D.MAINTENANCE, _D.QUARANTINED, _D.MISSING}),
-    _D.READY: frozenset({_D.MAINTENANCE, _D.FAILED, _D.QUARANTINED, _D.MISSING}),
-    _D.MAINTENANCE: frozenset(
-        {_D.INSTALLING, _D.READY, _D.INACTIVE, _D.FAILED, _D.QUARANTINED, _D.MISSING, _D.RETIRED}
-    ),
-    _D.FAILED: frozenset(
-        {_D.INACTIVE, _D.INSTALLING, _D.READY, _D.MAINTENANCE, _D.QUARANTINED, _D.MISSING, _D.RETIRED}
-    ),
-    _D.QUARANTINED: frozenset({_D.MAINTENANCE, _D.MISSING, _D.RETIRED}),
-    _D.MISSING: frozenset(_D) - {_D.MISSING},
-    _D.RETIRED: frozenset({_D.INACTIVE, _D.MISSING}),
-}
-"""From → where to. `missing` returns to what it was (`Device.returns_to`)."""
-
 _R = RequestState
 REQUEST_MOVES: dict[RequestState, frozenset[RequestState]] = {
     _R.INITIAL: frozenset({_R.BIND_STARTED, _R.UNBOUND}),
@@ -214,15 +200,3 @@ ENDED = frozenset({_C.SUCCEEDED, _C.FAILED, _C.REFUSED, _C.EXPIRED, _C.UNKNOWN})
 
 class IllegalMove(ValueError):
     """A step the life cycle does not have; the text says which are possible."""
-
-
-def may_move(state: str, to: str) -> bool:
-    """Whether a device may go from `state` to `to` in one step."""
-    return DeviceState(to) in DEVICE_MOVES[DeviceState(state)]
-
-
-def check_move(state: str, to: str) -> None:
-    """Raise IllegalMove, naming the steps there are, unless a device may go from `state` to `to`."""
-    if not may_move(state, to):
-        possible = ", ".join(sorted(DEVICE_MOVES[DeviceState(state)]))
-        raise IllegalMove(f"a device that is {state} cannot become {to}; it can become {possible}")

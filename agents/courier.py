@@ -20,7 +20,7 @@ import msgspec
 import psycopg
 from django.db import DatabaseError, InterfaceError, close_old_connections, connection
 
-from accelerators import commands, delegation, hub
+from accelerators import commands, database_outage, delegation, hub
 from accelerators.commands import Answer, Number, Progress
 from accelerators.models import Host
 from agents import wire
@@ -134,7 +134,7 @@ class Courier(threading.Thread):
             try:
                 self._look()
             except (DatabaseError, InterfaceError, psycopg.Error) as error:
-                log.warning("the database does not answer, trying again: %s", str(error).splitlines()[0])
+                database_outage.log_outage(error)
                 connection.close()
                 time.sleep(RETRY_S)
         connection.close()

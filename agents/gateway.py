@@ -13,13 +13,14 @@ from typing import Any, Protocol
 
 import msgspec
 
-from accelerators import refusals
+from accelerators import database_outage, refusals
 from accelerators.commands import Answer, Progress
 from agents import credentials, enrolment, meters, trust, wire
 from agents.admission import Admission, Spread
 from agents.courier import Courier, Said
 from agents.enrolment import Identity, Refused
-from agents.holders import Expelled, Holders, Session, tell
+from agents.handshake import choose_version, client_address, deny_upgrade
+from agents.holders import Expelled, Holders, Session, send_text, tell
 from agents.leases import Leases
 from agents.refusals import Refusals
 from agents.samples import BEGINNING, Board
@@ -39,6 +40,11 @@ MANY = "(many)"
 """Whose refusals are counted together: of an outage or a storm there is one event a minute, not one a host."""
 MAX_PROGRESS = 256
 """Commands of one agent that get on at the same time; of more nothing is shown."""
+MESSAGE_ERROR = "cyborg_message_error"
+"""Key of `scope["state"]` where the web server stores the close code and the reason when it could not take a message.
+The message itself never gets here, and the peer can no longer be sent a Refuse."""
+TOO_LARGE = 1009
+"""The close code of a message that is larger than the server takes."""
 
 
 class Limits(Protocol):
@@ -107,7 +113,7 @@ class Gateway:
         try:
             if scope["method"] != "GET":
                 raise Refused(405, "method", "GET only")
-            self._let_in(self.admission.ask(_address(scope)))
+            self._let_in(self.admission.ask(client_address(scope)))
         except Refused as refused:
             status, (headers, body) = refused.status, enrolment.denial(refused)
         else:
@@ -134,8 +140,8 @@ class Gateway:
         await receive()  # websocket.connect
         host = ""
         try:
-            self._let_in(self.admission.come(self.connected, _address(scope)))
-            version = _version(scope)
+            self._let_in(self.admission.come(self.connected, client_address(scope)))
+            version = choose_version(scope)
             credential = enrolment.credential_of(scope)
             host = credential.host
             fingerprint = enrolment.verify(credential, self.challenges, fingerprints)
@@ -146,7 +152,7 @@ class Gateway:
         except Refused as refused:
             if refused.code != "busy":
                 self.refusals.add(MANY if refused.status == 503 else host, refused.code, refused.reason)
-            await _deny(scope, send, refused)
+            await deny_upgrade(scope, send, refused)
             return
         session = Session(identity, credential, fingerprint, version, scope, send)
         if identity.host_id in self.holders.by_host:
@@ -158,6 +164,7 @@ class Gateway:
             self.holders.enter(session)
             if await self._welcome(session):
                 await self._receive(session, receive)
+                self._count_message_error(host, scope)
         except Expelled as expelled:
             session.expelled = expelled
         except asyncio.CancelledError:
@@ -174,6 +181,18 @@ class Gateway:
         if session.expelled:
             await self._refuse(session, session.expelled)
 
+    def _count_message_error(self, host: str, scope: Any) -> None:
+        """Count and record it when the web server closed this connection over a message that it could not take."""
+        code, reason = scope.get("state", {}).get(MESSAGE_ERROR, (0, ""))
+        if code == TOO_LARGE:
+            sentence = (
+                f"the message is larger than {self.limits.max_message_bytes} bytes ({reason}): agents of this product"
+                " keep to the limit, so look at what runs on this host, or raise CYBORG_MAX_MESSAGE_BYTES"
+            )
+            self.refusals.add(host, "too-large", sentence)
+        elif code:
+            self.refusals.add(host, "malformed", f"no WebSocket message (close code {code}): {reason}")
+
     async def _admit(self, credential: credentials.Credential) -> Identity:
         future: asyncio.Future[Identity] = asyncio.get_running_loop().create_future()
         self._writer.put(AdmitJob(future, credential))
@@ -182,6 +201,7 @@ class Gateway:
                 return await future
         except TimeoutError:
             reason = "the database does not answer: come back later"
+            database_outage.log_outage(f"an agent that connects waited {ADMIT_S:g} s in vain")
             raise Refused(503, "database", reason, self.admission.place()) from None
 
     async def _welcome(self, session: Session) -> bool:
@@ -199,8 +219,6 @@ class Gateway:
         while (event := await (receive() if settled else _in_time(receive)))["type"] == "websocket.receive":
             data = event.get("text") or event.get("bytes") or b""
             try:
-                if len(data) > self.limits.max_message_bytes:
-                    raise wire.Malformed(f"{len(data)} bytes; at most {self.limits.max_message_bytes} are taken")
                 samples = isinstance(data, str) and data.startswith(BEGINNING)
                 # Never while another connection may still speak for this host.
                 if samples and not (settled and self.board.takes(session, len(data))):
@@ -219,9 +237,7 @@ class Gateway:
             if type(message) is wire.Beat:
                 meters.tally["beats"] += 1
                 self.leases.seen(session.identity.host_id, session.epoch)
-                await session.send(
-                    {"type": "websocket.send", "text": f'{{"type":"Ack","seq":{message.seq},"of":"Beat"}}'}
-                )
+                await send_text(session, f'{{"type":"Ack","seq":{message.seq},"of":"Beat"}}')
             elif type(message) is wire.Report:
                 order, content, urgent = (message.epoch, message.seq), message.hash, message.urgent
                 del message  # decoded it is five times its text: nobody holds that while the commit is awaited
@@ -285,7 +301,7 @@ class Gateway:
         known = told.hash and told.hash == session.applied
         report = (0, 0, "") if known else (told.epoch, told.seq, told.hash)
         if await self._tell(Answer(host, told.number, told.outcome, told.text, told.detail, *report)):
-            await session.send({"type": "websocket.send", "text": wire.encode(wire.Ack(told.number, "Result"))})
+            await tell(session, wire.Ack(told.number, "Result"))
         else:
             self._courier.unsettled(session, told.number)
 
@@ -309,7 +325,7 @@ class Gateway:
         except refusals.Refused as refused:
             raise Expelled("rotation", refused.text) from None
         session.key, session.next_key, session.rotating = new, "", False
-        await session.send({"type": "websocket.send", "text": wire.encode(wire.Ack(0, "NewKey"))})
+        await tell(session, wire.Ack(0, "NewKey"))
 
     def _bar(self, host_id: int, key: str, first: trust.Connection, second: trust.Connection) -> None:
         self._ask(lambda: trust.bar_clone(host_id, key, first, second))
@@ -337,7 +353,7 @@ class Gateway:
             job = SpoolJob(asyncio.get_running_loop().create_future(), host_id, order, content, data, urgent)
             session.applied = "" if await self._durable(job) else content
         session.last = max(session.last, order)
-        await session.send({"type": "websocket.send", "text": f'{{"type":"Ack","seq":{order[1]},"of":"Report"}}'})
+        await send_text(session, f'{{"type":"Ack","seq":{order[1]},"of":"Report"}}')
 
     async def _durable(self, job: SpoolJob) -> bool:
         """Whether it was stored: it was not when it is applied already."""
@@ -375,26 +391,3 @@ def _text(data: str | bytes) -> str:
         return data if isinstance(data, str) else data.decode()
     except UnicodeDecodeError:
         raise wire.Malformed("it is not UTF-8") from None
-
-
-def _address(scope: Any) -> str:
-    """Whose challenges count together."""
-    return str((scope.get("client") or ("",))[0])
-
-
-def _version(scope: Any) -> str:
-    for version in wire.VERSIONS:
-        if version in scope["subprotocols"]:
-            return version
-    offered = ", ".join(scope["subprotocols"])[:200] or "none"
-    raise Refused(403, "version", f"no common wire version: we speak {', '.join(wire.VERSIONS)}, offered was {offered}")
-
-
-async def _deny(scope: Any, send: Any, refused: Refused) -> None:
-    """An HTTP answer with one JSON sentence, and no socket."""
-    if "websocket.http.response" not in scope.get("extensions", {}):
-        await send({"type": "websocket.close", "code": 1008, "reason": refused.code})
-        return
-    headers, body = enrolment.denial(refused)
-    await send({"type": "websocket.http.response.start", "status": refused.status, "headers": headers})
-    await send({"type": "websocket.http.response.body", "body": body})

@@ -234,9 +234,17 @@ def _same_process(one: Connection, other: Connection) -> bool:
 
 
 async def tell(session: Session, message: wire.Message) -> bool:
-    """Whether it can still be told anything: a peer that is gone is an error of the web server's."""
+    """Send a message; see `send_text`."""
+    return await send_text(session, wire.encode(message))
+
+
+async def send_text(session: Session, text: str) -> bool:
+    """Send a text frame; return whether the peer was still there.
+
+    The web server raises an error when it is not: what ended the connection is the next event that is received.
+    """
     try:
-        await session.send({"type": "websocket.send", "text": wire.encode(message)})
+        await session.send({"type": "websocket.send", "text": text})
     except (RuntimeError, OSError) as error:
         log.debug("%s was gone before it was told: %s", session.identity.host, error)
         return False

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, TypeVar
 
 from django.db import InterfaceError, OperationalError, connection
 
-from accelerators import images
+from accelerators import database_outage, images
 from agents import credentials, enrolment, trust, wire
 from agents.enrolment import Challenges, Refused
 from agents.refusals import Refusals
@@ -77,7 +77,7 @@ class Imagery:
             async with asyncio.timeout(ANSWER_S):
                 return await self._on_thread(lambda: _opened(credential, image))
         except (TimeoutError, OperationalError, InterfaceError) as error:
-            log.warning("an image was asked for, and the database does not answer: %s", type(error).__name__)
+            database_outage.log_outage(error)
             raise Refused(503, "database", "the database does not answer: come back later") from None
 
     async def _stream(self, file: BinaryIO, size: int, receive: Any, send: Any) -> None:

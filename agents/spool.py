@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 import psycopg
 from django.db import DatabaseError, InterfaceError, OperationalError, close_old_connections, connection
 
-from accelerators import hub, refusals, ticks
+from accelerators import database_outage, hub, refusals, ticks
 from agents import courier, credentials, enrolment, meters, trust
 from agents.admission import Spread
 from agents.enrolment import Refused
@@ -211,7 +211,7 @@ class Writer(threading.Thread):
             try:
                 return work()
             except (OperationalError, InterfaceError, psycopg.OperationalError) as error:
-                log.warning("the database does not answer, trying again: %s", str(error).splitlines()[0])
+                database_outage.log_outage(error)
                 connection.close()
                 time.sleep(pause)
                 pause = min(pause * 2, 2.0)
@@ -316,6 +316,7 @@ class Writer(threading.Thread):
         """Who may not go on, who is to have a new key. Looks further back than the last time: a commit takes time."""
         began, self._rung = time.monotonic(), False
         news = trust.news(began - self._heard + OVERLAP_S)
+        database_outage.log_recovery()
         self._heard = began
         if news and self._loop:
             with suppress(RuntimeError):  # the loop has ended, and every connection with it

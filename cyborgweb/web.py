@@ -83,8 +83,10 @@ def _facing(database: str) -> str:
 
 def websocket_settings(max_message_bytes: int) -> dict[str, Any]:
     """Return uvicorn's settings for WebSockets. The tests' server uses them, too."""
+    from cyborgweb.websocket_protocol import WebSocketProtocol
+
     return {
-        "ws": "websockets-sansio",
+        "ws": WebSocketProtocol,
         "ws_per_message_deflate": False,
         "ws_max_size": max_message_bytes,
         "ws_ping_interval": 30.0,

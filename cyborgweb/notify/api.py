@@ -202,6 +202,7 @@ class SubscriptionView(Collection):
     dangerous = ("rotate",)
     answers: ClassVar[Mapping[str, tuple[int, type[serializers.Serializer]]]] = {
         "create": (201, SecretSerializer),
+        "partial_update": (200, SubscriptionSerializer),
         "test": (202, DeliverySerializer),
         "rotate": (200, SecretSerializer),
     }
@@ -217,7 +218,7 @@ class SubscriptionView(Collection):
         return super().get_serializer_context() | {"whole": whole}
 
     def create(self, request: Request) -> Response:
-        """Subscribe."""
+        """Subscribe. 409: there are fifty already."""
         values = self._values(request)
         personal = values.pop("personal", False)
         if values.get("scope") == Scope.CLOUD:
@@ -227,7 +228,10 @@ class SubscriptionView(Collection):
         return Response(shown, 201, headers={"Location": shown["url"]})
 
     def partial_update(self, request: Request, **kwargs: str) -> Response:
-        """Change it. One that is paused goes on when it is said to be active."""
+        """Change it. One that is paused goes on when it is said to be active.
+
+        409: `way` and `personal` cannot change.
+        """
         found = self.get_object()
         values = self._values(request, found)
         if values.pop("personal", found.personal) != found.personal:
@@ -242,14 +246,17 @@ class SubscriptionView(Collection):
         return Response(status=204)
 
     def test(self, request: Request, **kwargs: str) -> Response:
-        """Have a message brought there that says that it is a test; look at the delivery for what came of it."""
+        """Have a message brought there that says that it is a test; look at the delivery for what came of it.
+
+        409: the subscription is not active, or a test of it is under way.
+        """
         self.said(request)
         made = subscriptions.test(self.get_object().pk, self.caller)
         shown = DeliverySerializer(made, context=super().get_serializer_context() | {"fields": ()}).data
         return Response(shown, 202, headers={"Location": shown["url"]})
 
     def rotate(self, request: Request, **kwargs: str) -> Response:
-        """Another secret, from the next try on; shown this once."""
+        """Another secret, from the next try on; shown this once. 409: only webhooks have one."""
         self.said(request)
         return Response(self._with(*subscriptions.rotate(self.get_object().pk, self.caller)))
 
@@ -281,7 +288,10 @@ class DeliveryView(Collection):
         return rows if self.sees_all() else rows.filter(subscription__in=visible(self, Subscription.objects.all()))
 
     def replay(self, request: Request, **kwargs: str) -> Response:
-        """Bring it again, with the same id; nothing happens to one that waits already."""
+        """Bring it again, with the same id; nothing happens to one that waits already.
+
+        409: its subscription is not active.
+        """
         self.said(request)
         subscriptions.replay(Delivery.objects.filter(pk=self.get_object().pk), self.caller)
         return Response(self.get_serializer(self.get_object()).data, 202)

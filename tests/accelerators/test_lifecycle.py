@@ -19,7 +19,7 @@ from accelerators.binding import Bind
 from accelerators.caller import Caller
 from accelerators.models import AcceleratorRequest, Deployable, Device, DeviceProfile, Event, Intent
 from accelerators.refusals import Reason, Refused
-from accelerators.states import DEVICE_MOVES, DeviceState, Drain, IllegalMove, Source
+from accelerators.states import DeviceState, Drain, IllegalMove, Source
 from tests.support.reports import a_host, answer, apply, card
 from tests.support.webserver import until
 
@@ -27,6 +27,23 @@ OLGA = Caller("olga", "u", frozenset({"admin"}), "p1")
 NOVA = Caller("nova", "n", frozenset({"member"}), "p1", service=True)
 OFFERED = {DeviceState.READY, DeviceState.INSTALLING}
 OUT = (Action.DISABLE, Action.QUARANTINE, Action.DRAIN)
+
+_D = DeviceState
+DEVICE_MOVES: dict[DeviceState, frozenset[DeviceState]] = {
+    _D.INACTIVE: frozenset({_D.INSTALLING, _D.READY, _D.QUARANTINED, _D.MISSING, _D.RETIRED}),
+    _D.INSTALLING: frozenset({_D.READY, _D.FAILED, _D.MAINTENANCE, _D.QUARANTINED, _D.MISSING}),
+    _D.READY: frozenset({_D.MAINTENANCE, _D.FAILED, _D.QUARANTINED, _D.MISSING}),
+    _D.MAINTENANCE: frozenset(
+        {_D.INSTALLING, _D.READY, _D.INACTIVE, _D.FAILED, _D.QUARANTINED, _D.MISSING, _D.RETIRED}
+    ),
+    _D.FAILED: frozenset(
+        {_D.INACTIVE, _D.INSTALLING, _D.READY, _D.MAINTENANCE, _D.QUARANTINED, _D.MISSING, _D.RETIRED}
+    ),
+    _D.QUARANTINED: frozenset({_D.MAINTENANCE, _D.MISSING, _D.RETIRED}),
+    _D.MISSING: frozenset(_D) - {_D.MISSING},
+    _D.RETIRED: frozenset({_D.INACTIVE, _D.MISSING}),
+}
+"""From → where to, in one step, as the design has it: what `actions` decides must stay within it."""
 
 standings = st.builds(
     Standing,

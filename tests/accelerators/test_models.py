@@ -6,10 +6,8 @@ from datetime import UTC, datetime
 
 import pytest
 from django.db import IntegrityError, transaction
-from hypothesis import given
-from hypothesis import strategies as st
 
-from accelerators import conductor, states
+from accelerators import conductor
 from accelerators.models import AcceleratorRequest, AttachHandle, Attribute, Deployable, Device, DeviceProfile, Host
 from tests.support.reports import a_host, answer, apply, card
 
@@ -67,13 +65,3 @@ def test_states_and_words_are_closed_sets(host: Host) -> None:
 
 def test_one_attribute_per_key(host: Host) -> None:
     refused(lambda: Attribute.objects.create(deployable=Deployable.objects.get(), key="rc", value="GPU"))
-
-
-@given(st.sampled_from(list(states.DeviceState)), st.sampled_from(list(states.DeviceState)))
-def test_a_move_is_allowed_or_explained(state: states.DeviceState, to: states.DeviceState) -> None:
-    assert states.may_move(state, to) is (to in states.DEVICE_MOVES[state])
-    if to in states.DEVICE_MOVES[state]:
-        states.check_move(state, to)
-    else:
-        with pytest.raises(states.IllegalMove, match="it can become"):
-            states.check_move(state, to)

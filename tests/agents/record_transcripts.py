@@ -1,17 +1,21 @@
-"""Record what the real gateway and the real agent say to each other: `python -m tests.agents.record_transcripts`.
+"""Record what the real gateway and the real agent say to each other: `python -m tests.agents.record_transcripts STORY`.
 
 It starts a PostgreSQL of its own, the gateway behind the product's WebSocket settings, and `agents.host.main` as a
-process with the fake driver. An operator's day follows: the agent joins and reports, a device is installed, programmed
-with an image, reset and looked at, a handle is attached and detached, samples are watched, the key is changed, and the
-agent is barred. Every frame of both directions is written to `transcripts/recorded/this_release.jsonl`. What differs
-from run to run (uuids, times, hashes, keys, nonces) is replaced by a word of the same kind, so that a new recording
-differs where the protocol does. The first line has the JSON schema of all messages.
+process with the fake driver; then a story follows. In `operators_day` the agent joins and reports, a device is
+installed, programmed with an image, reset and looked at, a handle is attached and detached, samples are watched, the
+agent is probed, its key is changed, and it is barred. Every frame of both directions is written to
+`transcripts/release_<version>_wire_<version>/<story>.jsonl`. What differs from run to run (uuids, times, hashes, keys,
+nonces) is replaced by a word of the same kind, so that a new recording differs where the protocol does. The first line
+has the JSON schema of all messages.
 
-Run it after each wanted change of the protocol. `test_transcripts_recorded.py` fails until then.
+When to run it: once for each release, and again with `--overwrite` after a wanted change of the protocol before that
+release is out. `test_transcripts_recorded.py` fails until then. A recording of an earlier release is never made again.
 """
 
 from __future__ import annotations
 
+import argparse
+import asyncio
 import json
 import os
 import re
@@ -19,12 +23,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-PATH = Path(__file__).parent / "transcripts" / "recorded" / "this_release.jsonl"
+TRANSCRIPTS = Path(__file__).parent / "transcripts"
 ROOT = Path(__file__).parents[2]
 UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 EPOCH = re.compile(r"\b1[78]\d{8}\b")
@@ -47,6 +52,14 @@ VOLATILE: dict[str, Any] = {
     "jitter_s": 0.0,
 }
 Line = dict[str, Any]
+
+
+def recording_path(story: str) -> Path:
+    """Return where this release's recording of a story belongs: the folder is named after release and wire version."""
+    from agents import wire
+
+    release, wire_version = metadata.version("cyborgweb"), wire.VERSIONS[0].rpartition(".")[2]
+    return TRANSCRIPTS / f"release_{release}_wire_{wire_version}" / f"{story}.jsonl"
 
 
 def schema() -> dict[str, Any]:
@@ -84,6 +97,17 @@ class Recorder:
     def __init__(self, gateway: Any) -> None:
         self.gateway = gateway
         self.lines: list[Line] = []
+
+    @property
+    def challenge(self) -> Any:
+        """The gateway's HTTP application, as a test's web server asks for it."""
+        return self.gateway.challenge
+
+    def probe(self) -> None:
+        """Have the gateway ask whether the agent still holds its connection, as it does when a second one comes."""
+        (session,) = self.gateway.holders.by_host.values()
+        asked = asyncio.run_coroutine_threadsafe(self.gateway.holders.answers(session), session.task.get_loop())
+        assert asked.result(20), "the agent did not answer the probe"
 
     def kept(self, side: str, text: str) -> None:
         """Keep a frame."""
@@ -170,7 +194,7 @@ def stage(directory: Path, story: Callable[[Recorder], None]) -> list[Line]:
 
 
 def operators_day(recorder: Recorder) -> None:
-    """Everything that is recorded, in order; each step waits until the agent has answered."""
+    """Every type of message, in order; each step waits until the agent has answered."""
     from accelerators import binding, commands, fetching, images, lifecycle, outcomes
     from accelerators.caller import Caller
     from accelerators.models import AcceleratorRequest, Command, Deployable, Device, DeviceProfile, Host
@@ -221,6 +245,7 @@ def operators_day(recorder: Recorder) -> None:
     ended()
     load.watch([Host.objects.get().id], 1.0, 30.0)
     recorder.wait("Samples")
+    recorder.probe()
     trust.ask_rotation(trust.find("cmp1"), "olga")
     recorder.wait("NewKey")
     until(lambda: any(line["message"].get("of") == "NewKey" for line in recorder.lines))
@@ -247,15 +272,27 @@ def shortened(lines: list[Line]) -> list[Line]:
     return kept
 
 
+STORIES = {"operators_day": operators_day}
+"""What is recorded, and by which name. A recorded story must not change any more, as the recording is played with it:
+what a later release has in addition is a story of its own."""
+
+
 def main() -> None:
-    """Write the file."""
-    head = {"release": "this one", "recorded": True, "schema": schema()}
+    """Record one story and write its file."""
+    parser = argparse.ArgumentParser(prog="record_transcripts", description="Record this release's protocol.")
+    parser.add_argument("story", choices=STORIES)
+    parser.add_argument("--overwrite", action="store_true", help="replace one of a release that is not out yet")
+    arguments = parser.parse_args()
+    path = recording_path(arguments.story)
+    if path.exists() and not arguments.overwrite:
+        parser.error(f"{path} exists: raise the version in pyproject.toml, or give --overwrite if it is not out yet")
+    head = {"release": metadata.version("cyborgweb"), "recorded": True, "schema": schema()}
     with tempfile.TemporaryDirectory(prefix="cyborg-record-") as directory:
-        lines = shortened(stage(Path(directory), operators_day))
+        lines = shortened(stage(Path(directory), STORIES[arguments.story]))
     told = [head, *({"from": line["from"], "message": normalised(line["message"])} for line in lines)]
-    PATH.parent.mkdir(parents=True, exist_ok=True)
-    PATH.write_text("".join(json.dumps(one, separators=(",", ":")) + "\n" for one in told))
-    sys.stdout.write(f"{len(lines)} messages in {PATH}\n")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(one, separators=(",", ":")) + "\n" for one in told))
+    sys.stdout.write(f"{len(lines)} messages in {path}\n")
 
 
 if __name__ == "__main__":

@@ -7,15 +7,12 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from django.db.models import F, Value
 from django.db.models.functions import Replace
-from websockets.exceptions import ConnectionClosed
-from websockets.frames import CloseCode
 
 from accelerators.models import Device, Event, Host
 from agents import credentials, enrolment, tasks, wire
 from agents.gateway import Gateway
 from agents.leases import watch
 from agents.models import Agent, JoinToken, Lease, Spooled
-from cyborgweb.settings.keys import Keys
 from tests.agents.conftest import House
 from tests.support.reports import answer, card
 from tests.support.webserver import until
@@ -153,34 +150,6 @@ def test_what_is_no_message_is_refused_closed_and_told_once(agent: WireAgent, da
             assert is_closed(socket)
     until(lambda: Event.objects.filter(action="agent.refused", host="cmp1").exists())
     assert Event.objects.filter(action="agent.refused").count() == 1
-
-
-def a_beat(seq: int, size: int, filler: str = "x") -> str:
-    """A Beat of this many bytes: the rest is in a field that nobody knows."""
-    beat = '{"type":"Beat","seq":%d,"more":"%s"}'
-    room = size - len(beat % (seq, ""))
-    assert room % len(filler.encode()) == 0
-    return beat % (seq, filler * (room // len(filler.encode())))
-
-
-def test_a_message_as_large_as_the_limit_is_taken_and_a_larger_one_closes_its_connection(
-    agent: WireAgent, gateway: Gateway
-) -> None:
-    limit = Keys().max_message_bytes
-    assert limit == wire.MAX_MESSAGE
-    with agent.connect() as socket:
-        assert agent.welcome and agent.welcome.max_bytes == limit
-        assert ask(socket, a_beat(11, limit)) == wire.Ack(11, "Beat")
-    # Bytes count, not characters: the second has about half as many characters as bytes.
-    for large in (a_beat(12, limit + 1), a_beat(12, limit + 2, "ä")):
-        with agent.connect() as socket:
-            socket.send(large)
-            with pytest.raises(ConnectionClosed) as closed:
-                socket.recv(timeout=10)
-            assert closed.value.rcvd and closed.value.rcvd.code == CloseCode.MESSAGE_TOO_BIG
-    with agent.connect() as socket:
-        assert ask(socket, wire.Beat(13)) == wire.Ack(13, "Beat")
-    until(lambda: gateway.connected == 0)
 
 
 def test_a_text_that_cannot_be_stored_is_refused_and_the_rest_go_on(agent: WireAgent, port: int) -> None:

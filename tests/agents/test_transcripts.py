@@ -1,8 +1,10 @@
 """Promise C2: what another release says is understood, and it is told nothing it cannot read. Replayed for ever.
 
-`transcripts/before_commands.jsonl` was recorded between that release's own agent and gateway; `after_commands.jsonl` is
-invented: today's messages with fields, and types, that nobody knows yet. Each line is a message of either end; the
-first says what the release can read. One test plays the agent to our gateway, the other the gateway to our agent.
+`transcripts/before_commands.jsonl` was recorded between that release's own agent and gateway.
+`transcripts/invented_future_release.jsonl` was not recorded: there is no such release yet. It holds today's messages
+with more fields, and types of messages that nobody knows, as a release of the future may send them. Each line is a
+message of either end; the first says what the release can read. One test plays the agent to our gateway, the other
+the gateway to our agent. What this release says is recorded elsewhere: `test_transcripts_played.py`.
 """
 
 from __future__ import annotations

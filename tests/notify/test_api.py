@@ -139,6 +139,15 @@ def test_the_test_button_the_delivery_and_the_replay(ask: Ask, receiver: Receive
     assert not Delivery.objects.exists()
 
 
+def test_what_a_subscription_cannot_become_is_a_conflict(ask: Ask) -> None:
+    """The answers that docs/notifications.md lists: the request is well formed, and the subscription is in the way."""
+    hook, inbox = made(ask, HOOK), made(ask, INBOX)
+    assert "make another" in message(ask(at(hook), "member", "p1", "PATCH", {"way": "inbox"}), 409)
+    assert "make another" in message(ask(at(hook), "member", "p1", "PATCH", {"personal": True}), 409)
+    assert "Only webhooks" in message(ask(f"{at(inbox)}rotate/", "member", "p1", "POST"), 409)
+    assert ask(at(hook), "member", "p1", "PATCH", {"way": "webhook", "personal": False}).status_code == 200
+
+
 def test_an_inbox_is_its_persons_alone(ask: Ask, subscribe: Subscribe) -> None:
     mine = Subscription.objects.get(uuid=made(ask, INBOX)["uuid"])
     foreign = subscribe().deliveries.create(kind="device.failed", data={}, reader=OLGA.user_id, event=1)

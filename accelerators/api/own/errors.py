@@ -16,7 +16,7 @@ from django.http import Http404
 from rest_framework import exceptions
 from rest_framework.response import Response
 
-from accelerators import refusals
+from accelerators import database_outage, refusals
 from accelerators.caller import request_id
 from accelerators.refusals import Reason
 
@@ -83,7 +83,7 @@ def explain(error: Exception) -> tuple[int, str]:
         case SuspiciousOperation() | DataError():
             return 400, "The request holds a value that cannot be read, stored or compared."
         case OperationalError() | InterfaceError():
-            log.warning("the database does not answer: %s", error)
+            database_outage.log_outage(error)
             return 503, SENTENCES[503]
     log.error("a request failed", exc_info=error)
     return 500, SENTENCES[500]

@@ -13,6 +13,7 @@ from django.core.exceptions import RequestDataTooBig, SuspiciousOperation
 from django.db import InterfaceError, OperationalError
 from rest_framework.exceptions import APIException
 
+from accelerators import database_outage
 from accelerators.refusals import Reason, Refused
 
 log = logging.getLogger(__name__)
@@ -116,7 +117,7 @@ def explain(error: Exception) -> tuple[int, str]:
         case SuspiciousOperation():
             answer = 400, "The request cannot be read."
         case OperationalError() | InterfaceError():
-            log.warning("the database does not answer: %s", error)
+            database_outage.log_outage(error)
             answer = 503, "The database does not answer; try again in a moment."
         case _:
             log.error("a request failed", exc_info=error)

@@ -1,0 +1,31 @@
+"""uvicorn's WebSocket protocol, with two additions that agents' connections need."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+
+from agents.gateway import MESSAGE_ERROR
+
+
+class WebSocketProtocol(WebSocketsSansIOProtocol):
+    """Tells the application which message it never got, and counts a refused upgrade as answered."""
+
+    def handle_parser_exception(self) -> None:
+        """Store why this server closes the connection in `scope["state"]`, then close it as uvicorn does.
+
+        The code of the disconnect event is no proof: it is the same when the peer closes with that code.
+        """
+        if self.handshake_initiated and self.conn.close_sent is not None:
+            self.scope["state"][MESSAGE_ERROR] = (int(self.conn.close_sent.code), self.conn.close_sent.reason)
+        super().handle_parser_exception()
+
+    async def send(self, message: Any) -> None:
+        """Send; an upgrade that was answered with an HTTP response is complete.
+
+        uvicorn would log an error for it: "ASGI callable returned without completing handshake".
+        """
+        await super().send(message)
+        if message["type"] == "websocket.http.response.body" and not message.get("more_body", False):
+            self.handshake_complete = True
