@@ -55,6 +55,8 @@ def test_a_signal_to_the_group_ends_everything_in_order(folder: Path, sig: signa
         assert not product.left()
         assert re.search(rf"{sig.name}: stopping\n(.*\n)*.*serve    \| stopped\n$", product.log())
         assert "Traceback" not in product.log()
+        with pytest.raises(pytest.fail.Exception, match="The shared product died just now: its supervisor ended"):
+            product.require_running("just now")
     assert not (product.state / "postgres" / "data" / "postmaster.pid").exists(), "PostgreSQL was not shut down"
     assert "was not properly shut down" not in database_log_of_another_start(product)
 
