@@ -108,15 +108,19 @@ class Product:
 
     def require_running(self, when: str) -> None:
         """Fail the test, and say that the product died `when`, unless its supervisor runs and it answers."""
-        status = self.process.poll() if self.process else 0
-        if status is None:
-            try:
-                until(lambda: self.get("/healthz")[0] == 200, ANSWER_S)
+        assert self.process
+        ended = self.process.poll
+
+        def answers_or_ended() -> bool:
+            return ended() is not None or self.get("/healthz")[0] == 200
+
+        try:
+            until(answers_or_ended, ANSWER_S)
+            if ended() is None:
                 return
-            except AssertionError:
-                what = "its supervisor runs, but nobody answers at its address"
-        else:
-            what = f"its supervisor ended with status {status}"
+            what = f"its supervisor ended with status {ended()}"
+        except AssertionError:
+            what = "its supervisor runs, but nobody answers at its address"
         pytest.fail(f"The shared product died {when}: {what}. Its log ends:\n{self.log()[-4000:]}", pytrace=False)
 
     @property
