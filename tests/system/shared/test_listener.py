@@ -28,6 +28,12 @@ def seeing_anything() -> ssl.SSLContext:
     return context
 
 
+def is_up(product: Product, token: str, host: str) -> bool:
+    """Tell whether the API shows the agent of `host` as up."""
+    agents = product.json("/api/agents/", token).get("results", ())
+    return any((one["host"]["name"], one["state"]) == (host, "up") for one in agents)
+
+
 def test_agents_have_a_listener_of_their_own_and_lose_it_when_revoked(product: Product) -> None:
     name = f"cmp-{uuid.uuid4().hex[:8]}"
     port = int(product.until_said(r"agents: https://127\.0\.0\.1:(\d+) \(certificate sha256:[0-9a-f]{64}\)")[1])
@@ -36,6 +42,7 @@ def test_agents_have_a_listener_of_their_own_and_lose_it_when_revoked(product: P
         product.manage("join_token", name, "--address", f"https://127.0.0.1:{port}")[-1]
     )
     assert join.fingerprint in product.log()
+    reader = product.manage("api_token", f"reader-{name}")[-1]
     browser = http.client.HTTPSConnection("127.0.0.1", port, timeout=10, context=seeing_anything())
     browser.request("GET", "/admin/")
     assert browser.getresponse().status == 404
@@ -44,7 +51,8 @@ def test_agents_have_a_listener_of_their_own_and_lose_it_when_revoked(product: P
     agent = WireAgent(port, name, token=join.secret, tls=seeing_anything(), fingerprint=join.fingerprint)
     with agent.speaking() as socket:
         assert ask(socket, wire.Beat(1)) == wire.Ack(1, "Beat")
-        product.until(lambda: states(product).get(name) == "up", 20, "its agent is up")
+        # Asked over the API: an agent that beats once is up for 24 s, and a management command can take that long.
+        product.until(lambda: is_up(product, reader, name), 20, "its agent is up")
         product.manage("revoke_agent", name, "--reason", "stolen")
         refusal = wire.decode_from_gateway(socket.recv(timeout=CLOSED_S))
         assert isinstance(refusal, wire.Refuse) and refusal.code == "revoked"
