@@ -33,6 +33,14 @@ def django_db_setup(django_db_blocker: Any) -> None:
         emptying.by_deleting()
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Have `--dist loadfile` keep those files together, too, whose tests share a product."""
+    from tests.support.sharing import SharedProductScheduling
+
+    return SharedProductScheduling(config, log) if config.getoption("dist") == "loadfile" else None
+
+
 def pytest_collection_finish() -> None:
     """Let the collector skip all that lives as long as the run: modules, models, tests. A tenth of the CPU."""
     gc.collect()

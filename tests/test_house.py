@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import changed
+from tests.support import sharing
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("drivers", "accelerators", "agents", "placement_sync", "cyborgweb", "tests")
@@ -60,6 +61,15 @@ def test_the_configuration_page_is_the_codes() -> None:
     from cyborgweb.management.commands.configuration_page import page
 
     assert (ROOT / "docs" / "configuration.md").read_text() == page(), "run `make docs`"
+
+
+def test_tests_that_share_a_product_run_in_one_process() -> None:
+    nova, sdk = (f"tests/system/clients/test_{name}.py::test_C1[a/b::c]" for name in ("nova", "openstacksdk"))
+    assert sharing.group_of(nova) == sharing.group_of(sdk) == "tests/system/clients"
+    for file in (*sharing.OWN_PRODUCT, "tests/system/test_kill.py"):
+        assert sharing.group_of(f"{file}::test_it") == file
+        assert (ROOT / file).exists()
+    assert all("product" in (ROOT / folder / "conftest.py").read_text() for folder in sharing.FOLDERS)
 
 
 def test_a_change_selects_its_own_tests() -> None:

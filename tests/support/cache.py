@@ -9,13 +9,18 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+UNUSED_S = 30 * 24 * 3600.0
+"""How long an entry is kept after its last use."""
 KEPT_ENTRIES = 3
+"""How many entries of a large kind are kept, where every edit of a model makes another one."""
 
 
 def cache_folder() -> Path:
@@ -48,8 +53,34 @@ def fingerprint(*parts: bytes) -> str:
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:12]
 
 
-def delete_old_entries(prefix: str) -> None:
-    """Delete all but the `KEPT_ENTRIES` entries used last whose name begins with `prefix`."""
-    entries = sorted(cache_folder().glob(f"{prefix}-*/"), key=lambda path: path.stat().st_mtime, reverse=True)
-    for entry in entries[KEPT_ENTRIES:]:
-        shutil.rmtree(entry, ignore_errors=True)
+def mark_used(entry: Path) -> None:
+    """Note that `entry` is used now, so that `delete_old_entries` keeps it."""
+    os.utime(entry)
+
+
+def replace_entry(entry: Path, new: Path) -> None:
+    """Put the complete folder `new`, which lies beside `entry`, in its place; the caller holds the lock of its name.
+
+    Whoever uses the former entry finds the new one at the same path.
+    """
+    former = entry.with_name(f"{entry.name}.former")
+    shutil.rmtree(former, ignore_errors=True)
+    if entry.exists():
+        entry.rename(former)
+    new.rename(entry)
+    shutil.rmtree(former, ignore_errors=True)
+
+
+def delete_old_entries(name: str, kept: int | None = None) -> None:
+    """Delete the entries of `name` that were not used for `UNUSED_S` seconds; the caller holds the lock `name`.
+
+    With `kept`, delete also all but the `kept` entries used last. Entries of a longer name, such as `keystone-data`
+    for `keystone`, are not touched; what an interrupted making of an entry left is deleted like an entry.
+    """
+    pattern = re.compile(rf"{re.escape(name)}-[0-9a-f]{{12}}(\.\w+)?")
+    found = [path for path in cache_folder().iterdir() if pattern.fullmatch(path.name)]
+    used = {path: path.stat().st_mtime for path in found}
+    oldest = time.time() - UNUSED_S
+    for place, entry in enumerate(sorted(found, key=lambda path: used[path], reverse=True)):
+        if used[entry] < oldest or (kept is not None and place >= kept):
+            shutil.rmtree(entry, ignore_errors=True)

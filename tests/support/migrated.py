@@ -20,7 +20,7 @@ import psycopg
 
 from cyborgweb import postgres as embedded
 from cyborgweb.postgres import Postgres, PostgresError, socket_folder
-from tests.support.cache import ROOT, cache_folder, delete_old_entries, fingerprint, locked
+from tests.support.cache import KEPT_ENTRIES, ROOT, cache_folder, delete_old_entries, fingerprint, locked, mark_used
 
 TEST_DATABASE = "test_cyborg"
 PACKAGES = ("accelerators", "agents", "placement_sync", "cyborgweb")
@@ -71,14 +71,14 @@ def copy_prepared(server: Postgres, name: str, content: bytes, fill: Callable[[P
     with locked(name):
         if not (entry / "complete").exists():
             _make(entry, server.pg_bin, fill)
-            delete_old_entries(name)
+            delete_old_entries(name, KEPT_ENTRIES)
         server.home.mkdir(parents=True, exist_ok=True, mode=0o700)
         command = ["cp", "-a", "--reflink=auto", entry / "data", server.data]
         if subprocess.run(command, check=False, capture_output=True).returncode:  # a damaged entry
             shutil.rmtree(server.data, ignore_errors=True)
             _make(entry, server.pg_bin, fill)
             subprocess.run(command, check=True, capture_output=True)
-        os.utime(entry)
+        mark_used(entry)
     return entry
 
 

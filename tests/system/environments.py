@@ -1,14 +1,16 @@
 """Virtual environments of other projects' software, for the tests that talk to it: Keystone, the clients, Nova.
 
 Each is made once from a locked file of `requirements/system/` and kept in the cache folder (`tests.support.cache`),
-named after the lock's content, so a changed lock makes another one. Before its first use in a run its packages are
-compared with the lock; an environment that differs is made anew. Where the packages cannot be had, the tests that
-need them are skipped with one loud line.
+named after the lock's content, so a changed lock makes another one, and several checkouts can use the same one. Before
+its first use in a run its packages are compared with the lock; an environment that differs is replaced. An environment
+is made in a folder of its own and renamed when it is complete, so nobody meets half of one. One that was not used for
+30 days is deleted. Where the packages cannot be had, the tests that need them are skipped with one loud line.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -18,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cache import cache_folder, fingerprint, locked
+from tests.support.cache import cache_folder, delete_old_entries, fingerprint, locked, mark_used, replace_entry
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCKS = ROOT / "requirements" / "system"
@@ -53,6 +55,8 @@ def python(name: str) -> Path:
                 except Unavailable as error:
                     _failed[name] = error
                     raise
+            mark_used(folder)
+            delete_old_entries(name)
         _verified.add(name)
     return folder / "bin" / "python"
 
@@ -99,12 +103,29 @@ def wanted(config: pytest.Config, *names: str) -> None:
 
 
 def _make(name: str, folder: Path, lock: Path) -> None:
-    print(f"\ninstalling the test environment {name} from {lock.relative_to(ROOT)}, once", file=sys.stderr)
-    shutil.rmtree(folder, ignore_errors=True)
-    _run([sys.executable, "-m", "venv", "--without-pip", str(folder)], name)
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(folder / "bin" / "python")]
+    """Install the packages of `lock` in a new environment and put it at `folder`; raises Unavailable.
+
+    The caller holds the lock `name`.
+    """
+    print(f"\ninstalling the test environment {name} from {lock.parent.name}/{lock.name}, once", file=sys.stderr)
+    new = folder.with_name(f"{folder.name}.new")
+    shutil.rmtree(new, ignore_errors=True)
+    _run([sys.executable, "-m", "venv", "--without-pip", str(new)], name)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(new / "bin" / "python")]
     _run([*pip, "install", "-q", "--no-deps", "--require-hashes", "-r", str(lock)], name)
-    (folder / "complete").touch()
+    _replace_own_path(new, folder)
+    (new / "complete").touch()
+    replace_entry(folder, new)
+
+
+def _replace_own_path(environment: Path, path: Path) -> None:
+    """Have the scripts of `environment` name the interpreter at `path`, to which it will be renamed."""
+    scripts = [one for one in (environment / "bin").iterdir() if one.is_file() and not one.is_symlink()]
+    for file in (environment / "pyvenv.cfg", *scripts):
+        content = file.read_bytes()
+        changed = content.replace(os.fsencode(environment), os.fsencode(path))
+        if changed != content:
+            file.write_bytes(changed)
 
 
 def _run(command: list[str], name: str) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import requests
 
-from tests.support.cache import cache_folder, fingerprint, locked
+from tests.support.cache import cache_folder, delete_old_entries, fingerprint, locked, mark_used
 from tests.support.webserver import until
 from tests.system import environments
 
@@ -221,6 +221,8 @@ def _template() -> Path:
                 _populate(Keystone(Path(made)))
                 shutil.copytree(made, folder.with_suffix(".new"), dirs_exist_ok=True)
             folder.with_suffix(".new").rename(folder)
+        mark_used(folder)
+        delete_old_entries("keystone-data")
     return folder
 
 

@@ -24,9 +24,8 @@ from cyborgweb.postgres import Postgres
 from tests.support.migrated import copy_prepared
 from tests.support.webserver import until
 from tests.system import environments
-from tests.system.keystone import Keystone, keystone
+from tests.system.keystone import Keystone
 
-__all__ = ["keystone"]
 START_S = 60.0
 CONFIGURATION = """
 [DEFAULT]

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import psycopg
+import pytest
 
 from cyborgweb.postgres import Postgres, socket_folder
 from tests.support.migrated import copy_migrated
@@ -29,6 +30,7 @@ from tests.system.processes import Process
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 60.0
+ANSWER_S = 10.0
 STOP_S = 10.0
 """The promise: how long the supervisor may take to stop everything."""
 SERVES = {
@@ -103,6 +105,23 @@ class Product:
         """Wait for the console's address on the log, then for /healthz."""
         self.port = int(self.until_said(r"console: http://[^ ]*:(\d+)/admin/", START_S)[1])
         until(lambda: self.get("/healthz")[0] == 200, START_S)
+
+    def require_running(self, when: str) -> None:
+        """Fail the test, and say that the product died `when`, unless its supervisor runs and it answers."""
+        assert self.process
+        ended = self.process.poll
+
+        def answers_or_ended() -> bool:
+            return ended() is not None or self.get("/healthz")[0] == 200
+
+        try:
+            until(answers_or_ended, ANSWER_S)
+            if ended() is None:
+                return
+            what = f"its supervisor ended with status {ended()}"
+        except AssertionError:
+            what = "its supervisor runs, but nobody answers at its address"
+        pytest.fail(f"The shared product died {when}: {what}. Its log ends:\n{self.log()[-4000:]}", pytrace=False)
 
     @property
     def pid(self) -> int:

@@ -19,8 +19,8 @@ import pytest
 import requests
 
 from tests.system.conftest import fresh
+from tests.system.machine import fake
 from tests.system.product import Product, running
-from tests.system.test_machine import fake
 
 pytestmark = pytest.mark.system
 SETTINGS = {"CYBORG_HOST_NAME": "here.example", "CYBORG_HOST_NODE": "here", "CYBORG_ENABLED_DRIVERS": "fake_driver"}

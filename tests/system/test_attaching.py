@@ -20,11 +20,10 @@ from tests.support.webserver import until
 from tests.system import processes, trouble
 from tests.system.clients.cloud import Cloud
 from tests.system.keystone import Keystone
-from tests.system.placement import Placement, keystone, placement
+from tests.system.placement import Placement
 from tests.system.product import Product, running
 from tests.system.trouble import Trouble
 
-__all__ = ["keystone", "placement"]
 pytestmark = pytest.mark.system
 COUNT, KILLS = 6, 2
 LIFE_S = 3.0

@@ -21,9 +21,8 @@ from placement_sync.models import Discrepancy, Kind, Tree, WrittenProvider
 from tests.support.nova import Nova, recording
 from tests.support.reports import a_host, answer, apply, card
 from tests.system.keystone import Keystone
-from tests.system.placement import Placement, keystone, placement
+from tests.system.placement import Placement
 
-__all__ = ["keystone", "placement"]
 pytestmark = [pytest.mark.system, pytest.mark.django_db]
 NOVA = Caller("nova", "u", frozenset({"admin"}), "p1", service=True)
 LONG_AGO = "2020-01-01T00:00:00Z"

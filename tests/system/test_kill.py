@@ -11,16 +11,18 @@ import pytest
 
 from tests.system.conftest import fresh
 from tests.system.load import Load
+from tests.system.machine import FAKE, HOST, fake, states, until_fake
 from tests.system.processes import Process
 from tests.system.product import Product, running
 
 pytestmark = pytest.mark.system
+SETTINGS = {"CYBORG_HOST_NAME": HOST, "CYBORG_HOST_NODE": "here", "CYBORG_RESCAN_S": "2"}
 
 
 @pytest.fixture(scope="module")
 def load() -> Iterator[Load]:
     """One product for all the kills of this file, and hosts that have joined it."""
-    with fresh() as folder, running(Product(folder / "state", {"CYBORG_RESCAN_S": "2"})) as product:
+    with fresh() as folder, running(Product(folder / "state", SETTINGS)) as product:
         product.until(lambda: product.drivers(), 30, "the agent's drivers run")
         yield Load(product)
 
@@ -75,15 +77,17 @@ def test_L2_nothing_acknowledged_is_lost_when_it_is_killed(load: Load, victim: s
     """The hosts fall silent with the kill: a later report would hide that the last acknowledged one is lost."""
     product = load.product
     find, said = VICTIMS[victim]
-    victims = product.until(lambda: find(product), 30, f"{victim} is there")
+    product.until(lambda: find(product), 30, f"{victim} is there")
     product.remember()
-    place = product.mark()
     with load.reporting():
         load.until_acknowledged(20)
         if at_rest:
             load.hold()
             if victim.startswith("ingest"):
                 load.until_taken()
+        # Found anew: the supervisor may just have replaced a cluster whose workers the test before killed.
+        place = product.mark()
+        victims = product.until(lambda: find(product), 30, f"{victim} is there")
         kill(victims)
     if said:
         product.until_said(said, after=place)
@@ -128,6 +132,24 @@ def test_a_cluster_whose_idle_workers_were_killed_is_replaced(load: Load) -> Non
 def said_to_be_stuck(product: Product, cluster: str, place: int) -> bool:
     """Whether the supervisor has said so after this place on the log."""
     return f"cluster {cluster} does not take up job" in product.log()[place:]
+
+
+def test_what_changed_while_the_gateway_was_away_is_told_when_it_is_back(load: Load) -> None:
+    product = load.product
+    until_fake(product, "ready")
+    web, agent = product.child("web"), product.child("agent")
+    assert web and agent
+    os.kill(web.pid, signal.SIGSTOP)
+    try:
+        fake(product, "unplug", "0")
+        fake(product, "count", "3")
+    finally:
+        os.kill(web.pid, signal.SIGKILL)
+    until_fake(product, "missing")
+    product.until(lambda: len([v for v, _ in states(product) if v == FAKE[0]]) == 3, 30, "three fake FPGAs")
+    fake(product, "reset")
+    until_fake(product, "ready")
+    assert product.child("agent") == agent
 
 
 @pytest.mark.parametrize("at_rest", [False, True], ids=["amid reports", "when all is acknowledged"])

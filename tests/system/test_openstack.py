@@ -11,33 +11,34 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 
 from tests.support.nova import Nova, recording
 from tests.support.webserver import until
 from tests.system.clients.cloud import HANDLES, Cloud
+from tests.system.conftest import fresh
 from tests.system.keystone import Keystone
-from tests.system.placement import Placement, keystone, placement
+from tests.system.placement import Placement
 from tests.system.product import Product, running
 
-__all__ = ["keystone", "placement"]
 pytestmark = pytest.mark.system
 SOON_S = 20.0
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def nova() -> Iterator[Nova]:
     with recording() as one:
         yield one
 
 
-@pytest.fixture
-def cloud(keystone: Keystone, placement: Placement, nova: Nova, folder: Path) -> Iterator[Cloud]:
+@pytest.fixture(scope="module")
+def cloud(keystone: Keystone, placement: Placement, nova: Nova) -> Iterator[Cloud]:
+    """One product for the tests of this file that kill parts of it."""
     host = f"cmp-{uuid.uuid4().hex[:8]}"
     settings = keystone.environment("service") | {"CYBORG_AUTH": "keystone", "CYBORG_NOVA_ENDPOINT": nova.url}
     settings |= {"CYBORG_HOST_NAME": host, "CYBORG_HOST_NODE": host, "CYBORG_ENABLED_DRIVERS": "fake_driver"}
-    with running(Product(folder / "state", settings)) as product:
-        cloud = Cloud(product, keystone)
-        yield cloud
+    with fresh() as folder, running(Product(folder / "state", settings)) as product:
+        yield Cloud(product, keystone)
 
 
 def fake(cloud: Cloud, placement: Placement, root: str) -> dict[str, Any]:
@@ -88,6 +89,24 @@ def test_placement_and_nova_are_in_step_with_the_hardware(cloud: Cloud, placemen
     placement.start()
     until(lambda: reserved(cloud, placement, root) == HANDLES, 60.0)
     until(lambda: not intents(cloud), SOON_S)
+
+
+def status(cloud: Cloud, token: str) -> int:
+    """The status of a GET with this token."""
+    return requests.get(f"{cloud.url}/v2/devices", headers={"X-Auth-Token": token}, timeout=30).status_code
+
+
+def test_a_revoked_token_is_refused_at_the_next_question_to_keystone(cloud: Cloud) -> None:
+    seen, unseen = cloud.keystone.token("member"), cloud.keystone.token("member")
+    assert status(cloud, seen) == 200
+    for token in (seen, unseen):
+        cloud.keystone.revoke(token)
+    assert status(cloud, unseen) == 401
+    web = cloud.product.child("web")
+    assert web
+    os.kill(web.pid, signal.SIGKILL)  # a new process remembers nothing
+    cloud.product.until(lambda: cloud.product.get("/healthz")[0] == 200, 30, "web is back")
+    assert status(cloud, seen) == 401
 
 
 def test_everything_starts_with_all_of_them_down(keystone: Keystone, folder: Path) -> None:

@@ -19,9 +19,8 @@ from placement_sync.reconcile import Written
 from placement_sync.sync import Outcome, Waiting, bring
 from tests.system import environments
 from tests.system.keystone import Keystone
-from tests.system.placement import Placement, keystone, placement
+from tests.system.placement import Placement
 
-__all__ = ["keystone", "placement"]
 pytestmark = pytest.mark.system
 
 

@@ -43,6 +43,8 @@ UPDATE agents_agent a SET barred = 'revoked', barred_reason = 'stolen', changed_
 FROM accelerators_host h WHERE h.id = a.host_id AND h.name = %s RETURNING a.id
 """
 """Writes what a revocation writes, without the notification that follows it."""
+DEVICE_STATES = "SELECT uuid, state FROM accelerators_device ORDER BY id"
+STALE = "SELECT stale_since IS NOT NULL FROM accelerators_host WHERE name = %s"
 DEAF_TO_NEWS = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE query ILIKE 'LISTEN%%'"
 
 
@@ -110,7 +112,7 @@ def closed(socket: ClientConnection) -> bool:
 def test_L1_the_silence_of_an_agent_is_seen_within_30_s(product: Product, headers: dict[str, str]) -> None:
     """One agent is stopped, one keeps its socket open and says nothing, one is cut off."""
     agent = product.until(lambda: product.child("agent"), 30, "the agent runs")
-    names = (HOST, "quiet.example", "cut.example")
+    names, before = (HOST, "quiet.example", "cut.example"), product.rows(DEVICE_STATES)
     with joined(product, names[1]).speaking() as quiet, joined(product, names[2]).speaking() as cut:
         for socket in (quiet, cut):
             assert ask(socket, wire.Beat(1)) == wire.Ack(1, "Beat")
@@ -129,7 +131,10 @@ def test_L1_the_silence_of_an_agent_is_seen_within_30_s(product: Product, header
                 return hosts == set(names)
 
             measure_until(seen, SEEN_S, "three silent agents are shown as down, and their hosts as stale", since)
+            assert product.rows(DEVICE_STATES) == before
     product.until(lambda: agents(product, headers)[HOST]["state"] == "up", 60, "the agent is up again")
+    product.until(lambda: product.rows(STALE, HOST) == [(False,)], 30, "its host is not stale any more")
+    assert product.rows(DEVICE_STATES) == before
 
 
 def test_X1_revoking_closes_the_socket_within_5_s(product: Product, headers: dict[str, str]) -> None:

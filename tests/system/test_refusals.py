@@ -11,7 +11,7 @@ import pytest
 
 from cyborgweb.postgres import find
 from tests.system.plain import as_plain_user
-from tests.system.product import Product, running, sweep
+from tests.system.product import Product, sweep
 
 pytestmark = pytest.mark.system
 
@@ -64,20 +64,6 @@ def test_a_state_directory_that_is_not_writable(folder: Path, made: bool) -> Non
     os.chmod(folder, 0o755)
     said = refusal(Product(closed if made else closed / "state", before=before))
     assert "CYBORG_STATE_DIR" in said and str(closed) in said and "not writable" in said
-
-
-def test_a_second_one_over_the_same_state(folder: Path) -> None:
-    product = Product(folder / "state")
-    with running(product):
-        first = {product.child(name) for name in ("web", "ingest", "work", "agent")}
-        second = Product(product.state)
-        second.log_file = folder / "second.log"
-        second.begin()
-        assert second.process and second.process.wait(60) == 2
-        assert str(product.state) in second.log() and "another one runs" in second.log()
-        assert second.log().count("\n") == 1
-        assert {product.child(name) for name in ("web", "ingest", "work", "agent")} == first
-        assert product.get("/readyz")[0] == 200
 
 
 def test_data_of_another_major_version_of_postgresql(folder: Path) -> None:

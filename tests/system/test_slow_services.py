@@ -31,11 +31,10 @@ from tests.system.conftest import fresh
 from tests.system.idle_transactions import watch_for_idle_transactions
 from tests.system.keystone import Keystone
 from tests.system.load import Load
-from tests.system.placement import Placement, keystone, placement
+from tests.system.placement import Placement
 from tests.system.product import ROOT, Product, environment, running
 from tests.system.slow_proxy import SlowProxy, http_proxy, postgres_proxy
 
-__all__ = ["keystone", "placement"]
 pytestmark = pytest.mark.system
 SLOW_DATABASE_S = scaled(15.0, 3600.0)
 DATABASE_DELAY_S = 0.1

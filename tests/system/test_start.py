@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from cyborgweb.postgres import Postgres
 from tests.system.product import Product, running, sweep
 
 pytestmark = pytest.mark.system
@@ -54,14 +55,20 @@ def test_a_signal_to_the_group_ends_everything_in_order(folder: Path, sig: signa
         assert not product.left()
         assert re.search(rf"{sig.name}: stopping\n(.*\n)*.*serve    \| stopped\n$", product.log())
         assert "Traceback" not in product.log()
+        with pytest.raises(pytest.fail.Exception, match="The shared product died just now: its supervisor ended"):
+            product.require_running("just now")
     assert not (product.state / "postgres" / "data" / "postmaster.pid").exists(), "PostgreSQL was not shut down"
     assert "was not properly shut down" not in database_log_of_another_start(product)
 
 
 def database_log_of_another_start(product: Product) -> str:
     """What PostgreSQL said when it was started again over the same data; it tells of a shutdown that was none."""
-    with running(product):
+    server = Postgres(product.state / "postgres", os.environ.get("CYBORG_PG_BIN", ""))
+    try:
+        server.start()
         return (product.state / "postgres" / "log").read_text()
+    finally:
+        server.stop()
 
 
 def test_a_signal_during_the_start_ends_it_too(folder: Path) -> None:

@@ -19,10 +19,9 @@ from placement_sync import client
 from placement_sync.mapping import Part, desired
 from tests.support.webserver import until
 from tests.system import trouble
-from tests.system.placement import keystone, placement
 from tests.system.test_placement import Site, session, site
 
-__all__ = ["keystone", "placement", "session", "site"]
+__all__ = ["session", "site"]
 pytestmark = pytest.mark.system
 CARDS = [f"card{n}" for n in range(4)]
 ROUNDS, SHARE = 10, 0.08

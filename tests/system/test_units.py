@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.system.conftest import fresh
+from tests.system.machine import fake
 from tests.system.product import Product, running
 from tests.system.test_acts import SETTINGS, Site, again
-from tests.system.test_machine import fake
 
 pytestmark = pytest.mark.system
 

@@ -21,10 +21,9 @@ from tests.support.webserver import until
 from tests.system import processes
 from tests.system.clients.cloud import Cloud
 from tests.system.keystone import Keystone
-from tests.system.placement import Placement, keystone, placement
+from tests.system.placement import Placement
 from tests.system.product import Product, running
 
-__all__ = ["keystone", "placement"]
 pytestmark = pytest.mark.system
 CARDS, KILLS = 8, 6
 LIFE_S = 2.0

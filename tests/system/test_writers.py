@@ -16,11 +16,10 @@ from tests.support.webserver import until
 from tests.system import trouble
 from tests.system.clients.cloud import HANDLES, Cloud
 from tests.system.keystone import Keystone
-from tests.system.placement import Placement, keystone, placement
+from tests.system.placement import Placement
 from tests.system.product import Product, running
 from tests.system.trouble import Trouble
 
-__all__ = ["keystone", "placement"]
 pytestmark = pytest.mark.system
 SOON_S = 30.0
 COMMANDS = "SELECT state, text FROM accelerators_command WHERE op = 'placement' ORDER BY id"

@@ -1,4 +1,7 @@
-"""One Keystone, one product and one process per client for all tests of this folder."""
+"""One product behind Keystone and one process per client for the tests of this folder, which kill no part of it.
+
+They end after its last test. Each test uses names of its own and leaves the card free and in use.
+"""
 
 from __future__ import annotations
 
@@ -13,23 +16,32 @@ from tests.system.clients.cloud import Cloud, cloud_with
 from tests.system.clients.lines import Partner, partner
 from tests.system.clients.neighbours import neighbours
 from tests.system.conftest import fresh
-from tests.system.keystone import Keystone, keystone
-
-__all__ = ["keystone"]
+from tests.system.keystone import Keystone
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def place() -> Iterator[Path]:
     """A folder for all of it."""
     with fresh() as path:
         yield path
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def cloud(keystone: Keystone, place: Path) -> Iterator[Cloud]:
     """The product behind Keystone."""
     with neighbours() as there, cloud_with(keystone, place, there) as one:
         yield one
+
+
+@pytest.fixture(autouse=True)
+def _product_is_running(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that finds the product dead, and one during which it died."""
+    product = request.getfixturevalue("cloud").product if "cloud" in request.fixturenames else None
+    if product:
+        product.require_running("before this test began")
+    yield
+    if product:
+        product.require_running("while this test ran")
 
 
 @pytest.fixture
@@ -45,13 +57,13 @@ def commands(config: pytest.Config, environment: str, folder: Path) -> Iterator[
         yield one
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def in_tree(pytestconfig: pytest.Config, cloud: Cloud, place: Path) -> Iterator[Partner]:
     """python-openstackclient's own accelerator commands."""
     yield from commands(pytestconfig, "clients-new", place)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def plugin(pytestconfig: pytest.Config, cloud: Cloud, place: Path) -> Iterator[Partner]:
     """python-cyborgclient's commands, in an older python-openstackclient."""
     (place / "plugin").mkdir()
@@ -59,7 +71,7 @@ def plugin(pytestconfig: pytest.Config, cloud: Cloud, place: Path) -> Iterator[P
     yield from commands(pytestconfig, "clients-old", place / "plugin")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def nova(pytestconfig: pytest.Config, cloud: Cloud, place: Path) -> Iterator[Partner]:
     """Nova's client, configured to send its service token, as it must."""
     environments.wanted(pytestconfig, "nova")

@@ -1,0 +1,1 @@
+"""Tests that share one product with default settings and kill no part of it."""

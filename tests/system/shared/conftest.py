@@ -1,0 +1,40 @@
+"""One product for the tests of this folder, which kill no part of it.
+
+Each test uses names of its own and leaves the fake card as it found it. A test that kills a part of the product,
+changes its settings or needs empty tables belongs elsewhere, with a product of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.system.conftest import fresh
+from tests.system.machine import HOST, until_fake
+from tests.system.product import Product, running
+
+SETTINGS = {
+    "CYBORG_HOST_NAME": HOST,
+    "CYBORG_HOST_NODE": "here",
+    "CYBORG_RESCAN_S": "2",
+    "CYBORG_DRIVER_DEADLINE_S": "3",
+    "CYBORG_AGENT_LISTEN": "127.0.0.1:0",
+}
+"""The defaults, except that it looks at its hardware often and that agents have a listener of their own."""
+
+
+@pytest.fixture(scope="package")
+def product() -> Iterator[Product]:
+    """The product, whose agent has seen the fake card; it ends after the last test of this folder."""
+    with fresh() as folder, running(Product(folder / "state", SETTINGS)) as one:
+        until_fake(one, "ready")
+        yield one
+
+
+@pytest.fixture(autouse=True)
+def _product_is_running(product: Product) -> Iterator[None]:
+    """Fail a test that finds the product dead, and one during which it died."""
+    product.require_running("before this test began")
+    yield
+    product.require_running("while this test ran")

@@ -1,0 +1,24 @@
+"""A second product over a state directory that is in use is refused, and does not disturb the first one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.system.product import Product
+
+pytestmark = pytest.mark.system
+
+
+def test_a_second_one_over_the_same_state(product: Product, folder: Path) -> None:
+    first = {product.child(name) for name in ("web", "ingest", "work", "agent")}
+    second = Product(product.state)
+    second.log_file = folder / "second.log"
+    second.begin()
+    assert second.process and second.process.wait(60) == 2
+    assert str(product.state) in second.log() and "another one runs" in second.log()
+    assert second.log().count("\n") == 1
+    assert None not in first
+    assert {product.child(name) for name in ("web", "ingest", "work", "agent")} == first
+    assert product.get("/readyz")[0] == 200

@@ -1,0 +1,155 @@
+"""Environments of other projects in the cache folder. Several checkouts use them, so none is changed in place."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import shutil
+import subprocess
+import threading
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support import cache
+from tests.system import environments
+
+pytestmark = pytest.mark.system
+CODE = "def main():\n    print('hello')\n"
+Lock = Callable[[str], None]
+
+
+def make_wheel(folder: Path, version: str) -> Path:
+    """Make a wheel of the package `sample`, which has the command `sample-command`."""
+    about = f"sample-{version}.dist-info"
+    files = {
+        "sample.py": CODE,
+        f"{about}/METADATA": f"Metadata-Version: 2.1\nName: sample\nVersion: {version}\n",
+        f"{about}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{about}/entry_points.txt": "[console_scripts]\nsample-command = sample:main\n",
+    }
+    record = [f"{name},sha256={digest(content)},{len(content)}" for name, content in files.items()]
+    files[f"{about}/RECORD"] = "\n".join([*record, f"{about}/RECORD,,", ""])
+    wheel = folder / f"sample-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+    return wheel
+
+
+def digest(content: str) -> str:
+    """Return the digest of a file as RECORD has it."""
+    return base64.urlsafe_b64encode(hashlib.sha256(content.encode()).digest()).rstrip(b"=").decode()
+
+
+@pytest.fixture
+def lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lock:
+    """Return a function that locks `sample` at a version; the cache folder and the locks are the test's own."""
+    (tmp_path / "cache").mkdir()
+    monkeypatch.setenv("TEST_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(environments, "LOCKS", tmp_path)
+    monkeypatch.setattr(environments, "_failed", {})
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+
+    def write(version: str) -> None:
+        wheel = make_wheel(tmp_path, version)
+        found = hashlib.sha256(wheel.read_bytes()).hexdigest()
+        (tmp_path / "sample.txt").write_text(f"sample=={version} --hash=sha256:{found}\n")
+
+    write("1.0")
+    return write
+
+
+def use(monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder of the environment `sample`, asked for as by a new test process."""
+    monkeypatch.setattr(environments, "_verified", set())
+    return environments.python("sample").parent.parent
+
+
+def says(folder: Path) -> str:
+    """Run the command of the package and return what it prints."""
+    done = subprocess.run([folder / "bin" / "sample-command"], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def missing(folder: Path) -> str:
+    """Return what of the environment's programs is missing in `folder`; '' when it is complete or not there at all."""
+    try:
+        opened = os.open(folder, os.O_RDONLY)
+    except FileNotFoundError:
+        return ""
+    try:
+        found = set(os.listdir(opened))
+        is_there = folder.exists() and folder.stat().st_ino == os.fstat(opened).st_ino
+    except FileNotFoundError:
+        return ""
+    finally:
+        os.close(opened)
+    return str({"python", "sample-command"} - found) if is_there and not found >= {"python", "sample-command"} else ""
+
+
+def test_another_lock_makes_another_environment_and_the_first_one_stays(
+    lock: Lock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = use(monkeypatch)
+    assert says(first) == "hello"
+    lock("2.0")
+    second = use(monkeypatch)
+    assert second != first
+    assert says(first) == says(second) == "hello"
+    assert (first / "lib").is_dir() and not list(first.parent.glob("*.new"))
+
+
+def test_an_environment_is_complete_whenever_it_is_there(lock: Lock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A damaged one is replaced: whoever uses it meanwhile finds the damaged or the complete one, never a part."""
+    folder = use(monkeypatch)
+    (installed,) = folder.glob("lib/python*/site-packages/sample-1.0.dist-info")
+    shutil.rmtree(installed)
+    partial, over = list[str](), threading.Event()
+
+    def look() -> None:
+        while not over.is_set():
+            if seen := missing(folder / "bin"):
+                partial.append(seen)
+            time.sleep(0.001)
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    try:
+        assert use(monkeypatch) == folder
+    finally:
+        over.set()
+        watcher.join()
+    assert installed.is_dir() and says(folder) == "hello"
+    assert not partial, f"a part of an environment was there {len(partial)} times"
+    assert [path.name for path in folder.parent.iterdir() if path.is_dir()] == [folder.name]
+
+
+def test_what_was_not_used_for_30_days_is_deleted_and_use_keeps_it(lock: Lock, monkeypatch: pytest.MonkeyPatch) -> None:
+    unused = use(monkeypatch)
+    others = {cache.cache_folder() / name: name for name in ("sample-data-0123456789ab", "sample-0123456789ab")}
+    for entry in others:
+        entry.mkdir()
+    long_ago = time.time() - cache.UNUSED_S - 60
+    lock("2.0")
+    used = use(monkeypatch)
+    for entry in (unused, used, *others):
+        os.utime(entry, (long_ago, long_ago))
+    assert use(monkeypatch) == used
+    left = {path.name for path in cache.cache_folder().iterdir() if path.is_dir()}
+    assert left == {used.name, "sample-data-0123456789ab"}, "entries of another kind are deleted by their own users"
+    assert time.time() - used.stat().st_mtime < 3600
+
+
+def test_an_environment_that_cannot_be_made_leaves_the_former_one(lock: Lock, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = use(monkeypatch)
+    shutil.rmtree(next(folder.glob("lib/python*/site-packages/sample-1.0.dist-info")))
+    monkeypatch.setenv("PIP_FIND_LINKS", "/nowhere")
+    with pytest.raises(environments.Unavailable, match="cannot be installed here"):
+        use(monkeypatch)
+    assert (folder / "bin" / "sample-command").exists()
