@@ -145,6 +145,7 @@ def test_a_bind_whose_deadline_passed_gives_back_what_its_host_may_have_made(han
         AcceleratorRequest.objects.update(deadline=datetime.now(UTC) - timedelta(seconds=1))
     binding.expire()
     assert state(request) == ("BindFailed", "nothing was heard from host cmp1 before the deadline")
+    assert one_open("detach").request == request.uuid, "the host may have made it and never answer"
     ends(one_open("attach"))
     assert state(request)[0] == "BindFailed"
     assert Command.objects.filter(op="detach").count() == 1

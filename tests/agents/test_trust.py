@@ -186,7 +186,7 @@ def test_a_clone_at_another_gateway(agent: WireAgent, alive: bool) -> None:
                 assert ask(second, wire.Beat(1)) == wire.Ack(1, "Beat")
 
 
-def test_a_key_is_changed_over_the_socket(agent: WireAgent) -> None:
+def test_a_key_is_changed_over_the_socket(agent: WireAgent, caplog: pytest.LogCaptureFixture) -> None:
     key = Ed25519PrivateKey.generate()
     agent.connect().close()
     trust.ask_rotation(trust.find("cmp1"), "olga")  # while it is away
@@ -201,6 +201,7 @@ def test_a_key_is_changed_over_the_socket(agent: WireAgent) -> None:
     assert agent.refused() == (403, "token-expired"), "the former key's token went with it"
     replace(agent, key=again, token="").connect().close()
     assert Event.objects.filter(action="agent.rotated").count() == 2
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == [], "no task has failed"
 
 
 def test_nobody_else_changes_a_key(agent: WireAgent) -> None:

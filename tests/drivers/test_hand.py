@@ -167,15 +167,16 @@ def test_firmware_goes_through_the_kernels_upload_class(
     loading, data = (tmp_path / SLOT.lstrip("/") / name for name in ("loading", "data"))
     for path in (loading, data):
         os.mkfifo(path)  # as in the kernel, nothing goes on before it has been read
-    done = threading.Event()
+    asked, done = threading.Event(), threading.Event()
     taken: list[bytes] = []
 
     def kernel() -> None:
         taken.append(loading.read_bytes())
         status.write_text("programming")
-        files["remaining_size"].write_text("50")
         taken.append(data.read_bytes())
         taken.append(loading.read_bytes())
+        asked.wait(5)
+        files["remaining_size"].write_text("50")
         done.wait(5)
         files["error"].write_text(error)
         status.write_text("idle")
@@ -187,7 +188,9 @@ def test_firmware_goes_through_the_kernels_upload_class(
 
         def progress(percent: int) -> None:
             told.append(percent)
-            done.set()
+            asked.set()
+            if percent == 50:
+                done.set()
 
         try:
             await hand.upload(SLOT, "firmware", image(tmp_path, b"x" * 100), 10, progress)
@@ -197,7 +200,7 @@ def test_firmware_goes_through_the_kernels_upload_class(
             assert isinstance(problem, raised)
             assert error in str(problem)
         thread.join(5)
-        assert 50 in told
+        assert (told[0], told[-1]) == (0, 50), "without a number in remaining_size nothing is known to be done"
         assert taken == [b"1", b"x" * 100, b"0"]
 
     with_hand(tmp_path, work)
