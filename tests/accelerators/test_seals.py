@@ -149,8 +149,9 @@ def test_a_forgery_is_found_and_named(transactional_db: None, what: str) -> None
     statement, expected = (text.format(**ids) for text in FORGERIES[what])
     with forger() as other:
         other.execute(sql.SQL(statement))
-    (_, event, text), *_ = found()
+    (number, event, text), *_ = found()
     assert text.startswith(expected)
+    assert f"seal №{number}" in text
     assert event == 0 or f"event {event}" in text
     with pytest.raises(SystemExit) as ended:
         call_command("verify_events", stdout=StringIO())

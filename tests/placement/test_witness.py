@@ -171,6 +171,12 @@ def test_while_nova_is_away_nobody_knows(device: Device, nova: Nova) -> None:
     assert (refused.reason, "Nova answered 503" in refused.text) == (Reason.AWAY, True)
     nova.status = 0
     nova.shown[instance] = ("ACTIVE", "")
+    nova.rubbish = True
+    witness._away.clear()
+    refused = retire(device)
+    assert refused
+    assert (refused.reason, "not a server" in refused.text) == (Reason.AWAY, True)
+    nova.rubbish = False
     refused = retire(device)
     assert refused
     assert refused.reason is Reason.AWAY, "for ten seconds it is not asked again"

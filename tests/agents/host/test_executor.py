@@ -263,6 +263,10 @@ def test_a_write_that_hangs_ends_with_its_worker_and_is_answered_as_unknown(tmp_
             assert status(host) == ("ok", "")
             driver.plans["install"] = once(step("mode", "1"))
             assert (await host.do(command(2, "install"))).outcome == "succeeded"
+            there = (Check(f"{HOME}/mode", "1"),)
+            driver.plans["install"] = once(step("fifo", "4", timeout_s=0.3, seen=there))
+            result = await host.do(command(3, "install"))
+            assert result.outcome == "succeeded", "the write hung, and what it was to bring about is there"
 
     asyncio.run(story())
 

@@ -23,7 +23,7 @@ from drivers.hand import Hand
 from drivers.inventory import DriverReport
 from drivers.steps import Ask, Check, Plan, Step, Write
 from tests.agents.host.standin import StandIn, until
-from tests.agents.host.workshop import HANDLE, HOME, Scripted, command, errors, once, status, step, workshop
+from tests.agents.host.workshop import HANDLE, HOME, Scripted, always, command, errors, once, status, step, workshop
 from tests.support.modelmachine import ModelMachine
 
 ATTACH = {"uuid": "u1", "handle": HANDLE, "consumer": "vm1"}
@@ -166,6 +166,23 @@ def test_an_interrupted_command_is_looked_at_and_not_run_again(
             assert result.outcome == outcome
             assert result.text.startswith(words)
             assert (host.file("numvfs"), result.hash != "") == (there, True)
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("boot", ["boot1", "boot2"])
+def test_an_interrupted_attachment_counts_as_made_and_is_not_made_by_the_next_start(tmp_path: Path, boot: str) -> None:
+    async def story() -> None:
+        driver = Scripted({"attach": always(step("mode", "1", seen=(Check(f"{HOME}/numvfs", "9"),), timeout_s=60))})
+        async with workshop(tmp_path, driver) as host:
+            host.executor.take(command(1, "attach", **ATTACH))
+            await until(lambda: host.file("mode") == "1")
+        host.file("mode", "0")
+        driver.plans["attach"] = always(step("mode", "1"))
+        async with workshop(tmp_path, driver, boot=boot) as host:
+            assert (await host.result(1)).outcome == "unknown"
+            assert host.file("mode") == "0"
+            assert host.journal.ledger.attachments("drv", "card") == {"u1": "vm1"}
 
     asyncio.run(story())
 
