@@ -102,6 +102,19 @@ def test_a_worker_that_is_killed_leaves_the_outcome_unknown(tmp_path: Path) -> N
     with_hand(tmp_path, work)
 
 
+def test_a_worker_that_starts_and_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("drivers.hand.START_S", 0.05)
+
+    async def story() -> None:
+        hand = Hand({"/sys": "/nowhere"}, ("sleep", "60"))
+        with pytest.raises(Failed, match="no worker can be started to write with: it does not answer"):
+            async with asyncio.timeout(10):
+                await hand.write("/sys/mode", "1", 10)
+        assert not hand.stuck
+
+    asyncio.run(story())
+
+
 def test_who_no_longer_waits_leaves_no_worker(tmp_path: Path) -> None:
     attribute(tmp_path, "/sys/mode")
     os.mkfifo(tmp_path / "sys/wait")

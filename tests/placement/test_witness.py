@@ -177,6 +177,8 @@ def test_while_nova_is_away_nobody_knows(device: Device, nova: Nova) -> None:
     assert refused
     assert (refused.reason, "not a server" in refused.text) == (Reason.AWAY, True)
     nova.rubbish = False
+    apply(device.host, answer(card(1), card(2)), seq=2)
+    assert witness.instances(Device.objects.latest("id")) == witness.NOBODY, "no instance has had it: Nova is not asked"
     refused = retire(device)
     assert refused
     assert refused.reason is Reason.AWAY, "for ten seconds it is not asked again"

@@ -170,6 +170,21 @@ def test_an_interrupted_command_is_looked_at_and_not_run_again(
     asyncio.run(story())
 
 
+@pytest.mark.parametrize("op", ["rescan", "install"])
+def test_an_interrupted_command_that_nobody_can_look_into_is_answered_too(tmp_path: Path, op: str) -> None:
+    async def story() -> None:
+        one = command(1, op, driver="uninstalled")
+        async with workshop(tmp_path, Scripted()) as host:
+            host.journal.ledger.hear(one)
+            host.journal.ledger.begin(one, "boot1")
+        async with workshop(tmp_path, Scripted()) as host:
+            result = await host.result(1)
+            text = "interrupted, since the agent stopped while it ran; outcome unknown"
+            assert (result.outcome, result.text) == ("unknown", text)
+
+    asyncio.run(story())
+
+
 @pytest.mark.parametrize("boot", ["boot1", "boot2"])
 def test_an_interrupted_attachment_counts_as_made_and_is_not_made_by_the_next_start(tmp_path: Path, boot: str) -> None:
     async def story() -> None:
