@@ -201,6 +201,15 @@ def test_functions_of_one_card_share_the_fate_of_the_one_command(handle: AttachH
     assert state(first) == state(second) == ("Bound", "")
 
 
+def test_a_device_is_not_programmed_with_two_images_for_one_bind(handle: AttachHandle) -> None:
+    uuids, instance = [*binding.create("adder", NOVA), *binding.create("bits", NOVA)], str(uuid4())
+    with pytest.raises(Refused, match="cannot be programmed with two images at once") as refused:
+        binding.bind([Bind(uuid, "cmp1", PROVIDER, instance) for uuid in uuids], NOVA)
+    assert refused.value.reason == Reason.NONE_FREE
+    assert {*AcceleratorRequest.objects.values_list("state", "attach_handle")} == {("BindFailed", None)}
+    assert not Command.objects.exists()
+
+
 def test_what_holds_the_bitstream_already_is_bound_at_once_beside_others(handle: AttachHandle) -> None:
     pci()
     (request,) = bound("bits")
