@@ -114,6 +114,8 @@ def test_a_device_takes_its_commands_in_order_and_others_go_on_beside_it(tmp_pat
                 host.executor.take(one)
             await host.do(command(4, "reset", key="other"))
             assert [act for act, _ in driver.asked] == ["install", "reset"]
+            await until(lambda: host.executor.progress.get(1))
+            assert host.executor.progress[1].text == "set mode to 1"
             driver.plans.clear()
             host.file("numvfs", "9")
             await host.result(3)
