@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from datetime import UTC, datetime, timedelta
 from uuid import uuid4
 
 import pytest
+from django.db import connection, transaction
 
 from accelerators import binding, commands, conductor, outcomes
 from accelerators.binding import Bind
@@ -199,6 +201,33 @@ def test_functions_of_one_card_share_the_fate_of_the_one_command(handle: AttachH
     commands.prepared(one_open("attach").id, ADDER)
     ends(one_open("attach"))
     assert state(first) == state(second) == ("Bound", "")
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_bind_whose_handles_others_keep_locked_ends_and_can_be_tried_again(
+    handle: AttachHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(binding, "PATIENCE_S", 0.05)
+    locked, over = threading.Event(), threading.Event()
+
+    def others() -> None:
+        with transaction.atomic(), connection.cursor() as cursor:
+            cursor.execute("SELECT FROM accelerators_attachhandle FOR UPDATE")
+            locked.set()
+            over.wait(5)
+        connection.close()
+
+    thread = threading.Thread(target=others, daemon=True)
+    thread.start()
+    assert locked.wait(10)
+    with pytest.raises(Refused, match="Others are taking the same accelerators") as refused:
+        bound()
+    over.set()
+    thread.join(10)
+    request = AcceleratorRequest.objects.get()
+    assert (refused.value.reason, request.state) == (Reason.AWAY, "Initial")
+    binding.bind([Bind(str(request.uuid), "cmp1", PROVIDER, str(uuid4()))], NOVA)
+    assert state(request)[0] == "BindStarted"
 
 
 def test_a_device_is_not_programmed_with_two_images_for_one_bind(handle: AttachHandle) -> None:

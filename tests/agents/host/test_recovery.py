@@ -142,7 +142,12 @@ def test_a_command_that_was_taken_and_not_begun_waits_to_be_sent_again(tmp_path:
 @pytest.mark.parametrize(
     ("boot", "there", "outcome", "words"),
     [
-        ("boot1", "4", "succeeded", "interrupted, since the agent stopped while it ran, and yet done"),
+        (
+            "boot1",
+            "4",
+            "succeeded",
+            "interrupted, since the agent stopped while it ran, and yet done: nothing is left to be done",
+        ),
         (
             "boot1",
             "0",
