@@ -78,6 +78,13 @@ def test_an_allocation_holds_a_device_and_its_end_frees_it(device: Device, place
     assert Device.objects.get().state == "retired"
 
 
+def test_an_empty_answer_is_not_taken_for_nobody(device: Device, placement: Session) -> None:
+    placement.empty = True
+    refused = retire(device)
+    assert refused
+    assert (refused.reason, "the answer is empty" in refused.text) == (Reason.AWAY, True)
+
+
 def test_nobody_to_answer_counts_as_held_and_is_not_asked_again_at_once(device: Device, placement: Session) -> None:
     placement.away = True
     for _ in range(3):
