@@ -227,6 +227,22 @@ def test_after_a_reboot_what_was_made_is_there_again_before_the_first_report(tmp
     asyncio.run(story())
 
 
+def test_after_a_reboot_a_device_is_divided_again_as_it_was(tmp_path: Path) -> None:
+    async def story() -> None:
+        def divide(ask: Ask) -> Plan:
+            wanted = ask.layout["vfs"]
+            return Plan() if (tmp_path / numbers).read_text() == wanted else Plan((step("numvfs", wanted),))
+
+        numbers, driver = f"{HOME}/numvfs".lstrip("/"), Scripted({"partition": divide})
+        async with workshop(tmp_path, driver) as host:
+            assert (await host.do(command(1, "partition", layout={"vfs": "2"}))).outcome == "succeeded"
+            host.file("numvfs", "0")
+        async with workshop(tmp_path, driver, boot="boot2") as host:
+            assert (host.file("numvfs"), status(host)) == ("2", ("ok", ""))
+
+    asyncio.run(story())
+
+
 def test_what_cannot_be_put_back_makes_its_device_failed_until_it_can(tmp_path: Path) -> None:
     async def story() -> None:
         driver = real(tmp_path)
