@@ -88,7 +88,7 @@ class Step:
     actor: str
     reason: str
     by: str = ""
-    name: str = ""
+    name: str | None = None
     """The event's; by default the state it goes to."""
 
 

@@ -51,7 +51,7 @@ class Result:
 
     target: Target
     device: UUID | None
-    command: Command | None = None
+    command: Command | None
     refused: str = ""
     reason: Reason | None = None
 

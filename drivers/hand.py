@@ -96,7 +96,7 @@ class Hand:
                 )
                 await self._pipe.line()
         except (OSError, Broken) as error:
-            raise Failed(f"no worker can be started to write with: {error or 'it does not answer'}") from None
+            raise Failed(f"no worker can be started to write with: {str(error) or 'it does not answer'}") from None
         return self._pipe
 
 

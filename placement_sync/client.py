@@ -94,8 +94,10 @@ class Placement:
 
     def allocations(self, uuid: str) -> dict[str, dict[str, int]]:
         """Consumer → what it has of this provider."""
-        found = self._call("GET", f"/resource_providers/{uuid}/allocations", TREE, missing=True) or {}
-        return {consumer: dict(entry["resources"]) for consumer, entry in found.get("allocations", {}).items()}
+        found = self._call("GET", f"/resource_providers/{uuid}/allocations", TREE, missing=True)
+        if found is None:
+            return {}
+        return {consumer: dict(entry["resources"]) for consumer, entry in found["allocations"].items()}
 
     def consumer(self, uuid: str) -> Consumer:
         """All that a consumer has, with its generation."""
@@ -181,7 +183,11 @@ class Placement:
         except ClientException as error:
             took = time.monotonic() - began
             raise Away(f"{method} {path.partition('?')[0]}: {_line(error)} after {took:.1f} s") from None
-        return _outcome(answer, f"{method} {path.partition('?')[0]}", missing)
+        what = f"{method} {path.partition('?')[0]}"
+        body = _outcome(answer, what, missing)
+        if body == {} and method == "GET":  # it would be read as: nobody has anything
+            raise Away(f"{what}: the answer is empty")
+        return body
 
 
 def _outcome(answer: Any, what: str, missing: bool) -> dict[str, Any] | None:

@@ -53,6 +53,9 @@ def test_missing_marks_and_back_restores_what_it_was() -> None:
     apply(host, answer(card(2)), seq=2)
     gone = Device.objects.get(address="0000:01:00.0")
     assert (gone.state, gone.returns_to) == ("missing", "ready")
+    changes = Event.objects.get(action="device.missing").changes
+    assert (changes["state"], changes["returns_to"]) == (["ready", "missing"], [None, "ready"])
+    assert [moment[:16] for moment in changes["state_since"]] == [gone.state_since.isoformat()[:16]] * 2
     apply(host, answer(card(1), card(2)), seq=3)
     back = Device.objects.get(address="0000:01:00.0")
     assert (back.state, back.returns_to, back.pk) == ("ready", None, gone.pk)
@@ -96,7 +99,7 @@ def test_an_answer_followed_by_a_failure_in_one_batch_is_not_lost() -> None:
 def test_older_reports_are_dropped() -> None:
     host = a_host()
     apply(host, answer(card(1), card(2)), seq=5)
-    assert apply(host, answer(), seq=4) == 0
+    assert apply(host, answer(), seq=4) == apply(host, answer(), seq=5) == 0
     assert not Device.objects.filter(state="missing").exists()
 
 
@@ -114,6 +117,16 @@ def test_handles_that_vanish_are_marked_and_the_others_stay() -> None:
     )
     gone = AttachHandle.objects.filter(missing_since__isnull=False)
     assert ['"function": "0"' in h.attach_info for h in gone] == [True]
+    vanished = gone.get().attach_info
+    assert Event.objects.filter(action="device.changed").latest("id").changes[f"handle {vanished}"] == [
+        "PCI",
+        "missing",
+    ]
+    apply(host, answer(card(1, handles=4)), seq=3)
+    assert Event.objects.filter(action="device.changed").latest("id").changes[f"handle {vanished}"] == [
+        "missing",
+        "PCI",
+    ]
 
 
 def test_an_operators_attribute_survives_reports() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from datetime import UTC, datetime, timedelta
 from uuid import uuid4
 
 import pytest
+from django.db import connection, transaction
 
 from accelerators import binding, commands, conductor, outcomes
 from accelerators.binding import Bind
@@ -145,6 +147,7 @@ def test_a_bind_whose_deadline_passed_gives_back_what_its_host_may_have_made(han
         AcceleratorRequest.objects.update(deadline=datetime.now(UTC) - timedelta(seconds=1))
     binding.expire()
     assert state(request) == ("BindFailed", "nothing was heard from host cmp1 before the deadline")
+    assert one_open("detach").request == request.uuid, "the host may have made it and never answer"
     ends(one_open("attach"))
     assert state(request)[0] == "BindFailed"
     assert Command.objects.filter(op="detach").count() == 1
@@ -198,6 +201,42 @@ def test_functions_of_one_card_share_the_fate_of_the_one_command(handle: AttachH
     commands.prepared(one_open("attach").id, ADDER)
     ends(one_open("attach"))
     assert state(first) == state(second) == ("Bound", "")
+
+
+@pytest.mark.django_db(transaction=True)
+def test_a_bind_whose_handles_others_keep_locked_ends_and_can_be_tried_again(
+    handle: AttachHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(binding, "PATIENCE_S", 0.05)
+    locked, over = threading.Event(), threading.Event()
+
+    def others() -> None:
+        with transaction.atomic(), connection.cursor() as cursor:
+            cursor.execute("SELECT FROM accelerators_attachhandle FOR UPDATE")
+            locked.set()
+            over.wait(5)
+        connection.close()
+
+    thread = threading.Thread(target=others, daemon=True)
+    thread.start()
+    assert locked.wait(10)
+    with pytest.raises(Refused, match="Others are taking the same accelerators") as refused:
+        bound()
+    over.set()
+    thread.join(10)
+    request = AcceleratorRequest.objects.get()
+    assert (refused.value.reason, request.state) == (Reason.AWAY, "Initial")
+    binding.bind([Bind(str(request.uuid), "cmp1", PROVIDER, str(uuid4()))], NOVA)
+    assert state(request)[0] == "BindStarted"
+
+
+def test_a_device_is_not_programmed_with_two_images_for_one_bind(handle: AttachHandle) -> None:
+    uuids, instance = [*binding.create("adder", NOVA), *binding.create("bits", NOVA)], str(uuid4())
+    with pytest.raises(Refused, match="cannot be programmed with two images at once") as refused:
+        binding.bind([Bind(uuid, "cmp1", PROVIDER, instance) for uuid in uuids], NOVA)
+    assert refused.value.reason == Reason.NONE_FREE
+    assert {*AcceleratorRequest.objects.values_list("state", "attach_handle")} == {("BindFailed", None)}
+    assert not Command.objects.exists()
 
 
 def test_what_holds_the_bitstream_already_is_bound_at_once_beside_others(handle: AttachHandle) -> None:

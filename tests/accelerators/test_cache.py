@@ -62,11 +62,13 @@ def groups(name: str = "p") -> list[dict[str, str]]:
 
 def test_a_hit_costs_no_statement_and_what_is_not_there_is_not_remembered(django_assert_num_queries: Any) -> None:
     assert profiles.by_name("p") is None
-    profiles.create("p", [{"resources:FPGA": "1"}], None, None, ADMIN)
+    uuid = profiles.create("p", [{"resources:FPGA": "1"}], None, None, ADMIN)
     with django_assert_num_queries(2):
         groups()
     with django_assert_num_queries(0):
         assert groups() == [{"resources:FPGA": "1"}]
+    profiles.delete(uuid, ADMIN)
+    assert profiles.by_name("p") is None, "the process that deleted it forgets it at once"
 
 
 def test_another_processs_change_is_seen_at_once(

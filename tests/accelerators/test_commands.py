@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from typing import Any
 from uuid import uuid4
 
 import psycopg
@@ -227,15 +228,21 @@ def test_quarantine_outlives_an_uninstallation(device: Device) -> None:
     assert state(device) == ("quarantined", "smoke", "olga")
 
 
-def test_what_was_interrupted_is_not_offered(device: Device) -> None:
+IMAGE = uuid4()
+
+
+@pytest.mark.parametrize(("op", "more"), [("partition", {"layout": {"vfs": "4"}}), ("program", {"image": IMAGE})])
+def test_what_was_interrupted_is_not_offered(device: Device, op: str, more: dict[str, Any]) -> None:
     with conductor.writing():
         Device.objects.update(state="ready")
-    said(commands.ask("partition", device.uuid, OLGA, layout={"vfs": "4"}), "unknown", "interrupted; outcome unknown")
-    assert state(device)[:2] == ("failed", "partition: interrupted; outcome unknown")
+    command = commands.ask(op, device.uuid, OLGA, **more)
+    if op == "program":
+        commands.prepared(command.id, {"id": str(IMAGE), "size": 3, "sha256": "a" * 64, "properties": {}})
+    said(command, "unknown", "interrupted; outcome unknown")
+    assert state(device)[:2] == ("failed", f"{op}: interrupted; outcome unknown")
 
 
 Ask = Callable[[Device], object]
-IMAGE = uuid4()
 
 
 @pytest.mark.parametrize(
@@ -248,6 +255,7 @@ IMAGE = uuid4()
         (lambda d: commands.ask("program", d.uuid, OLGA), Reason.INVALID, "takes an image"),
         (lambda d: commands.ask("reset", d.uuid, OLGA, reason="x" * 501), Reason.INVALID, "at most 500"),
         (lambda d: commands.ask("partition", d.uuid, OLGA, layout={"a": "\0"}), Reason.INVALID, "short values"),
+        (lambda d: commands.ask("partition", d.uuid, OLGA, layout={"x" * 65: ""}), Reason.INVALID, "at most 64 char"),
         (
             lambda d: commands.ask("partition", d.uuid, OLGA, layout={str(n): "" for n in range(65)}),
             Reason.INVALID,

@@ -39,11 +39,11 @@ def empty(devices: tuple[StoredDevice, ...] = (), drivers: dict[str, dict[str, o
     return StoredHost(1, "u", "cmp1", 0, 0, drivers or {}, devices)
 
 
-def run(host: StoredHost, reports: list[HostReport]) -> Changes:
+def run(host: StoredHost, reports: list[HostReport], now: str = "now") -> Changes:
     changes = Changes()
     folded = fold(reports, (host.epoch, host.seq))
     assert folded
-    compare(host, *folded, "now", changes)
+    compare(host, *folded, now, changes)
     return changes
 
 
@@ -143,7 +143,7 @@ def test_a_backend_that_is_configured_no_more_has_lost_its_devices() -> None:
 @given(backed)
 def test_the_same_from_backends_twice_changes_nothing(said: dict[str, set[int] | None]) -> None:
     first = run(empty(), [backends(1, said)])
-    again = run(empty(stored(first), first.hosts[0]["drivers"]), [backends(2, said)])
+    again = run(empty(stored(first), first.hosts[0]["drivers"]), [backends(2, said)], "later")
     assert not (again.devices or again.moves or again.events)
     assert again.hosts[0]["drivers"] == first.hosts[0]["drivers"]
 
@@ -158,8 +158,10 @@ def test_one_event_per_device(devices: tuple[Device, ...]) -> None:
 def test_what_a_failed_backend_had_is_as_it_was_and_nobody_elses() -> None:
     first = run(empty(), [backends(1, {"a": {0}, "b": set()})])
     carried, greedy = card(0, backend="a", model="said once more"), card(0, backend="b")
+    new = card(9, backend="b")
     parts = (Backend("a", "pci", error="it hung"), Backend("b", "pci"))
     for devices in ((carried,), (greedy,)):
-        said = (DriverReport("two", devices=(greedy,)), DriverReport("one", devices=devices, backends=parts))
+        said = (DriverReport("two", devices=(greedy, new)), DriverReport("one", devices=devices, backends=parts))
         after = run(empty(stored(first), first.hosts[0]["drivers"]), [HostReport(1, 2, "h" * 32, said)])
-        assert not (after.devices or after.moves or after.missing_handles or after.missing_deployables)
+        assert [row["key"] for row in after.devices] == [new.key], "what nobody else has is found"
+        assert not (after.moves or after.missing_handles or after.missing_deployables)

@@ -36,6 +36,14 @@ def test_as_many_accelerators_as_allowed_and_not_one_more(split: list[int]) -> N
         check_groups([*asked, {"resources:FPGA": "1"}])
 
 
+def test_keys_and_values_have_up_to_255_characters() -> None:
+    longest = {"accel:" + "k" * 249: "v" * 255}
+    assert check_groups([longest]) == [longest]
+    for group in ({"accel:" + "k" * 250: "v"}, {"accel:k": "v" * 256}):
+        with pytest.raises(GroupError, match="longer than 255 characters"):
+            check_groups([group])
+
+
 @given(st.text())
 def test_names_are_words(name: str) -> None:
     try:

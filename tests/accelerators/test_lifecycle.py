@@ -66,6 +66,7 @@ def test_every_action_from_every_state_is_a_legal_step_or_a_refusal(state: Devic
             assert action not in possible(now)
             continue
         assert after.state == state or after.state in DEVICE_MOVES[state]
+        assert state != DeviceState.RETIRED or after.drain_to is None, "it is retired already"
         if then is Drain.MAINTENANCE and not (action is Action.RETIRE and held):
             assert (action in possible(now)) == (after != now)
 

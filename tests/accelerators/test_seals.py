@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -149,8 +150,9 @@ def test_a_forgery_is_found_and_named(transactional_db: None, what: str) -> None
     statement, expected = (text.format(**ids) for text in FORGERIES[what])
     with forger() as other:
         other.execute(sql.SQL(statement))
-    (_, event, text), *_ = found()
+    (number, event, text), *_ = found()
     assert text.startswith(expected)
+    assert f"seal №{number}" in text
     assert event == 0 or f"event {event}" in text
     with pytest.raises(SystemExit) as ended:
         call_command("verify_events", stdout=StringIO())
@@ -252,7 +254,9 @@ def test_old_months_go_whole_and_what_remains_is_proved(
     (tmp_path / "anchors").write_text(ask("--anchor"))
     assert retention.drop_oldest() is False, "by default events are kept for ever"
     settings.KEYS = Keys(event_retention_months=3)
-    assert retention.drop_oldest() and retention.drop_oldest() and not retention.drop_oldest()
+    assert not retention.drop_oldest(datetime(2024, 4, 30, tzinfo=UTC)), "January is the third month before April"
+    assert retention.drop_oldest(datetime(2024, 5, 1, tzinfo=UTC))
+    assert retention.drop_oldest() and not retention.drop_oldest()
     assert not Event.objects.filter(action="device.old").exists()
     told = Event.objects.filter(action="events.dropped").order_by("id")
     assert [(one.subject_name, one.changes["events"]) for one in told] == [("2024-01", [5, 0]), ("2024-02", [3, 0])]

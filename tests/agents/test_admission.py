@@ -121,6 +121,15 @@ def test_reports_are_spread_only_when_disk_or_merge_fall_behind() -> None:
     assert spread.welcome() == 0.0
 
 
+def test_a_slow_disk_is_known_by_a_batch_of_ten_reports() -> None:
+    spread = Spread(Clock())
+    assert {spread.welcome() for _ in range(900)} == {0.0}
+    spread.stored(9, 60.0)
+    assert spread.welcome() == 0.0, "of few the commit itself is measured"
+    spread.stored(10, 60.0)
+    assert 0.0 < spread.welcome() < MOST_S
+
+
 @pytest.fixture
 def gateway(house: House) -> Iterator[Gateway]:
     made = house.gateway = Gateway(Keys(lease_flush_s=0.05, handshakes=1, agent_connections=2))

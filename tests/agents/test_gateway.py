@@ -124,11 +124,11 @@ def test_L1_silence_makes_a_host_stale_and_a_beat_brings_it_back(agent: WireAgen
         until(lambda: Lease.objects.get().seen_at > long_ago)
         watch()
     assert Host.objects.get().stale_since is None
-    assert list(
-        Event.objects.filter(subject_type="host", action__in=["host.stale", "host.live"])
-        .order_by("id")
-        .values_list("action", flat=True)
-    ) == ["host.stale", "host.live"]
+    told = Event.objects.filter(subject_type="host", action__in=["host.stale", "host.live"]).order_by("id")
+    assert [event.action for event in told] == ["host.stale", "host.live"]
+    (was_live, stale), back = (event.changes["stale_since"] for event in told)
+    assert was_live is None and stale
+    assert back == [stale, None]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 from django.db import OperationalError, connection
 from django.test.utils import CaptureQueriesContext
@@ -210,6 +211,13 @@ def test_who_is_gone_before_the_welcome_leaves_nothing_behind(
     assert "Traceback" not in caplog.text and "Exception in ASGI" not in caplog.text
     monkeypatch.setattr(gateway, "connect", connect)
     goes_on(agent)
+
+
+def test_a_command_whose_payload_is_longer_than_agreed_is_malformed() -> None:
+    longest = wire.Command(1, "id", "placement", 1.0, 1.0, payload="x" * 512 * 1024)
+    assert wire.decode_from_gateway(wire.encode(longest)) == longest
+    with pytest.raises(wire.Malformed):
+        wire.decode_from_gateway(wire.encode(msgspec.structs.replace(longest, payload=longest.payload + "x")))
 
 
 @pytest.mark.parametrize("decode", [wire.decode_from_agent, wire.decode_from_gateway])

@@ -140,7 +140,10 @@ def test_two_living_holders_of_one_key_are_both_refused_until_a_person_decides(a
     copy = replace(agent, epoch=2, boot_id="boot-2")
     with agent.speaking() as first, copy.speaking() as second:
         answer_probe(first)
-        assert (sent_away(first), sent_away(second)) == ("clone", "clone")
+        for socket in (first, second):
+            told = heard(socket, wire.Refuse)
+            assert (told.code, is_closed(socket)) == ("clone", True)
+            assert "two machines hold the key of cmp1" in told.reason
     agent.token = ""
     until(lambda: Agent.objects.get().barred)
     assert agent.refused() == (403, "clone")
@@ -186,7 +189,7 @@ def test_a_clone_at_another_gateway(agent: WireAgent, alive: bool) -> None:
                 assert ask(second, wire.Beat(1)) == wire.Ack(1, "Beat")
 
 
-def test_a_key_is_changed_over_the_socket(agent: WireAgent) -> None:
+def test_a_key_is_changed_over_the_socket(agent: WireAgent, caplog: pytest.LogCaptureFixture) -> None:
     key = Ed25519PrivateKey.generate()
     agent.connect().close()
     trust.ask_rotation(trust.find("cmp1"), "olga")  # while it is away
@@ -201,6 +204,7 @@ def test_a_key_is_changed_over_the_socket(agent: WireAgent) -> None:
     assert agent.refused() == (403, "token-expired"), "the former key's token went with it"
     replace(agent, key=again, token="").connect().close()
     assert Event.objects.filter(action="agent.rotated").count() == 2
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == [], "no task has failed"
 
 
 def test_nobody_else_changes_a_key(agent: WireAgent) -> None:

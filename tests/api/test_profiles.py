@@ -34,6 +34,7 @@ def test_create_answers_the_bare_object_with_its_groups_as_they_were_sent(call: 
     assert made["links"] == [{"href": f"http://testserver/accelerator/v2/device_profiles/{UUID}", "rel": "self"}]
     event = Event.objects.get(action="profile.created")
     assert (str(event.subject), event.subject_name, event.request_id[:4]) == (UUID, "fpga", "req-")
+    assert event.changes == {"name": [None, "fpga"], "groups": [None, GROUPS], "description": [None, "d"]}
 
 
 def test_blanks_around_names_go_and_values_become_strings(call: Call) -> None:

@@ -217,6 +217,10 @@ def test_what_programming_wrote_is_changed_by_programming_only(call: Call, part:
         programming.programmed(part.device, part.name, {"id": uuid, "properties": {}}, "rita")
     found = Attribute.objects.get(key="trait_function")
     assert found.value == f"CUSTOM_FPGA_FUNCTION_ID_TEST_{uuid.upper().replace('-', '_')}"
+    with conductor.writing():
+        programming.programmed(part.device, part.name, {"id": str(uuid4()), "properties": {}}, "rita")
+    again = Attribute.objects.get(key="trait_function")
+    assert again.pk == found.pk and again.updated_at is not None and again.updated_at != found.updated_at
     body = {"deployable_id": part.pk, "key": "trait_function", "value": "CUSTOM_OTHER"}
     for response in (call("POST", "/v2/attributes", body), call("DELETE", f"/v2/attributes/{found.uuid}")):
         assert (response.status_code, "says what was programmed" in reason(response)) == (409, True)

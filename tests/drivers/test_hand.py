@@ -102,6 +102,19 @@ def test_a_worker_that_is_killed_leaves_the_outcome_unknown(tmp_path: Path) -> N
     with_hand(tmp_path, work)
 
 
+def test_a_worker_that_starts_and_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("drivers.hand.START_S", 0.05)
+
+    async def story() -> None:
+        hand = Hand({"/sys": "/nowhere"}, ("sleep", "60"))
+        with pytest.raises(Failed, match="no worker can be started to write with: it does not answer"):
+            async with asyncio.timeout(10):
+                await hand.write("/sys/mode", "1", 10)
+        assert not hand.stuck
+
+    asyncio.run(story())
+
+
 def test_who_no_longer_waits_leaves_no_worker(tmp_path: Path) -> None:
     attribute(tmp_path, "/sys/mode")
     os.mkfifo(tmp_path / "sys/wait")
@@ -167,15 +180,16 @@ def test_firmware_goes_through_the_kernels_upload_class(
     loading, data = (tmp_path / SLOT.lstrip("/") / name for name in ("loading", "data"))
     for path in (loading, data):
         os.mkfifo(path)  # as in the kernel, nothing goes on before it has been read
-    done = threading.Event()
+    asked, done = threading.Event(), threading.Event()
     taken: list[bytes] = []
 
     def kernel() -> None:
         taken.append(loading.read_bytes())
         status.write_text("programming")
-        files["remaining_size"].write_text("50")
         taken.append(data.read_bytes())
         taken.append(loading.read_bytes())
+        asked.wait(5)
+        files["remaining_size"].write_text("50")
         done.wait(5)
         files["error"].write_text(error)
         status.write_text("idle")
@@ -187,7 +201,9 @@ def test_firmware_goes_through_the_kernels_upload_class(
 
         def progress(percent: int) -> None:
             told.append(percent)
-            done.set()
+            asked.set()
+            if percent == 50:
+                done.set()
 
         try:
             await hand.upload(SLOT, "firmware", image(tmp_path, b"x" * 100), 10, progress)
@@ -197,7 +213,7 @@ def test_firmware_goes_through_the_kernels_upload_class(
             assert isinstance(problem, raised)
             assert error in str(problem)
         thread.join(5)
-        assert 50 in told
+        assert (told[0], told[-1]) == (0, 50), "without a number in remaining_size nothing is known to be done"
         assert taken == [b"1", b"x" * 100, b"0"]
 
     with_hand(tmp_path, work)

@@ -19,6 +19,12 @@ def test_a_mounted_partition_holds_its_controller(host: Host) -> None:
     assert used_by_host(host.machine) == {DISK: "the host uses it: vda1 is mounted at /"}
 
 
+def test_a_mounted_disk_is_found_by_its_path_where_the_mount_table_has_another_number(host: Host) -> None:
+    host.block("sdb", "8:16", host.pci(DISK, "0x1000", "0x0097", "0x010700"))
+    host.mount("0:45", "/srv", "/dev/sdb")
+    assert used_by_host(host.machine) == {DISK: "the host uses it: sdb is mounted at /srv"}
+
+
 def test_words_stay_the_same_when_more_is_mounted(host: Host) -> None:
     host.block("vda", "254:0", host.pci(DISK, "0x1af4", "0x1042", "0x018000"))
     host.mount("254:0", "/", "/dev/vda")

@@ -122,7 +122,9 @@ def test_virtual_functions_of_a_card_no_rule_takes_are_devices_of_their_own(host
     assert [device.address for device in found] == [FIRST, SECOND]
 
 
-def test_a_whole_function_is_bound_and_given_back(host: ModelMachine) -> None:
+@pytest.mark.parametrize(("override", "after"), [("\n", "(null)"), ("nvme", "nvme")])
+def test_a_whole_function_is_bound_and_given_back(host: ModelMachine, override: str, after: str) -> None:
+    host.write(f"{PATH}/driver_override", override)
     work = doer(host, bind="vfio-pci")
     assert card(work).to_install.splitlines() == [
         f"let {CARD} be bound to vfio-pci only",
@@ -133,7 +135,7 @@ def test_a_whole_function_is_bound_and_given_back(host: ModelMachine) -> None:
     assert host.driver_of(CARD) == "vfio-pci"
     work.do("uninstall", Ask(ASK.key, first=work.first))
     assert host.driver_of(CARD) == "nvme"
-    assert host.machine.read(f"{PATH}/driver_override") == "(null)"
+    assert host.machine.read(f"{PATH}/driver_override") == after
 
 
 def test_no_driver_is_the_host_s_own_again_after_uninstalling(host: ModelMachine) -> None:

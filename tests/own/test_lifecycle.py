@@ -131,6 +131,7 @@ def test_a_rule_is_made_changed_and_deleted(ask: Ask) -> None:
     assert results(ask("/api/rules/?enabled=true&action=ready")) == []
     assert json.loads(ask(there).content) == changed
     assert ask(there, method="DELETE").status_code == 204
+    assert ask(there).status_code == 404
     told = Event.objects.filter(subject=rule["uuid"]).order_by("id").values_list("action", "actor")
     assert [*told] == [("rule.created", "admin-p1"), ("rule.changed", "admin-p1"), ("rule.deleted", "admin-p1")]
     assert Event.objects.get(action="rule.changed").changes == {"enabled": [True, False]}

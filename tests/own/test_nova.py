@@ -16,7 +16,8 @@ from keystoneauth1.session import Session
 
 from accelerators.api.own.instances import Instance, Known
 from drivers.configuration import ConfigurationError
-from placement_sync.nova import GONE, REMEMBERED_S, Nova
+from placement_sync.nova import AT_ONCE, GONE, REMEMBERED_S, Nova, Unusable, servers
+from tests.support.webserver import until
 
 
 @dataclass
@@ -44,12 +45,13 @@ class Compute:
 def serving(compute: Compute) -> Iterator[None]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            url = urlsplit(self.path)
             if compute.status == 0:
+                compute.asked.append({"path": url.path})
                 compute.released.wait(20)
                 return
             self.send_response(compute.status)
             self.end_headers()
-            url = urlsplit(self.path)
             assert url.path == "/servers/detail"
             self.wfile.write(compute.answer(dict(parse_qsl(url.query))))
 
@@ -114,6 +116,16 @@ def test_a_nova_that_does_not_answer_is_not_waited_for(compute: Compute) -> None
     compute.status = 0
     ask, _ = nova(compute, deadline_s=0.1)
     assert ask([Instance("a", "p1")]) == {}
+
+
+def test_after_the_deadline_nova_is_asked_for_no_further_instance(compute: Compute) -> None:
+    compute.status = 0
+    session = Session(auth=NoAuth(endpoint=compute.address))
+    found = servers(session, compute.address, [str(n) for n in range(10 * AT_ONCE)], deadline_s=0.1)
+    assert {str(answer) for answer in found.values()} >= {"Nova did not answer in time"}
+    assert all(isinstance(answer, Unusable) for answer in found.values())
+    until(lambda: not any(thread.name.startswith("servers") for thread in threading.enumerate()))
+    assert len(compute.asked) < len(found)
 
 
 def test_without_a_cloud_everything_is_unknown() -> None:

@@ -34,6 +34,8 @@ def test_a_profile_is_made_edited_and_deleted(ask: Ask) -> None:
     message(ask(path), 404)
     actions = [e["action"] for e in results(ask(f"/api/events/?subject={profile['uuid']}"))]
     assert actions == ["profile.deleted", "profile.changed", "profile.created"]
+    gone = Event.objects.get(action="profile.deleted").changes
+    assert gone == {"name": ["big", None], "groups": [[{"resources:GPU": "2"}], None]}
     event = Event.objects.get(action="profile.changed")
     assert event.actor == "admin-p1"
     assert event.changes["name"] == ["small", "big"]

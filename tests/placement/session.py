@@ -23,10 +23,11 @@ SINCE = {"consumer_generation": (1, 28), "project_id": (1, 12), "user_id": (1, 1
 
 @dataclass
 class Session:
-    """`away` makes every call fail; `seen` are the calls."""
+    """`away` makes every call fail, `empty` every answer a 200 without a body; `seen` are the calls."""
 
     model: Model = field(default_factory=Model)
     away: bool = False
+    empty: bool = False
     seen: list[str] = field(default_factory=list)
 
     def request(
@@ -37,6 +38,8 @@ class Session:
         version = _microversion(headers or {})
         if self.away:
             raise ConnectFailure("nobody is there")
+        if self.empty:
+            return _answer(200, None)
         parts = urlsplit(url)
         words = parts.path.strip("/").split("/")
         try:
@@ -120,5 +123,5 @@ def _shown(one: Observed) -> dict[str, Any]:
 
 def _answer(status: int, body: Any) -> requests.Response:
     answer = requests.Response()
-    answer.status_code, answer._content = status, json.dumps(body).encode()
+    answer.status_code, answer._content = status, b"" if body is None else json.dumps(body).encode()
     return answer

@@ -104,7 +104,10 @@ def test_without_a_compute_provider_it_waits() -> None:
         bring(Model(), HOST, desired([part()])[0], {})  # type: ignore[arg-type]
 
 
-def test_a_second_writer_that_never_rests_is_given_up_on() -> None:
+def test_a_second_writer_that_never_rests_is_given_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr("time.sleep", pauses.append)
+    monkeypatch.setattr("random.uniform", lambda _, longest: longest)
     placement = model()
     written = sync(placement, [part()], {}).written
 
@@ -114,6 +117,7 @@ def test_a_second_writer_that_never_rests_is_given_up_on() -> None:
     placement.before_write = tamper
     with pytest.raises(Conflict):
         sync(placement, [part(total=8)], written)
+    assert pauses == [0.02, 0.04, 0.08, 0.16, 0.32, 0.5, 0.5], "the limit of a random pause doubles up to 0.5 s"
     placement.before_write = lambda: None
     sync(placement, [part(total=8)], written)
     assert placement.providers[UUID].inventories["FPGA"]["total"] == 8

@@ -11,9 +11,9 @@ from django.core.management import call_command
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
-from accelerators import conductor, lifecycle
+from accelerators import conductor, lifecycle, ticks
 from accelerators.caller import Caller
-from accelerators.models import Device, Host, Intent
+from accelerators.models import Device, Host, Intent, Tick
 from accelerators.providers import provider_uuid
 from placement_sync import tasks
 from placement_sync.models import Tree, WrittenProvider
@@ -75,6 +75,20 @@ def writes(placement: Session) -> list[str]:
     found = [call for call in placement.seen if not call.startswith("GET ")]
     placement.seen.clear()
     return found
+
+
+def test_a_report_that_changes_devices_wakes_the_job_and_an_equal_one_does_not(
+    monkeypatch: pytest.MonkeyPatch, django_capture_on_commit_callbacks: Any
+) -> None:
+    monkeypatch.setitem(ticks._jobs, "placement", ticks.Job("placement", "unused", "work", intent="provider"))
+    host = a_host()
+    with django_capture_on_commit_callbacks(execute=True):
+        apply(host, answer(card(1)))
+    assert Tick.objects.filter(name="placement").count() == 1
+    ticks.take_up("placement")
+    with django_capture_on_commit_callbacks(execute=True):
+        apply(host, answer(card(1)), seq=2)
+    assert not Tick.objects.filter(name="placement").exists()
 
 
 def test_L4_reconciling_twice_writes_once(placement: Session) -> None:

@@ -78,6 +78,13 @@ def test_an_allocation_holds_a_device_and_its_end_frees_it(device: Device, place
     assert Device.objects.get().state == "retired"
 
 
+def test_an_empty_answer_is_not_taken_for_nobody(device: Device, placement: Session) -> None:
+    placement.empty = True
+    refused = retire(device)
+    assert refused
+    assert (refused.reason, "the answer is empty" in refused.text) == (Reason.AWAY, True)
+
+
 def test_nobody_to_answer_counts_as_held_and_is_not_asked_again_at_once(device: Device, placement: Session) -> None:
     placement.away = True
     for _ in range(3):
@@ -171,6 +178,14 @@ def test_while_nova_is_away_nobody_knows(device: Device, nova: Nova) -> None:
     assert (refused.reason, "Nova answered 503" in refused.text) == (Reason.AWAY, True)
     nova.status = 0
     nova.shown[instance] = ("ACTIVE", "")
+    nova.rubbish = True
+    witness._away.clear()
+    refused = retire(device)
+    assert refused
+    assert (refused.reason, "not a server" in refused.text) == (Reason.AWAY, True)
+    nova.rubbish = False
+    apply(device.host, answer(card(1), card(2)), seq=2)
+    assert witness.instances(Device.objects.latest("id")) == witness.NOBODY, "no instance has had it: Nova is not asked"
     refused = retire(device)
     assert refused
     assert refused.reason is Reason.AWAY, "for ten seconds it is not asked again"

@@ -58,6 +58,8 @@ class Nova:
         self.asked.append(uuid)
         if uuid not in self.servers and uuid not in self.shown:
             return 404, {"itemNotFound": {}}
+        if self.rubbish:
+            return 200, {"what": "?"}
         status, place = self.shown.get(uuid, ("ACTIVE", ""))
         where = {"OS-EXT-SRV-ATTR:hypervisor_hostname": place} if place else {}
         where |= {"tenant_id": self.project, "OS-EXT-STS:task_state": self.tasks.get(uuid)}

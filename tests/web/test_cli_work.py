@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from io import StringIO
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any
@@ -61,6 +62,15 @@ def agents(outcome: str = "succeeded", text: str = "done", **of: str) -> Iterato
     finally:
         over.set()
         thread.join(10)
+
+
+def test_on_a_terminal_a_bar_goes_on_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stderr", terminal)
+    seen = [following.Progress(50, "half of it", False), following.Progress(100, "ended", True)]
+    following.follow("install", "cyborg command show", lambda: seen.pop(0))
+    assert "50%" in terminal.getvalue() and "100%" in terminal.getvalue()
 
 
 def device(address: str) -> str:

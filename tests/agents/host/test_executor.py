@@ -114,6 +114,8 @@ def test_a_device_takes_its_commands_in_order_and_others_go_on_beside_it(tmp_pat
                 host.executor.take(one)
             await host.do(command(4, "reset", key="other"))
             assert [act for act, _ in driver.asked] == ["install", "reset"]
+            await until(lambda: host.executor.progress.get(1))
+            assert host.executor.progress[1].text == "set mode to 1"
             driver.plans.clear()
             host.file("numvfs", "9")
             await host.result(3)
@@ -263,6 +265,10 @@ def test_a_write_that_hangs_ends_with_its_worker_and_is_answered_as_unknown(tmp_
             assert status(host) == ("ok", "")
             driver.plans["install"] = once(step("mode", "1"))
             assert (await host.do(command(2, "install"))).outcome == "succeeded"
+            there = (Check(f"{HOME}/mode", "1"),)
+            driver.plans["install"] = once(step("fifo", "4", timeout_s=0.3, seen=there))
+            result = await host.do(command(3, "install"))
+            assert result.outcome == "succeeded", "the write hung, and what it was to bring about is there"
 
     asyncio.run(story())
 

@@ -91,6 +91,17 @@ def test_what_is_not_the_devices_is_not_touched(tmp_path: Path, wrong: Write) ->
     asyncio.run(story())
 
 
+def test_of_a_device_without_an_address_no_pci_device_is_touched(tmp_path: Path) -> None:
+    async def story() -> None:
+        driver = Scripted({"install": once(step("mode", "1"))}, devices={"card": ""})
+        async with workshop(tmp_path, driver) as host:
+            result = await host.do(command(1, "install"))
+            assert (result.outcome, "is not this device's" in result.text) == ("refused", True)
+            assert host.file("mode") == "0"
+
+    asyncio.run(story())
+
+
 def test_virtual_functions_and_bindings_by_address_are_the_devices(tmp_path: Path) -> None:
     async def story() -> None:
         virtual = "0000:01:00.1"

@@ -23,7 +23,7 @@ from drivers.hand import Hand
 from drivers.inventory import DriverReport
 from drivers.steps import Ask, Check, Plan, Step, Write
 from tests.agents.host.standin import StandIn, until
-from tests.agents.host.workshop import HANDLE, HOME, Scripted, command, errors, once, status, step, workshop
+from tests.agents.host.workshop import HANDLE, HOME, Scripted, always, command, errors, once, status, step, workshop
 from tests.support.modelmachine import ModelMachine
 
 ATTACH = {"uuid": "u1", "handle": HANDLE, "consumer": "vm1"}
@@ -142,7 +142,12 @@ def test_a_command_that_was_taken_and_not_begun_waits_to_be_sent_again(tmp_path:
 @pytest.mark.parametrize(
     ("boot", "there", "outcome", "words"),
     [
-        ("boot1", "4", "succeeded", "interrupted, since the agent stopped while it ran, and yet done"),
+        (
+            "boot1",
+            "4",
+            "succeeded",
+            "interrupted, since the agent stopped while it ran, and yet done: nothing is left to be done",
+        ),
         (
             "boot1",
             "0",
@@ -170,6 +175,38 @@ def test_an_interrupted_command_is_looked_at_and_not_run_again(
     asyncio.run(story())
 
 
+@pytest.mark.parametrize("op", ["rescan", "install"])
+def test_an_interrupted_command_that_nobody_can_look_into_is_answered_too(tmp_path: Path, op: str) -> None:
+    async def story() -> None:
+        one = command(1, op, driver="uninstalled")
+        async with workshop(tmp_path, Scripted()) as host:
+            host.journal.ledger.hear(one)
+            host.journal.ledger.begin(one, "boot1")
+        async with workshop(tmp_path, Scripted()) as host:
+            result = await host.result(1)
+            text = "interrupted, since the agent stopped while it ran; outcome unknown"
+            assert (result.outcome, result.text) == ("unknown", text)
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("boot", ["boot1", "boot2"])
+def test_an_interrupted_attachment_counts_as_made_and_is_not_made_by_the_next_start(tmp_path: Path, boot: str) -> None:
+    async def story() -> None:
+        driver = Scripted({"attach": always(step("mode", "1", seen=(Check(f"{HOME}/numvfs", "9"),), timeout_s=60))})
+        async with workshop(tmp_path, driver) as host:
+            host.executor.take(command(1, "attach", **ATTACH))
+            await until(lambda: host.file("mode") == "1")
+        host.file("mode", "0")
+        driver.plans["attach"] = always(step("mode", "1"))
+        async with workshop(tmp_path, driver, boot=boot) as host:
+            assert (await host.result(1)).outcome == "unknown"
+            assert host.file("mode") == "0"
+            assert host.journal.ledger.attachments("drv", "card") == {"u1": "vm1"}
+
+    asyncio.run(story())
+
+
 def test_after_a_reboot_what_was_made_is_there_again_before_the_first_report(tmp_path: Path) -> None:
     async def story() -> None:
         driver = real(tmp_path)
@@ -186,6 +223,22 @@ def test_after_a_reboot_what_was_made_is_there_again_before_the_first_report(tmp
             assert driver.looks == await_looks + 1
             assert {one.boot for one in host.journal.ledger.applied()} == {"boot2"}
             assert status(host) == ("ok", "")
+
+    asyncio.run(story())
+
+
+def test_after_a_reboot_a_device_is_divided_again_as_it_was(tmp_path: Path) -> None:
+    async def story() -> None:
+        def divide(ask: Ask) -> Plan:
+            wanted = ask.layout["vfs"]
+            return Plan() if (tmp_path / numbers).read_text() == wanted else Plan((step("numvfs", wanted),))
+
+        numbers, driver = f"{HOME}/numvfs".lstrip("/"), Scripted({"partition": divide})
+        async with workshop(tmp_path, driver) as host:
+            assert (await host.do(command(1, "partition", layout={"vfs": "2"}))).outcome == "succeeded"
+            host.file("numvfs", "0")
+        async with workshop(tmp_path, driver, boot="boot2") as host:
+            assert (host.file("numvfs"), status(host)) == ("2", ("ok", ""))
 
     asyncio.run(story())
 
