@@ -11,6 +11,7 @@ from accelerators.models import Command, Event, Host
 from accelerators.states import Source
 from tests.support.audit import COLUMNS, EXEMPT, Unrecorded
 from tests.support.reports import a_host
+from tests.support.writeguard import expect_violation
 
 pytestmark = pytest.mark.django_db
 
@@ -27,12 +28,12 @@ def product(*lines: str) -> Callable[[], None]:
 
 def test_what_is_changed_without_an_event_fails_and_is_not_kept() -> None:
     a_host()
-    with pytest.raises(Unrecorded, match="accelerators_host"):
+    with expect_violation(Unrecorded, match="accelerators_host"):
         product("Host.objects.update(node='elsewhere')")()
     assert Host.objects.get().node == "cmp1"
-    with pytest.raises(Unrecorded):
+    with expect_violation(Unrecorded):
         product("Host.objects.update(node='elsewhere', reported_at=None)")()
-    with pytest.raises(Unrecorded):
+    with expect_violation(Unrecorded):
         product("Host.objects.all().delete()")()
 
 
