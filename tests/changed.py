@@ -1,7 +1,7 @@
 """`python -m tests.changed`: print the tests of what differs from the last commit, for `make check`.
 
-A changed test file stands for itself, a changed product file for the test folders of its package, what all tests share
-for all of them. Where nothing is changed, the house rules alone are left.
+A changed test file selects itself, any other file below tests/ the folder of tests that it belongs to, a product file
+the test folders of its package, and what all tests share selects all of them. The house rules always run.
 """
 
 from __future__ import annotations
@@ -26,19 +26,31 @@ TESTS_OF = {
     "pyproject.toml": ("tests",),
     "templates/": ("tests/console",),
     "docs/": ("tests/test_docs.py", "tests/web/test_help.py"),
+    "manage.py": ("tests/web",),
+    "Makefile": ("tests/test_docs.py", "tests/test_house.py"),
+    "README.md": ("tests/test_docs.py",),
 }
 """The first prefix that fits a changed file decides."""
-NOT_HERE = ("tests/system/", "tests/qemu/", "tests/browser/", "tests/bench/")
+NOT_HERE = ("tests/system/", "tests/qemu/", "tests/browser/")
+"""Folders without a test of the fast lane."""
 
 
 def tests_of(path: str) -> tuple[str, ...]:
     """Return the tests to run when the file `path` changed; empty where the fast lane has none for it."""
-    if path.startswith("tests/support/") or path.endswith("/conftest.py"):
-        return (f"{Path(path).parent}",) if path.endswith("/conftest.py") else ("tests",)
     if path.startswith("tests/"):
-        is_test = Path(path).name.startswith("test_") and (ROOT / path).exists() and not path.startswith(NOT_HERE)
-        return (path,) if is_test else ()
+        return _tests_below_tests(Path(path))
     return next((tests for prefix, tests in TESTS_OF.items() if path.startswith(prefix)), ())
+
+
+def _tests_below_tests(path: Path) -> tuple[str, ...]:
+    if f"{path}".startswith(NOT_HERE):
+        return ()
+    if path.name.startswith("test_") and path.suffix == ".py":
+        return (f"{path}",) if (ROOT / path).exists() else ()
+    if f"{path}" == "tests/conftest.py" or path.parts[1] == "support":
+        return ("tests",)
+    folder = Path(*path.parts[:2])
+    return (f"{folder}",) if len(path.parts) > 2 and (ROOT / folder).exists() else (ALWAYS,)
 
 
 def changed_files() -> list[str]:

@@ -57,17 +57,29 @@ def _static_files_are_looked_up_when_asked_for() -> None:
     settings.WHITENOISE_AUTOREFRESH = True
 
 
-@pytest.fixture(autouse=True)
-def _single_writer() -> Iterator[None]:
-    """Any statement that writes inventory outside `conductor.writing()` fails its test; so does one that no event
-    tells about."""
+@pytest.fixture(scope="session", autouse=True)
+def _guarded_connections() -> None:
+    """Every connection of Django's in this process is guarded, also those of a server's threads."""
     from django.db import connection
 
-    from tests.support.audit import audited, watch
-    from tests.support.writeguard import guard
+    from tests.support import audit, writeguard
 
-    with connection.execute_wrapper(guard), connection.execute_wrapper(watch), audited():
+    connection.close()  # one that was opened before is opened again
+    writeguard.wrap_every_connection(writeguard.guard, audit.watch)
+
+
+@pytest.fixture(autouse=True)
+def _single_writer(_guarded_connections: None) -> Iterator[None]:
+    """A statement that writes inventory outside `conductor.writing()` fails its test, in whatever thread and though
+    the product catches the error; so does a change that no event tells about."""
+    from tests.support.audit import audited
+    from tests.support.writeguard import violations
+
+    with audited():
         yield
+    found = [*violations]
+    violations.clear()
+    assert not found
 
 
 @pytest.fixture(autouse=True)

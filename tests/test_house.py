@@ -75,7 +75,12 @@ def test_tests_that_share_a_product_run_in_one_process() -> None:
 def test_a_change_selects_its_own_tests() -> None:
     assert changed.selected(["accelerators/admin/devices.py"]) == ["tests/console", changed.ALWAYS]
     assert changed.selected(["agents/host/link.py", "agents/wire.py"]) == ["tests/agents", changed.ALWAYS]
-    assert changed.selected(["tests/system/test_kill.py", "README.md"]) == [changed.ALWAYS]
+    assert changed.selected(["tests/system/test_kill.py", "tests/qemu/boot.py"]) == [changed.ALWAYS]
+    assert changed.selected(["tests/drivers/tree.py", "manage.py"]) == ["tests/drivers", changed.ALWAYS, "tests/web"]
+    assert changed.selected(["tests/agents/host/standin.py"]) == ["tests/agents", changed.ALWAYS]
+    assert changed.selected(["tests/agents/transcripts/any.json"]) == ["tests/agents", changed.ALWAYS]
+    assert changed.selected(["tests/bench/test_promises.py"]) == ["tests/bench/test_promises.py", changed.ALWAYS]
+    assert changed.selected(["tests/conftest.py"]) == ["tests"]
     assert changed.selected(["tests/support/cache.py", "agents/wire.py"]) == ["tests"]
     assert all((ROOT / test).exists() for tests in changed.TESTS_OF.values() for test in tests)
 

@@ -9,7 +9,7 @@ from django.db.utils import IntegrityError
 from accelerators import conductor, merge
 from accelerators.models import AttachHandle, Attribute, Deployable, Device, Event, Host, Intent
 from tests.support.reports import a_host, answer, apply, card, report
-from tests.support.writeguard import ForbiddenWrite
+from tests.support.writeguard import ForbiddenWrite, expect_violation
 
 pytestmark = pytest.mark.django_db
 
@@ -165,5 +165,5 @@ def test_events_cannot_be_changed() -> None:
 
 
 def test_nobody_but_the_conductor_writes() -> None:
-    with pytest.raises(ForbiddenWrite):
+    with expect_violation(ForbiddenWrite):
         Host.objects.create(name="x", node="x")

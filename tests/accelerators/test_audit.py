@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
+from django.db import connection
 
 from accelerators import commands, conductor, sweep
 from accelerators.models import Command, Event, Host
 from accelerators.states import Source
 from tests.support.audit import COLUMNS, EXEMPT, Unrecorded
 from tests.support.reports import a_host
+from tests.support.writeguard import ForbiddenWrite, expect_violation, violations
 
 pytestmark = pytest.mark.django_db
 
-TOLD = "conductor.record('host.changed', Source.SYSTEM, 'test')"
+TOLD = "conductor.record('host.changed', Source.SYSTEM, 'test', host=Host.objects.first())"
 
 
 def product(*lines: str) -> Callable[[], None]:
@@ -27,13 +30,55 @@ def product(*lines: str) -> Callable[[], None]:
 
 def test_what_is_changed_without_an_event_fails_and_is_not_kept() -> None:
     a_host()
-    with pytest.raises(Unrecorded, match="accelerators_host"):
+    with expect_violation(Unrecorded, match="accelerators_host"):
         product("Host.objects.update(node='elsewhere')")()
     assert Host.objects.get().node == "cmp1"
-    with pytest.raises(Unrecorded):
+    with expect_violation(Unrecorded):
         product("Host.objects.update(node='elsewhere', reported_at=None)")()
-    with pytest.raises(Unrecorded):
+    with expect_violation(Unrecorded):
         product("Host.objects.all().delete()")()
+
+
+def test_an_event_about_another_type_of_thing_does_not_tell_about_a_change() -> None:
+    a_host()
+    with expect_violation(Unrecorded, match="accelerators_host.*the events are about: token"):
+        product("Host.objects.update(node='elsewhere')", TOLD.replace("host.changed", "token.created"))()
+
+
+def test_an_event_about_one_row_does_not_tell_about_a_change_of_two() -> None:
+    a_host()
+    a_host("cmp2")
+    with expect_violation(Unrecorded, match="2 rows, events about 1"):
+        product("Host.objects.update(node='elsewhere')", TOLD)()
+
+
+@pytest.mark.django_db(transaction=True)
+@pytest.mark.parametrize(
+    ("write", "violation"),
+    [("Host.objects.update(node='elsewhere')", Unrecorded), ("pass", ForbiddenWrite)],
+)
+def test_a_server_s_thread_is_guarded_though_it_catches_every_exception(
+    write: str, violation: type[AssertionError]
+) -> None:
+    a_host()
+    change = product(write)
+
+    def serve() -> None:
+        try:
+            change()
+            Host.objects.update(node="elsewhere")
+        except AssertionError:
+            pass  # as a view or a job that turns every exception into an answer
+        finally:
+            connection.close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    thread.join()
+    (found,) = violations
+    violations.clear()
+    assert isinstance(found, violation)
+    assert Host.objects.get().node == "cmp1"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""Judge the last run of the bench: every row must hold, and every promised time must have been measured.
+"""Judge the last run of the bench: it must be of the present product, every row must hold, and every promised time must
+have been measured.
 
 Promised times of 5 s and more are asserted in the system lane; those below are rows of the bench, because a test that
 must pass on a busy machine cannot assert them.
@@ -10,18 +11,27 @@ import json
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("accelerators", "agents", "cyborgweb", "drivers", "placement_sync", "templates")
+SOURCES = {".py", ".html", ".css", ".js"}
 RUN_FIRST = "run `make bench` first, with the same CYBORG_STATE_DIR"
+
+FIRST_START, SECOND_START = "first start to /healthz", "second start to /healthz"
+UEVENT = "uevent to GET /v2/devices"
+REPORT = "report committed to GET /v2/devices"
+COMMAND = "command row to its agent"
+POLICY, PROFILE = "policy file edited to the API's answers", "profile deleted to another process's cache"
 PROMISED = {
-    "first start to /healthz": "startup",
-    "second start to /healthz": "startup",
-    "uevent to GET /v2/devices, p50": "uevent",
-    "uevent to GET /v2/devices, p99": "uevent",
-    "report committed to GET /v2/devices, p50": "whole",
-    "report committed to GET /v2/devices, p99": "whole",
-    "command row to its agent, p50": "commands",
-    "command row to its agent, p99": "commands",
-    "policy file edited to the API's answers": "changes",
-    "profile deleted to another process's cache": "changes",
+    FIRST_START: "startup",
+    SECOND_START: "startup",
+    f"{UEVENT}, p50": "uevent",
+    f"{UEVENT}, p99": "uevent",
+    f"{REPORT}, p50": "whole",
+    f"{REPORT}, p99": "whole",
+    f"{COMMAND}, p50": "commands",
+    f"{COMMAND}, p99": "commands",
+    POLICY: "changes",
+    PROFILE: "changes",
 }
 """The row of each promised time that is shorter than 5 s, and the group of the bench that measures it."""
 
@@ -31,16 +41,26 @@ class NoResultError(Exception):
 
 
 def read_result(file: Path) -> list[dict[str, Any]]:
-    """Read the rows of `bench.json`; raises NoResultError."""
+    """Read the rows of `bench.json`; raises NoResultError, also when a file of the product is newer."""
     try:
         rows = json.loads(file.read_text())
+        written_at = file.stat().st_mtime
     except FileNotFoundError:
         raise NoResultError(f"there is no {file}: {RUN_FIRST}") from None
     except (OSError, ValueError) as error:
         raise NoResultError(f"{file} cannot be read ({error}): {RUN_FIRST}") from None
     if not isinstance(rows, list) or not rows or not all(_is_row(row) for row in rows):
         raise NoResultError(f"{file} has no rows of a bench: {RUN_FIRST}")
+    newest = find_newest_source()
+    if newest.stat().st_mtime > written_at:
+        raise NoResultError(f"{file} is older than {newest.relative_to(ROOT)}: {RUN_FIRST}")
     return rows
+
+
+def find_newest_source() -> Path:
+    """Return the file of the product that was changed last."""
+    files = (file for package in PACKAGES for file in (ROOT / package).rglob("*"))
+    return max((file for file in files if file.suffix in SOURCES), key=lambda file: file.stat().st_mtime)
 
 
 def _is_row(row: Any) -> bool:

@@ -12,9 +12,9 @@ from accelerators import profiles
 from tests.bench.figures import Row
 from tests.bench.lab import Lab
 from tests.bench.orders import CannotMeasure
+from tests.bench.promises import POLICY, PROFILE
 from tests.bench.whole import Whole, api_token, delete, get, post, wait_for
 
-POLICY, PROFILE = "policy file edited to the API's answers", "profile deleted to another process's cache"
 WITHIN_MS = 1000.0
 """What README.md says of the policy file, and docs/architecture.md of profiles."""
 PATH = "/v2/device_profiles"

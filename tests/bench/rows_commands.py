@@ -19,12 +19,12 @@ from tests.bench import fixtures
 from tests.bench.figures import Row, median
 from tests.bench.lab import Generator
 from tests.bench.orders import CannotMeasure
+from tests.bench.promises import COMMAND
 from tests.bench.whole import Whole
 
 AGENTS = 200
 LONGEST_S = 30.0
 NOWHERE = "bench_nowhere"
-NAME = "command row to its agent"
 
 
 @dataclass
@@ -83,7 +83,7 @@ def _latency(arrivals: Arrivals, placed: dict[int, float], which: str, bound: fl
         raise CannotMeasure(f"{len(placed) - len(times)} of {len(placed)} commands did not arrive in {LONGEST_S:.0f} s")
     value = median(times) if which == "p50" else times[len(times) * 99 // 100]
     note = f"of {len(times)} to {AGENTS} agents at random; from {times[0]:.1f} to {times[-1]:.1f} ms"
-    return Row(f"{NAME}, {which}", value, "ms", "idle, from its commit", bound, note=note)
+    return Row(f"{COMMAND}, {which}", value, "ms", "idle, from its commit", bound, note=note)
 
 
 def _lost(arrivals: Arrivals, hosts: list[int], many: int, chance: random.Random) -> Row:

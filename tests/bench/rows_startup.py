@@ -15,9 +15,9 @@ from time import monotonic
 from cyborgweb.postgres import Postgres
 from tests.bench.figures import Row, median
 from tests.bench.orders import ROOT
+from tests.bench.promises import FIRST_START, SECOND_START
 from tests.bench.whole import CONSOLE, FREE_PORTS, get, wait_for
 
-FIRST, SECOND = "first start to /healthz", "second start to /healthz"
 FIRST_S, SECOND_S = 8.0, 5.0
 PATIENCE_S, STOP_S = 180.0, 15.0
 
@@ -34,7 +34,10 @@ def rows(starts: int, progress: Callable[[str], None]) -> list[Row]:
         finally:
             shutil.rmtree(Postgres(state / "postgres", "").socket, ignore_errors=True)
             shutil.rmtree(state, ignore_errors=True)
-    return [_make_row(FIRST, "empty state directory", first, FIRST_S), _make_row(SECOND, "the same", second, SECOND_S)]
+    return [
+        _make_row(FIRST_START, "empty state directory", first, FIRST_S),
+        _make_row(SECOND_START, "the same", second, SECOND_S),
+    ]
 
 
 def _make_row(name: str, against: str, times: list[float], bound: float) -> Row:

@@ -19,12 +19,13 @@ from agents.host.settings import AgentSettings
 from tests.bench.figures import Row, median
 from tests.bench.lab import Lab
 from tests.bench.orders import ROOT, CannotMeasure
+from tests.bench.promises import UEVENT
 from tests.bench.visible import Api
 from tests.bench.whole import Whole, api_token
 
 HOST = "uevent.bench"
 RULES = '[pci_driver]\nrules = [{ vendor = "10de" }]\n'
-NAME, AGAINST = "uevent to GET /v2/devices", "idle, debounce included"
+AGAINST = "idle, debounce included"
 Plug = Callable[[int], float]
 
 
@@ -47,8 +48,8 @@ def rows(lab: Lab, whole: Whole, samples: int, progress: Callable[[str], None]) 
     last = times[min(len(times) - 1, len(times) * 99 // 100)]
     note = f"of which CYBORG_UEVENT_DEBOUNCE_MS {AgentSettings.uevent_debounce_ms} ms; the shortest {times[0]:.0f} ms"
     return [
-        Row(f"{NAME}, p50", median(times), "ms", AGAINST, 300.0, note=note),
-        Row(f"{NAME}, p99", last, "ms", AGAINST, 1000.0, note=f"of {samples}; the longest {times[-1]:.0f} ms"),
+        Row(f"{UEVENT}, p50", median(times), "ms", AGAINST, 300.0, note=note),
+        Row(f"{UEVENT}, p99", last, "ms", AGAINST, 1000.0, note=f"of {samples}; the longest {times[-1]:.0f} ms"),
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from tests.bench.__main__ import main
 from tests.bench.figures import Row
-from tests.bench.promises import PROMISED
+from tests.bench.promises import PROMISED, ROOT, RUN_FIRST, find_newest_source
 
 Check = Callable[[], tuple[int, list[str]]]
 
@@ -67,6 +68,15 @@ def test_a_promised_time_that_was_not_measured_does_not_hold(state: Path, check:
         1,
         [f"bench-check: uevent to GET /v2/devices, {p}: not measured (group uevent)" for p in ("p50", "p99")],
     )
+
+
+def test_a_result_that_is_older_than_the_product_is_not_judged(state: Path, check: Check) -> None:
+    newest = find_newest_source()
+    before = newest.stat().st_mtime - 1
+    os.utime(state / "bench.json", (before, before))
+    status, lines = check()
+    assert status == 2
+    assert lines == [f"bench-check: {state}/bench.json is older than {newest.relative_to(ROOT)}: {RUN_FIRST}"]
 
 
 @pytest.mark.parametrize("content", [None, "", "{", "[]", '{"rows": 1}', '[{"name": "half of a row"}]'])

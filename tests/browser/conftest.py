@@ -129,7 +129,7 @@ class Desk:
         self._contexts.append(context)
         return context.new_page()
 
-    def operator(self, **how: Any) -> Page:
+    def administrator(self, **how: Any) -> Page:
         """A window of the administrator, who logs in once; a tab of the same browser, with `how` one of another."""
         if how:
             return self.person(*self._first_login(), **how)

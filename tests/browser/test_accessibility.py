@@ -32,7 +32,7 @@ FOCUS = """() => { const one = document.activeElement, style = getComputedStyle(
 
 def test_pages_keep_to_level_aa_in_light_and_dark(desk: Desk) -> None:
     found: dict[str, list[str]] = {}
-    page = desk.operator()
+    page = desk.administrator()
     for name, where in PAGES.items():
         page.emulate_media(color_scheme="light")
         open_page(page, where)
@@ -100,7 +100,7 @@ def test_an_operators_tasks_by_keyboard_alone(desk: Desk) -> None:
 
 
 def test_deciding_and_acting_on_many_by_keyboard_alone(desk: Desk) -> None:
-    page = desk.operator()
+    page = desk.administrator()
     page.goto(f"{LISTS}device/?q=Ascend")
     for key in "jxjxa":
         page.keyboard.press(key)
@@ -125,7 +125,7 @@ def test_deciding_and_acting_on_many_by_keyboard_alone(desk: Desk) -> None:
 
 @pytest.mark.parametrize("where", [MAIN["devices"], MAIN["host"], "/help/words/"])
 def test_the_focus_goes_through_the_whole_page_and_out_again(desk: Desk, where: str) -> None:
-    page = desk.operator()
+    page = desk.administrator()
     open_page(page, where)
     tab_to(page, "Skip to content", 1)
     stops, start = 0, page.evaluate(FOCUS)["at"]
@@ -140,7 +140,7 @@ def test_the_focus_goes_through_the_whole_page_and_out_again(desk: Desk, where: 
 
 
 def test_who_asks_for_calm_has_it(desk: Desk) -> None:
-    page = desk.operator()
+    page = desk.administrator()
     for where in (MAIN["devices"], MAIN["device"], "/help/"):
         open_page(page, where)
         moving = page.evaluate(
@@ -152,7 +152,7 @@ def test_who_asks_for_calm_has_it(desk: Desk) -> None:
 
 
 def test_the_picture_of_a_host_is_read_aloud(desk: Desk) -> None:
-    page = desk.operator()
+    page = desk.administrator()
     open_page(page, MAIN["switches"])
     picture = page.get_by_role("group", name="The accelerators of hgx01")
     expect(picture.get_by_role("group", name="NUMA node 0")).to_be_visible()

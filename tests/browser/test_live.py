@@ -40,7 +40,7 @@ def stored(product: Product) -> dict[str, str]:
 
 def the_list(desk: Desk) -> Page:
     """Open, live, and marked so that a reload would be noticed."""
-    page = desk.operator()
+    page = desk.administrator()
     page.goto(DEVICES)
     expect(badge(page)).to_contain_text("live")
     page.evaluate("window.sameAsBefore = true")
@@ -92,7 +92,7 @@ def test_a_device_comes_and_goes_on_the_screen(desk: Desk, hardware: Hardware) -
 
 
 def test_another_persons_decision_is_seen_on_the_devices_page(desk: Desk) -> None:
-    page, other = the_list(desk), desk.operator()
+    page, other = the_list(desk), desk.administrator()
     for one in (page, other):
         one.goto(DEVICES)
         row(one, CARDS[2]).get_by_role("link", name="miss model info").click()
@@ -129,7 +129,7 @@ def test_a_page_that_cannot_know_says_that_it_is_stale(desk: Desk, hardware: Har
 
 
 def test_a_bulk_action_tells_what_changed_meanwhile(desk: Desk) -> None:
-    page, other = desk.operator(), desk.operator()
+    page, other = desk.administrator(), desk.administrator()
     page.goto(DEVICES)
     for card in CARDS[:2]:
         row(page, card).get_by_role("checkbox").check()
@@ -149,7 +149,7 @@ def test_a_bulk_action_tells_what_changed_meanwhile(desk: Desk) -> None:
 
 
 def test_everything_is_found_from_everywhere(desk: Desk) -> None:
-    page = desk.operator()
+    page = desk.administrator()
     page.goto("/admin/accelerators/event/")
     page.keyboard.press("/")
     page.keyboard.type(CARDS[1])

@@ -67,7 +67,7 @@ def everything(page: Page) -> Iterator[str]:
 @pytest.mark.parametrize("name", MAIN)
 def test_main_pages_keep_to_level_aa_in_light_and_dark(name: str, desk: Desk, screens: Path) -> None:
     desk.product.rows("UPDATE agents_lease SET seen_at = now() WHERE seen_at > now() - interval '30 min' RETURNING 1")
-    page = desk.stranger() if name == "login" else desk.operator()
+    page = desk.stranger() if name == "login" else desk.administrator()
     open_page(page, MAIN[name])
     picture(page, screens / f"{name}-light.png")
     found = find_violations(page) if name in HEARD else []
@@ -77,7 +77,7 @@ def test_main_pages_keep_to_level_aa_in_light_and_dark(name: str, desk: Desk, sc
 
 
 def test_no_page_breaks_its_policy_or_has_an_error(desk: Desk) -> None:
-    page = desk.operator()
+    page = desk.administrator()
     seen = list(everything(page))
     page.wait_for_load_state("networkidle")
     assert len(seen) > 30

@@ -53,7 +53,7 @@ def test_a_wrong_password_is_refused_and_the_right_one_opens(desk: Desk) -> None
 
 
 def test_a_device_is_made_ready(desk: Desk) -> None:
-    page = desk.operator()
+    page = desk.administrator()
     the_device(page)
     expect(page.get_by_role("region", name="Now")).to_contain_text("inactive")
     decide(page, "Enable", "burnt in over night")
@@ -93,7 +93,7 @@ def tab_to(page: Page, wanted: str, limit: int = 80) -> None:
 
 
 def test_it_all_works_without_a_mouse(desk: Desk) -> None:
-    page = desk.operator()
+    page = desk.administrator()
     page.goto("/admin/")
     page.keyboard.press("Tab")
     expect(page.get_by_role("link", name="Skip to content")).to_be_focused()
@@ -124,7 +124,7 @@ def dark(page: Page) -> bool:
 
 
 def test_the_theme_is_chosen_once_for_all_pages(desk: Desk) -> None:
-    page = desk.operator(color_scheme="light")
+    page = desk.administrator(color_scheme="light")
     page.goto("/admin/")
     assert not dark(page)
     page.locator("details.who summary").click()
@@ -132,6 +132,6 @@ def test_the_theme_is_chosen_once_for_all_pages(desk: Desk) -> None:
     for path in ("/admin/", DEVICES, "/api/"):
         page.goto(path)
         assert dark(page), path
-    other = desk.operator(color_scheme="light")
+    other = desk.administrator(color_scheme="light")
     other.goto("/admin/")
     assert not dark(other)

@@ -15,7 +15,7 @@ INSTALLATION = "plain"
 def test_a_device_is_drawn_as_it_speaks_and_a_page_that_renews_itself_leaves_the_chart(desk: Desk) -> None:
     until(lambda: desk.product.rows("SELECT 1 FROM accelerators_device"), 60)
     ((key,),) = desk.product.rows("SELECT id FROM accelerators_device LIMIT 1")
-    page = desk.operator()
+    page = desk.administrator()
     page.goto(f"/admin/accelerators/device/{key}/change/")
     expect(page.locator("[data-state]")).to_contain_text("live, each second")
     chart = page.locator(".charts figure").first
@@ -34,7 +34,7 @@ def test_a_device_is_drawn_as_it_speaks_and_a_page_that_renews_itself_leaves_the
 
 
 def test_a_census_with_the_keyboard_alone(desk: Desk) -> None:
-    page = desk.operator()
+    page = desk.administrator()
     page.goto("/admin/census/")
     page.get_by_label("Requests more").press("Enter")
     expect(page.locator("#found")).to_contain_text("1 answered")

@@ -18,6 +18,7 @@ from drivers.errors import Failed
 from drivers.inventory import DriverReport
 from drivers.runner import DriverProcess
 from drivers.steps import Ask
+from tests.support.webserver import PATIENCE
 
 MAX_RSS_KB = 26 * 1024
 ANSWER = """
@@ -187,11 +188,16 @@ def test_one_that_was_killed_between_two_looks_is_simply_started_again() -> None
     asyncio.run(story())
 
 
-def test_a_cancelled_look_does_not_spoil_the_next_one() -> None:
+def test_a_cancelled_look_does_not_spoil_the_next_one(tmp_path: Path) -> None:
+    asked = tmp_path / "asked"
+
     async def story() -> None:
-        process = script("time.sleep(0.5) if question['id'] == 1 else None\nok(question)")
+        body = f"if question['id'] == 1: open({str(asked)!r}, 'w'); time.sleep(0.5)\nok(question)"
+        process = script(body)
         look = asyncio.create_task(process.discover())
-        await asyncio.sleep(0.2)
+        async with asyncio.timeout(PATIENCE * 5):
+            while not asked.exists():
+                await asyncio.sleep(0.01)
         look.cancel()
         with pytest.raises(asyncio.CancelledError):
             await look
@@ -207,11 +213,7 @@ def test_what_a_driver_started_ends_with_it(tmp_path: Path) -> None:
         f"import subprocess\nopen({str(child)!r}, 'w').write(str(subprocess.Popen(['sleep', '60']).pid))\nok(question)"
     )
     ask(lambda: script(body))
-    pid = int(child.read_text())
-    deadline = time.monotonic() + 5
-    while _lives(pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    _wait_until_ended(int(child.read_text()))
 
 
 def test_what_a_driver_started_ends_also_when_it_dies_by_itself(tmp_path: Path) -> None:
@@ -221,10 +223,7 @@ def test_what_a_driver_started_ends_also_when_it_dies_by_itself(tmp_path: Path) 
     )
     (report,) = ask(lambda: script(body))
     assert "exit status 4" in report.error
-    deadline = time.monotonic() + 5
-    while _lives(int(child.read_text())):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    _wait_until_ended(int(child.read_text()))
 
 
 def test_a_driver_sees_none_of_the_agents_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,9 +307,13 @@ def test_a_driver_dies_with_an_agent_that_is_killed() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    pid, deadline = int(done.stdout), time.monotonic() + 5
+    _wait_until_ended(int(done.stdout))
+
+
+def _wait_until_ended(pid: int) -> None:
+    deadline = time.monotonic() + PATIENCE * 5
     while _lives(pid):
-        assert time.monotonic() < deadline
+        assert time.monotonic() < deadline, f"process {pid} still runs"
         time.sleep(0.01)
 
 

@@ -106,10 +106,12 @@ def test_each_device_of_a_slow_driver_has_its_turn(monkeypatch: pytest.MonkeyPat
         seen: set[float] = set()
         async with asyncio.timeout(30):
             while seen != {0.0, 1.0, 2.0}:
-                told = await process.samples(asks(*slow))
+                try:
+                    told = await process.samples(asks(*slow))
+                except Failed:  # on a busy machine an answer may come too late
+                    continue
                 assert len(told) < 3
                 seen |= {sample.value for sample in told}
-                await asyncio.sleep(0.25)  # the one that was cut short has ended
 
     running(process, story)
 

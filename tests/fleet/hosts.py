@@ -271,14 +271,16 @@ class Hosts:
             host.change()
         return {"changed": len(chosen)}
 
-    async def unrest(self, changes_s: float = 0.0, kills_s: float = 0.0, bad_s: float = 0.0) -> dict[str, Any]:
+    async def unrest(
+        self, changes_per_s: float = 0.0, kills_per_s: float = 0.0, bad_per_s: float = 0.0
+    ) -> dict[str, Any]:
         """From now on: so many changes, agents killed and misdeeds of bad drivers a second; all 0: rest, every driver
         well."""
         if self._unrest:
             self._unrest.cancel()
             self._unrest = None
-        if changes_s or kills_s or bad_s:
-            self._unrest = asyncio.get_running_loop().create_task(self._restless(changes_s, kills_s, bad_s))
+        if changes_per_s or kills_per_s or bad_per_s:
+            self._unrest = asyncio.get_running_loop().create_task(self._restless(changes_per_s, kills_per_s, bad_per_s))
         else:
             for host in self.hosts:
                 if host.failing:
@@ -286,15 +288,15 @@ class Hosts:
                     host.change()
         return {}
 
-    async def _restless(self, changes_s: float, kills_s: float, bad_s: float) -> None:
+    async def _restless(self, changes_per_s: float, kills_per_s: float, bad_per_s: float) -> None:
         bad = [host for host in self.hosts if host.bad]
         owed: dict[Callable[[Host], None], float] = {}
         while True:
             await asyncio.sleep(TICK_S)
             for do, a_second, of in (
-                (Host.change, changes_s, self.hosts),
-                (_kill, kills_s, self.hosts),
-                (_misbehave, bad_s, bad),
+                (Host.change, changes_per_s, self.hosts),
+                (_kill, kills_per_s, self.hosts),
+                (_misbehave, bad_per_s, bad),
             ):
                 owed[do] = owed.get(do, 0.0) + a_second * TICK_S
                 for host in random.sample(of, min(int(owed[do]), len(of))):

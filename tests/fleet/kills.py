@@ -8,6 +8,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from tests.bench.whole import children, command
@@ -68,10 +69,15 @@ class Killer:
         self.chance = random.Random(self.seed)
 
     def kill(self, part: str, meanwhile: Callable[[], None]) -> None:
-        """Kill one process of `part` once there is one; `meanwhile` is called again and again until then."""
-        if pids := self.wait_for(part, meanwhile):
-            os.kill(self.chance.choice(pids), signal.SIGKILL)
-            self.killed[part] += 1
+        """Kill one process of `part` once there is one; `meanwhile` is called again and again until then.
+
+        A process that ends between the look and the kill is not counted: the next one is looked for.
+        """
+        while pids := self.wait_for(part, meanwhile):
+            with suppress(ProcessLookupError):
+                os.kill(self.chance.choice(pids), signal.SIGKILL)
+                self.killed[part] += 1
+                return
 
     def wait_for(self, part: str, meanwhile: Callable[[], None]) -> list[int]:
         """Wait until `part` runs, and return its processes; [] and a note in `missing` after `patience_s`."""
@@ -87,13 +93,16 @@ class Killer:
         return []
 
     def kill_in_turn(self, parts: Sequence[str], seconds: float, pause_s: float, look: Callable[[], None]) -> None:
-        """Kill one part after another for `seconds`, and until each was killed once; `look` between the kills."""
-        begun, end = Counter[str](), time.monotonic() + seconds
+        """Kill one part after another for `seconds`, and until each was killed once or is in `missing`.
+
+        `look` is called between the kills.
+        """
+        killed_before, end = self.killed.copy(), time.monotonic() + seconds
         for part in draw_order(parts, self.chance):
             until = time.monotonic() + pause_s * self.chance.uniform(0.3, 1.7)
             while time.monotonic() < until:
                 look()
-            if time.monotonic() >= end and all(begun[one] for one in parts):
+            done = (self.killed[one] > killed_before[one] or one in self.missing for one in parts)
+            if time.monotonic() >= end and all(done):
                 return
-            begun[part] += 1
             self.kill(part, look)

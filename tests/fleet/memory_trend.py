@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from math import sqrt
+from math import ceil, sqrt
 from statistics import median
 
 BOUND_MB_H = 30.0
@@ -82,8 +82,8 @@ def estimate_trend(samples: Sequence[Sample]) -> Trend | None:
 
 
 def _reduce_to_blocks(samples: Sequence[Sample]) -> list[tuple[float, float]]:
-    """Median time and median memory of each of at most `BLOCKS` consecutive blocks."""
-    size = max(1, len(samples) // BLOCKS)
+    """Median time and median memory of each of at most `BLOCKS` consecutive blocks of one size."""
+    size = max(1, ceil(len(samples) / BLOCKS))
     blocks = [samples[at : at + size] for at in range(0, len(samples) - size + 1, size)]
     return [(median(one.at_s for one in block), median(one.kb for one in block)) for block in blocks]
 
@@ -99,7 +99,7 @@ def _find_interval(slopes: list[float], points: int) -> tuple[float, float]:
 def judge_memory(samples: Sequence[Sample], bound: float = BOUND_MB_H) -> Judgement:
     """Decide whether one process's memory stayed flat.
 
-    It does when the slope is within `bound` and the interval is narrow enough to have shown a growth of that size. A
+    It did when the whole confidence interval of the slope lies within `bound`: a larger growth is then improbable. A
     process that was replaced meanwhile, or too few samples, cannot be judged: that does not hold, either.
     """
     if len({one.pid for one in samples}) > 1:
@@ -109,6 +109,6 @@ def judge_memory(samples: Sequence[Sample], bound: float = BOUND_MB_H) -> Judgem
         return Judgement(False, f"cannot be judged: {len(samples)} samples are too few")
     if trend.mb_per_hour > bound:
         return Judgement(False, f"grows by {trend}; at most {bound:.0f}", trend)
-    if trend.precision > bound:
-        return Judgement(False, f"cannot be judged: {trend} is not precise to {bound:.0f} MB/h; soak it longer", trend)
+    if trend.high > bound:
+        return Judgement(False, f"cannot be judged: {trend} may be more than {bound:.0f}; soak it longer", trend)
     return Judgement(True, f"{trend}; at most {bound:.0f}", trend)

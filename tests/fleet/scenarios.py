@@ -87,7 +87,7 @@ def web_restart(run: Run) -> list[Line]:
     run.there.power_on()
     run.settled()
     before = run.there.whole.child("cyborgweb.web")
-    run.ask("unrest", changes_s=run.there.count / 5)
+    run.ask("unrest", changes_per_s=run.there.count / 5)
     run.watch(run.hold_s / 4)
     run.there.kill("cyborgweb.web")
     run.watch(run.hold_s)
@@ -101,7 +101,7 @@ def postgres_restart(run: Run) -> list[Line]:
     """kill -9 of PostgreSQL while reports come in and are merged; it recovers from its log."""
     run.there.power_on()
     run.settled()
-    run.ask("unrest", changes_s=run.there.count / 5)
+    run.ask("unrest", changes_per_s=run.there.count / 5)
     run.watch(run.hold_s / 4)
     before = run.there.kill_database()
     run.watch(run.hold_s)
@@ -152,7 +152,7 @@ def half_bad(run: Run) -> list[Line]:
     """Half of the hosts have a bad driver: it fails, flaps, and makes its agent send more than is taken."""
     run.there.power_on(bad=0.5)
     run.settled()
-    run.ask("unrest", bad_s=run.there.count / 10)
+    run.ask("unrest", bad_per_s=run.there.count / 10)
     run.watch(run.hold_s / 2)
     began, good = time.monotonic(), run.ask("change", good=True)["changed"]
     while run.ask("look")["good_owing"] and time.monotonic() - began < run.patience_s:

@@ -17,9 +17,11 @@ if TYPE_CHECKING:
 LOOK_S = 0.5
 CHANGE_EVERY_S = 60.0
 """How often the content of each host changes, on average."""
-LEAST_KILLS_S, AGENT_LIVES_S = 30.0, 50.0
-"""At least so many agents are killed each second; of a large fleet each lives so long on average. Each life is one
-connection of the web process, and a thousand of them pass before its memory is flat (measured)."""
+MIN_KILLS_PER_S = 30.0
+"""Agents that are killed each second, at least. Each life of an agent is one connection of the web process, and a
+thousand of them pass before its memory is flat (measured)."""
+AGENT_LIFETIME_S = 50.0
+"""How long each agent of a large fleet lives, on average."""
 PAUSE_S = 8.0
 """Between two kills of parts of the product, on average."""
 EVERYTHING_SHARE = 1 / 4
@@ -60,7 +62,8 @@ def soak(run: Run) -> list[Line]:
 
 def _begin_unrest(run: Run) -> None:
     count = run.there.count
-    run.ask("unrest", changes_s=count / CHANGE_EVERY_S, kills_s=max(LEAST_KILLS_S, count / AGENT_LIVES_S))
+    kills_per_s = max(MIN_KILLS_PER_S, count / AGENT_LIFETIME_S)
+    run.ask("unrest", changes_per_s=count / CHANGE_EVERY_S, kills_per_s=kills_per_s)
 
 
 def _sample_web(run: Run) -> Sample | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import signal
+import subprocess
 import time
 from dataclasses import replace
 from itertools import islice
@@ -18,8 +20,8 @@ from tests.fleet import verdict
 from tests.fleet.__main__ import TEACHES
 from tests.fleet.hosts import Doings, Host, open_files
 from tests.fleet.installation import Sight
-from tests.fleet.kills import PARTS, Killer, draw_order
-from tests.fleet.memory_trend import BOUND_MB_H, Sample, judge_memory
+from tests.fleet.kills import FIND, PARTS, Killer, draw_order
+from tests.fleet.memory_trend import BLOCKS, BOUND_MB_H, LEAST_BLOCKS, Sample, _reduce_to_blocks, judge_memory
 from tests.fleet.soak import judge_kills
 
 
@@ -131,6 +133,23 @@ def test_a_steady_growth_of_a_few_kb_per_connection_is_found() -> None:
     assert found.trend.mb_per_hour == pytest.approx(growth, rel=0.1)
 
 
+def test_a_growth_that_may_be_more_than_the_bound_does_not_pass() -> None:
+    """The estimate is below the bound, and the interval is narrow, but it reaches beyond the bound."""
+    found = judge_memory(series(0.0), bound=0.1)
+    assert found.trend is not None
+    almost = (found.trend.mb_per_hour + found.trend.high) / 2
+    assert found.trend.precision * 2 < BOUND_MB_H
+    found = judge_memory(series(BOUND_MB_H - almost))
+    assert found.trend is not None and found.trend.mb_per_hour < BOUND_MB_H < found.trend.high
+    assert not found.holds and "soak it longer" in found.text, found.text
+
+
+@pytest.mark.parametrize("samples", [8, 24, 25, 47, 48, 71, 600])
+def test_samples_become_at_most_as_many_blocks_as_are_named(samples: int) -> None:
+    points = _reduce_to_blocks(series(0.0, seconds=samples))
+    assert LEAST_BLOCKS <= len(points) <= BLOCKS
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_a_plateau_after_warm_up_passes_and_shows_how_sure_that_is(seed: int) -> None:
     found = judge_memory(series(0.0, seed=seed))
@@ -141,8 +160,8 @@ def test_a_plateau_after_warm_up_passes_and_shows_how_sure_that_is(seed: int) ->
 
 
 def test_one_step_to_a_new_plateau_is_no_growth() -> None:
-    flat = series(0.0)
-    stepped = [replace(one, kb=one.kb + 4000 * (one.at_s > 450)) for one in flat]
+    flat = series(0.0, seconds=1800)
+    stepped = [replace(one, kb=one.kb + 4000 * (one.at_s > 1350)) for one in flat]
     assert judge_memory(stepped).holds, judge_memory(stepped).text
 
 
@@ -160,6 +179,18 @@ def test_every_part_is_killed_once_in_every_round_and_a_seed_repeats_the_order()
     assert first == again != other
     for begin in range(0, 70, len(PARTS)):
         assert sorted(first[begin : begin + len(PARTS)]) == sorted(PARTS)
+
+
+def test_a_process_that_ended_before_the_kill_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    with subprocess.Popen(["sleep", "60"]) as running:
+        looks = iter([[ended.pid], [running.pid]])
+        monkeypatch.setitem(FIND, "web", lambda there: next(looks))
+        killer = Killer(None, 42, 60.0)  # type: ignore[arg-type]
+        killer.kill_in_turn(["web"], 0.0, 0.0, lambda: None)
+        assert running.wait() == -signal.SIGKILL
+    assert killer.killed == {"web": 1} and not killer.missing
 
 
 def test_a_part_that_was_not_killed_or_did_not_come_back_breaks_the_promise() -> None:

@@ -1,19 +1,25 @@
 """The rule that every change has an event (promise X6), around every test: what product code writes between entering
 and leaving `conductor.writing()` has one in the same transaction, or stands in the table below with the reason why not.
 
-What a test itself sets up is its own business.
+The events must be about the type of thing that was changed (SUBJECTS), and about as many things as rows were changed
+(ITSELF). Which of the rows an event is about, and whether it tells every changed column, is not compared. What a test
+itself sets up is not judged.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from accelerators import conductor
+from accelerators.inventory_sql import EVENTS
+from tests.support.writeguard import note
 
 EVENT = "accelerators_event"
 WRITES = re.compile(r'\b(INSERT\s+INTO|UPDATE|DELETE\s+FROM)\s+(?:ONLY\s+)?"?(accelerators_\w+)"?', re.IGNORECASE)
@@ -41,16 +47,49 @@ COLUMNS = {
 were, when an image was last used, what an attachment is about to write to Placement and what is in its way."""
 
 
+SUBJECTS = {
+    "acceleratorrequest": "request database",
+    "admissionrule": "rule",
+    "attachhandle": "device",
+    "attribute": "device",
+    "deployable": "device",
+    "device": "device command",
+    "deviceprofile": "profile",
+    "driverwish": "driver",
+    "rolloutstep": "rollout",
+}
+"""The types of subject of the events that tell about a change of the table; of other tables the table's own name.
+
+A part of a device is told about by the device's event. A command makes its device busy, or free again. A restored
+database gives all requests that are being bound more time, which one event tells.
+"""
+ITSELF = {"acceleratorrequest", "admissionrule", "attachment", "command", "device", "deviceprofile", "host", "image"}
+"""Tables whose rows are the subjects themselves: a statement may change no more rows than events have subjects."""
+EACH = object()
+"""In place of subjects: one SQL statement writes the changes and an event for each, or an event tells a number."""
+TYPE_IN_SQL = re.compile(r"'(\w+)', m\.uuid")
+"""The type of the subjects, in a statement that writes the changes and their events (binding_sql, commands_sql)."""
+
+
+class Write(NamedTuple):
+    """A statement's change of a table; `rows` is None where it changed several and their numbers are not known."""
+
+    verb: str
+    table: str
+    rows: int | None
+    sql: str
+
+
 class Unrecorded(AssertionError):
     """Something was changed, and no event says so."""
 
 
+@dataclass
 class _Seen:
-    """What was written since `writing()` was entered."""
+    """What was written, and what events tell about it, since `writing()` was entered."""
 
-    def __init__(self) -> None:
-        self.writes: list[str] = []
-        self.recorded = False
+    writes: list[Write] = field(default_factory=list)
+    told: dict[str, set[Any]] = field(default_factory=dict)
 
 
 _seen: ContextVar[_Seen | None] = ContextVar("seen", default=None)
@@ -59,11 +98,26 @@ _seen: ContextVar[_Seen | None] = ContextVar("seen", default=None)
 def watch(execute: Callable[..., Any], sql: str, params: Any, many: bool, context: dict[str, Any]) -> Any:
     """Remember what a statement wrote, around its execution."""
     result, seen = execute(sql, params, many, context), _seen.get()
-    if seen is not None and context["cursor"].rowcount and not sql.startswith("SELECT"):
+    if seen is not None and not sql.startswith("SELECT") and (rows := context["cursor"].rowcount):
         found = [(verb.split()[0].upper(), table) for verb, table in WRITES.findall(sql)]
-        seen.recorded |= ("INSERT", EVENT) in found
-        seen.writes += [sql for one in found if one[1] != EVENT and one not in EXEMPT and not _kept(*one, sql)]
+        if ("INSERT", EVENT) in found:
+            _remember_events(seen.told, sql, params)
+        alone = len(found) == 1 and not sql.startswith("WITH")
+        seen.writes += [
+            Write(verb, table, rows if alone else None, sql)
+            for verb, table in found
+            if table != EVENT and (verb, table) not in EXEMPT and not _kept(verb, table, sql)
+        ]
     return result
+
+
+def _remember_events(told: dict[str, set[Any]], sql: str, params: Any) -> None:
+    """Add what the events of this statement are about: a row each of `record_all`, else a type for all its rows."""
+    if sql == EVENTS:
+        for one in json.loads(params[0]):
+            told.setdefault(one["subject_type"], set()).add(one["subject"] or EACH)
+    else:
+        told.setdefault(TYPE_IN_SQL.findall(sql)[0], set()).add(EACH)
 
 
 def _kept(verb: str, table: str, sql: str) -> bool:
@@ -90,13 +144,26 @@ def audited() -> Iterator[None]:
         conductor.writing = plain
 
 
+def _find_untold(seen: _Seen) -> str:
+    """Describe the first change that no event tells about; "" when there is none."""
+    for write in seen.writes:
+        table = write.table.removeprefix("accelerators_")
+        types = SUBJECTS.get(table, table).split()
+        subjects = {one for kind in types for one in seen.told.get(kind, ())}
+        if not subjects:
+            return f"{write.sql[:300]} (the events are about: {', '.join(sorted(seen.told)) or 'nothing'})"
+        if table in ITSELF and write.rows is not None and EACH not in subjects and write.rows > len(subjects):
+            return f"{write.sql[:300]} ({write.rows} rows, events about {len(subjects)})"
+    return ""
+
+
 @contextmanager
 def _judged(plain: Callable[[], Any], module: str) -> Iterator[None]:
     token = _seen.set(seen := _Seen())
     try:
         with plain():
             yield
-            if seen.writes and not seen.recorded:
-                raise Unrecorded(f"{module} changed this without an event: {seen.writes[0][:300]}")
+            if untold := _find_untold(seen):
+                raise note(Unrecorded(f"{module} changed this without an event: {untold}"))
     finally:
         _seen.reset(token)

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,10 +19,12 @@ from agents.host.identity import FILE as KEY
 from agents.host.main import claim
 from drivers.configuration import ConfigurationError
 from tests.agents.host.standin import StandIn, until
+from tests.support.webserver import PATIENCE
 
 COMMAND = [sys.executable, "-m", "agents.host.main"]
 ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.system
+STOP_S = 2.0
 
 
 def environment(directory: Path, **more: str) -> dict[str, str]:
@@ -160,17 +161,15 @@ def test_two_agents_cannot_share_a_state_directory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_it_stops_within_two_seconds_and_leaves_nothing_running(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_stops_it_and_nothing_is_left_running(tmp_path: Path, number: signal.Signals) -> None:
     async def story() -> None:
         async with StandIn().open() as server, daemon(tmp_path, CYBORG_JOIN_TOKEN=token(server)) as agent:
             log = lines_of(agent)
             await until(lambda: server.reports)
             drivers = children(agent.pid)
             assert drivers
-            began = time.monotonic()
             agent.send_signal(number)
-            assert await agent.wait() == 0
-            assert time.monotonic() - began < 2
+            assert await asyncio.wait_for(agent.wait(), PATIENCE * STOP_S) == 0
             await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in drivers))
             await until(lambda: any("stopped" in line for line in log))
             assert not [line for line in log if "Traceback" in line]
