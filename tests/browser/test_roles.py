@@ -30,7 +30,6 @@ OFFERED = {
 ACCESS = {"API tokens", "Users", "Maintenance"}
 TENANTS = {"Overview", "Requests", "Device profiles", "Inbox", "Subscriptions", "Deliveries", "Manual"}
 NOT_SEEN = "Your account may not see this. An administrator can put it into a group that may."
-NOT_THERE = "There is nothing at this address, or no longer."
 TAKES_ADMIN = "It takes the role admin, or a place in the group role:administrator; yours: {}."
 TAKES_OPERATOR = "It takes the role accelerator_operator, or a place in the group role:operator; yours: {}."
 
@@ -103,8 +102,9 @@ def test_an_administrator_is_offered_each_button_that_other_roles_are_not(desk: 
     page = desk.administrator()
     for where, labels in OFFERED.items():
         open_page(page, where)
-        if where == DEVICES:  # its button shows once a row is selected
+        if where == DEVICES:  # its button shows once a row and an action are selected
             page.locator("#result_list tbody input[name=_selected_action]").first.check()
+            page.get_by_role("combobox", name="Select action to run").select_option(index=1)
         for label in labels:
             expect(page.get_by_role("button", name=label).first, f"{label} of {where}").to_be_visible()
 
@@ -161,7 +161,8 @@ def test_a_tenant_sees_its_own_project_s_requests_and_nothing_else(desk: Desk, s
     picture(page, screens / "tenant-requests.png")
     for path in (DEVICES, MAIN["hosts"], MAIN["events"], USERS):
         is_refused(page, path, NOT_SEEN)
-    is_refused(page, f"/admin/accelerators/acceleratorrequest/{other}/change/", NOT_THERE, "Not found", 404)
+    removed = f"There is no accelerator request '{other}'; perhaps it was removed."
+    is_refused(page, f"/admin/accelerators/acceleratorrequest/{other}/change/", removed, "Not found", 404)
     picture(page, screens / "tenant-refused.png")
     desk.forgive("status of 40[34]")
 
