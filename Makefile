@@ -73,11 +73,10 @@ deps-sim:  ## what simulated hardware and machines need: Debian's packages (as r
 environments: $(VENV)/dev  ## other projects' software for test-system: Keystone, Nova, the clients
 	$(BIN)/python -m tests.system.environments
 
-lint: $(VENV)/dev  ## style, types, import contracts, generated files
+lint: $(VENV)/dev  ## style and types; import contracts and generated files are checked by tests/test_house.py
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports
 
 bench: $(VENV)/dev  ## measure every figure at smoke size, each against its ceiling in the same run
 	$(BIN)/python -m tests.bench

@@ -52,15 +52,17 @@ SUBJECTS = {
     "admissionrule": "rule",
     "attachhandle": "device",
     "attribute": "device",
+    "bulkitem": "bulk",
     "deployable": "device",
     "device": "device command",
     "deviceprofile": "profile",
     "driverwish": "driver",
-    "rolloutstep": "rollout",
+    "rolloutstep": "rollout driver command",
 }
 """The types of subject of the events that tell about a change of the table; of other tables the table's own name.
 
-A part of a device is told about by the device's event. A command makes its device busy, or free again. A restored
+A part of a device is told about by the device's event. A command makes its device busy, or free again, and moves the
+step of a rollout. A restored
 database gives all requests that are being bound more time, which one event tells.
 """
 ITSELF = {"acceleratorrequest", "admissionrule", "attachment", "command", "device", "deviceprofile", "host", "image"}
