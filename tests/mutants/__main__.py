@@ -20,7 +20,7 @@ from typing import Any
 
 from drivers.process import die_with_parent
 from tests.mutants import state
-from tests.mutants.areas import AREAS, ROOT
+from tests.mutants.areas import ROOT
 from tests.mutants.choosing import Recorded
 from tests.mutants.figures import Run, survivors, table, verdict
 from tests.mutants.mutating import Mutant, all_mutants, diff_of, drawn, mutated_source
@@ -38,11 +38,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=2, help="processes side by side (2)")
     parser.add_argument("--resume", action="store_true", help="go on with a run that was stopped or killed")
     parser.add_argument("--again", action="store_true", help="after tests were added: only the survivors, once more")
-    parser.add_argument("--minutes", type=float, default=0, help="stop after so long; --resume goes on (no limit)")
     parser.add_argument("--table", action="store_true", help="only print the figures of the last run")
-    parser.add_argument(
-        "--own", action="store_true", help="area by area, with each area's own tests only (a quick try)"
-    )
     arguments = parser.parse_args()
     die_with_parent()
     product = state.product_hash()
@@ -100,7 +96,6 @@ class _Session:
         self.results = results
         self.arguments = arguments
         self.recordings = state.Lines(f"recorded-{product}.jsonl")
-        self.ends = time.monotonic() + 60 * arguments.minutes if arguments.minutes else float("inf")
         self.lock = threading.Lock()
 
     def run(self, sample: list[Mutant]) -> None:
@@ -111,26 +106,22 @@ class _Session:
         if not known:
             lines = next(worker.import_lines for worker in self.workers if worker.import_lines is not None)
             self.recordings.append({"import": "lines", "lines": lines})
-        groups = [(area.tests, area.name) for area in AREAS] if self.arguments.own else [((), "")]
-        for files, area in groups:
-            self._record(files)
-            recorded = self._recorded()
-            latest = {result["key"]: result for result in self.results}
-            before = {key: verdict(result) for key, result in latest.items()}
-            wanted = "survived" if self.arguments.again else None
-            left = [m for m in sample if before.get(m.key) == wanted and area in ("", m.area)]
-            name = f"mutants of {area}" if area else "mutants"
-            self._side_by_side(name, left, lambda worker, mutant, r=recorded: self._try(worker, mutant, r))
+        self._record()
+        recorded = self._recorded()
+        before = {result["key"]: verdict(result) for result in self.results}
+        wanted = "survived" if self.arguments.again else None
+        left = [mutant for mutant in sample if before.get(mutant.key) == wanted]
+        self._side_by_side("mutants", left, lambda worker, mutant: self._try(worker, mutant, recorded))
 
-    def _record(self, wanted: tuple[str, ...]) -> None:
-        """Run test files, all if none is named, under coverage, unless that was done with this content."""
+    def _record(self) -> None:
+        """Run each test file under coverage, unless that was done with this content."""
         files: dict[str, list[str]] = {}
         for test in self.workers[0].tests:
             files.setdefault(test.partition("::")[0], []).append(test)
         done = {(entry["file"], entry["hash"]) for entry in self.recordings if "file" in entry}
         # Of the copies: somebody may be writing in the checkout.
         hashes = {file: state.file_hash(self.workers[0].folder / "tree" / file) for file in files}
-        left = [file for file in files if (file, hashes[file]) not in done and (not wanted or file in wanted)]
+        left = [file for file in files if (file, hashes[file]) not in done]
 
         def record(worker: Worker, file: str) -> None:
             answer = worker.ask({"record": files[file], "limit_s": RECORD_S})
@@ -192,7 +183,7 @@ class _Session:
         bar, errors = Bar(name, len(jobs)), list[BaseException]()
 
         def serve(worker: Worker) -> None:
-            while not errors and time.monotonic() < self.ends:
+            while not errors:
                 try:
                     job = waiting.get_nowait()
                 except queue.Empty:

@@ -61,21 +61,21 @@ def table(run: Run, results: list[dict[str, Any]]) -> str:
         (
             f"Seed {run.seed}, commit `{run.commit}`, {len(results)} of a sample of {run.sample} mutants tested.",
             "",
-            "| area | mutants | drawn | killed | survived | timeout | equivalent | noticed |",
+            "| area | mutants | tried | killed | survived | timeout | equivalent | noticed |",
             "|---|---|---|---|---|---|---|---|",
             *rows,
             "",
-            "*noticed*: killed or timeout, of those drawn that are not equivalent."
+            "*noticed*: killed or timeout, of those tried that are not equivalent."
             f" {capped} of the survivors were not shown to all tests that execute them (the limit for each mutant).",
         )
     )
 
 
 def _row(name: str, everything: int, count: dict[str, int]) -> str:
-    drawn = sum(count.values())
-    real = drawn - count["equivalent"]
+    tried = sum(count.values())
+    real = tried - count["equivalent"]
     share = f"{100 * (count['killed'] + count['timeout']) / real:.0f} %" if real else "–"
-    return f"| {name} | {everything} | {drawn} | " + " | ".join(str(count[c]) for c in COLUMNS) + f" | {share} |"
+    return f"| {name} | {everything} | {tried} | " + " | ".join(str(count[c]) for c in COLUMNS) + f" | {share} |"
 
 
 def survivors(results: list[dict[str, Any]]) -> str:

@@ -162,7 +162,11 @@ def _try(session: pytest.Session, job: dict[str, Any], functions: dict[str, list
             continue
         answer |= {"cold": cold, "unsteady": unsteady}
         killer = (answer.get("failed") or [""])[0]
+        if not killer:
+            return answer
         if "::" not in killer or answer.get("timeout"):
+            if not _runs_without_mutant(session, job, cold, tests):
+                raise RuntimeError(f"{killer}, without the mutant too: {mutant['path']}")
             return answer
         if _passes(session, killer, job["limit_s"]):
             return answer
@@ -192,6 +196,20 @@ def _planted(
     failed = watcher.failed
     seconds = {test: round(took, 3) for test, took in watcher.seconds.items() if test not in failed}
     return {"failed": failed, "ran": len(watcher.seconds), "seconds": seconds, "clean": not failed}
+
+
+def _runs_without_mutant(session: pytest.Session, job: dict[str, Any], cold: bool, tests: list[str]) -> bool:
+    """Whether the tests come to their end in their time: what breaks this runner must not count as a kill."""
+
+    def child() -> dict[str, Any]:
+        if cold:
+            _start_anew(tests, job["limits"])
+        watcher = Watcher(limits=job["limits"])
+        run_items(session, tests, watcher, until_failure=True)
+        return {"failed": watcher.failed, "clean": not watcher.failed}
+
+    answer = in_fork(child, job["limit_s"])
+    return not answer.get("failed") and not answer.get("timeout")
 
 
 def _passes(session: pytest.Session, test: str, limit_s: float) -> bool:
