@@ -123,6 +123,7 @@ def test_L3_a_database_that_is_restarted_loses_nothing_and_is_found_again(databa
         database.postgres.stop()
         begin = time.monotonic()
         user.ask(503, "GET", "/devices")
+        assert product.get("/api/devices/", X_Auth_Token=user.headers["X-Auth-Token"])[0] == 503
         assert product.get("/healthz")[0] == 200
         product.until(lambda: time.monotonic() > begin + AWAY_S, AWAY_S, "the time of the outage is over")
         database.postgres.start()
