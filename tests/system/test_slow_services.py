@@ -42,8 +42,9 @@ DATABASE_DELAY_S = 0.1
 """How long each answer of the database is held back. A read takes about five of them."""
 DATABASE_ANSWER_S = 15.0
 """How long any call of the v2 API may take while the database is slow: a bind needs some fifty of its answers."""
-ACKNOWLEDGED_S = 10.0
-"""How long a host that reports without pause may wait for an acknowledgement while the database is slow."""
+ACKNOWLEDGED_S = 6.0
+"""How long a host that reports without pause may wait for an acknowledgement while the database is slow. Every few
+seconds the gateway's writer has other work to do first, which needs some twenty answers."""
 AWAY_S = scaled(5.0, 3600.0)
 PHASE_S = scaled(6.0, 3600.0)
 SERVICE_DELAY_S = 4.0
