@@ -53,8 +53,8 @@ test-system: $(VENV)/dev  ## start the whole product, kill its parts, see that n
 	$(BIN)/python -m pytest -m "system or exhaustive" -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 OUTAGES := tests/system/test_slow_services.py
-test-long: $(VENV)/dev  ## the scenarios of test and test-system at full length: many rounds, outages of an hour; some two hours
-	TEST_LONG=1 $(BIN)/python -m pytest $(OUTAGES) -m system -n 5 --dist load  # each waits for an hour, beside the others
+test-long: $(VENV)/dev  ## the scenarios of test and test-system at full length: many rounds, outages of an hour; some three hours
+	TEST_LONG=1 $(BIN)/python -m pytest $(OUTAGES) -m system -n 5 --dist load  # eight outages of an hour, in two rounds
 	TEST_LONG=1 $(BIN)/python -m pytest -m "not qemu and not browser" -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --ignore=$(OUTAGES)
 
 test-qemu: $(VENV)/dev  ## boot a real kernel with simulated hardware, plug and pull, see it in the API

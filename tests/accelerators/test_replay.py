@@ -197,8 +197,9 @@ class Everything(RuleBasedStateMachine):
     def the_image_job_runs(self) -> None:
         fetching.run()
 
-    @rule(data=st.data(), which=st.integers(0, 1), of_device=st.booleans())
-    def an_attachment_is_asked_for(self, data: st.DataObject, which: int, of_device: bool) -> None:
+    @rule(data=st.data(), which=st.integers(0, 1), of_device=st.booleans(), begins=st.booleans())
+    def an_attachment_is_asked_for(self, data: st.DataObject, which: int, of_device: bool, begins: bool) -> None:
+        """`begins`: its first step follows at once, which few examples would get to otherwise."""
         names = list(DeviceProfile.objects.order_by("id").values_list("name", flat=True))
         devices = list(Device.objects.filter(host=self.hosts[which]).order_by("id").values_list("uuid", flat=True))
         chosen = {"device": devices} if of_device else {"profile": names}
@@ -206,6 +207,9 @@ class Everything(RuleBasedStateMachine):
             if choices:
                 with suppress(Refused):  # none is free
                     attachments.ask(UUID(self.instances[which]), NOVA, **{name: data.draw(st.sampled_from(choices))})
+                    if begins:
+                        due_now()
+                        attaching.step()
 
     @rule(data=st.data())
     def an_attachment_is_detached(self, data: st.DataObject) -> None:

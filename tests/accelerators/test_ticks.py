@@ -6,6 +6,7 @@ import threading
 
 import pytest
 from django.db import connection
+from django.test.utils import CaptureQueriesContext
 from django_q.models import OrmQ
 
 from accelerators import ticks
@@ -55,6 +56,21 @@ def test_two_runs_of_one_job_never_overlap_and_leave_nothing() -> None:
     for thread in threads:
         thread.join(30)
     assert left == [0] and set(overlaps) == {1}
+
+
+def test_timely_jobs_are_woken_with_one_statement_each_and_none_twice() -> None:
+    """A gateway's writer wakes them, and reports wait for it: a slow database makes each statement dear."""
+    timely = {job.name for job in ticks.jobs() if job.timely}
+    former = min(timely)
+    ticks.kick(former)
+    with CaptureQueriesContext(connection) as statements:
+        ticks.kick_timely()
+    assert {tick.name for tick in Tick.objects.all()} == timely
+    assert OrmQ.objects.count() == len(timely)
+    assert len(statements) <= len(timely) + 4
+    with CaptureQueriesContext(connection) as statements:
+        ticks.kick_timely()
+    assert len(statements) == 1 and OrmQ.objects.count() == len(timely)
 
 
 def test_kick_all_wakes_one_cluster_afresh() -> None:

@@ -51,7 +51,8 @@ def measure_until(condition: Callable[[], Any], at_most_s: float, what: str, sin
     """Wait until a promised condition holds; return and print the seconds it took, from `since` (time.monotonic) on.
 
     Fails when it took longer than `at_most_s`, which is the promise itself: nothing is multiplied here. It waits
-    longer than that before it gives up, so that the failure tells how late the condition came.
+    longer than that before it gives up, so that the failure tells how late the condition came. `since` may lie in the
+    future: a condition that holds before that moment fails, too.
     """
     begin = time.monotonic() if since is None else since
     while not condition():
@@ -60,5 +61,6 @@ def measure_until(condition: Callable[[], Any], at_most_s: float, what: str, sin
         time.sleep(0.02)
     took = time.monotonic() - begin
     print(f"{what}: {took:.2f} s of at most {at_most_s} s")
+    assert took >= 0, f"{what}: {-took:.2f} s too early"
     assert took <= at_most_s, f"{what}: took {took:.2f} s, promised within {at_most_s} s"
     return took

@@ -25,12 +25,15 @@ import pytest
 import requests
 
 from tests.support.cache import cache_folder, delete_old_entries, fingerprint, locked, mark_used
+from tests.support.long import scaled
 from tests.support.webserver import until
 from tests.system import environments
 
 PASSWORD = "correct-horse"
 REGION = "RegionOne"
 START_S = 60.0
+TOKEN_S = scaled(3600, 24 * 3600)
+"""How long tokens of the run's Keystone live: longer than the outages of an hour that one process waits for."""
 USERS = {
     "admin": ("demo", "admin"),
     "manager": ("demo", "manager"),
@@ -273,5 +276,5 @@ def running(token_s: int = 3600) -> Iterator[Keystone]:
 def keystone(pytestconfig: pytest.Config) -> Iterator[Keystone]:
     """One for the whole run; skips loudly where its packages cannot be had."""
     environments.wanted(pytestconfig, "keystone")
-    with running() as one:
+    with running(TOKEN_S) as one:
         yield one

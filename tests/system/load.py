@@ -7,10 +7,13 @@ when the socket breaks, as the real agent does: a report that was not acknowledg
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 
+from psycopg import OperationalError
 from websockets.exceptions import ConnectionClosed, InvalidStatus, WebSocketException
 
 from agents import credentials, wire
@@ -34,7 +37,9 @@ def devices(seq: int) -> tuple[Device, ...]:
 
 @dataclass
 class ReportingHost:
-    """One host; `acked` is its newest acknowledged report, `sent` its newest one that left."""
+    """One host; `acked` is its newest acknowledged report, `sent` its newest one that left.
+
+    `acked_at` are the moments of all acknowledgements (time.monotonic())."""
 
     product: Product
     name: str
@@ -42,6 +47,7 @@ class ReportingHost:
     acked: int = 0
     sent: int = 0
     trouble: str = ""
+    acked_at: list[float] = field(default_factory=list)
     stop: threading.Event = field(default_factory=threading.Event)
     hold: threading.Event = field(default_factory=threading.Event)
     quiet: threading.Event = field(default_factory=threading.Event)
@@ -76,13 +82,19 @@ class ReportingHost:
                     raise ConnectionClosed(None, None)
                 assert answer.seq == self.sent
                 self.acked = self.sent
+                self.acked_at.append(time.monotonic())
                 if self.hold.is_set():
                     self.quiet.set()
                     self.stop.wait()
                 self.stop.wait(0.005)
 
+    def longest_wait(self, begin: float, end: float) -> float:
+        """The longest time between two acknowledgements from `begin` to `end`, which count as acknowledgements."""
+        moments = [begin, *(moment for moment in self.acked_at if begin < moment < end), end]
+        return max(later - former for former, later in pairwise(moments))
+
     def lost(self) -> str:
-        """What of the acknowledged is not in the tables; '' when all is."""
+        """What of the acknowledged is not in the tables; '' when all is. Raises OperationalError without a database."""
         applied = self.product.rows("SELECT applied_seq FROM accelerators_host WHERE name = %s", self.name)
         if not self.sent:
             return ""
@@ -139,12 +151,19 @@ class Load:
         self.product.until(self._spool_is_empty, 60, "the spool is empty")
 
     def _spool_is_empty(self) -> bool:
-        return self.product.rows("SELECT count(*) FROM spool") == [(0,)]
+        return self.product.rows_or_empty("SELECT count(*) FROM spool") == [(0,)]
 
     def until_stored(self, deadline_s: float = 60.0) -> None:
         """Nothing acknowledged is lost: wait until the tables say what was acknowledged, and the spool is empty."""
 
-        def stored() -> bool:
-            return self._spool_is_empty() and not any(host.lost() for host in self.hosts)
+        lost: list[str] = []
 
-        self.product.until(stored, deadline_s, lambda: f"lost: {[h.lost() for h in self.hosts]}")
+        def stored() -> bool:
+            try:
+                lost[:] = [text for host in self.hosts if (text := host.lost())]
+                return not lost and self._spool_is_empty()
+            except OperationalError as error:
+                lost[:] = [f"the database is away: {error}"]
+                return False
+
+        self.product.until(stored, deadline_s, lambda: f"lost: {lost}, or the spool is not empty")

@@ -175,11 +175,18 @@ class Product:
         return json.loads(body) if status == 200 else {}
 
     def rows(self, statement: str, *values: object) -> list[tuple[Any, ...]]:
-        """Ask the database; [] while it is away."""
+        """Run a statement and return its rows; psycopg.OperationalError while the database is away."""
         where = str(self.database or socket_folder(self.state / "postgres" / "run"))
+        with psycopg.connect(host=where, user="postgres", dbname="cyborg", connect_timeout=5) as connection:
+            return connection.execute(statement, values).fetchall()
+
+    def rows_or_empty(self, statement: str, *values: object) -> list[tuple[Any, ...]]:
+        """Do the same, but return [] while the database is away.
+
+        Only for a condition that is waited for, that [] does not fulfil, and during which the database may be killed.
+        """
         try:
-            with psycopg.connect(host=where, user="postgres", dbname="cyborg", connect_timeout=5) as connection:
-                return connection.execute(statement, values).fetchall()
+            return self.rows(statement, *values)
         except psycopg.OperationalError:
             return []
 

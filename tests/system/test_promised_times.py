@@ -1,4 +1,5 @@
-"""Promised times of 5 s and more, each asserted by its own figure, with the product's default settings.
+"""Promised times of 5 s and more, each asserted by its own figure, with the product's default settings, except
+that a bind ends after 6 s (CYBORG_BIND_TIMEOUT_S) and that the fake card's handles are made on its host.
 
 Every measured time is printed, so that `pytest -rP` shows the headroom.
 """
@@ -155,13 +156,30 @@ def test_X1_revoking_closes_the_socket_within_5_s_when_the_message_of_it_is_lost
     )
     with joined(product, name).speaking() as socket:
         assert ask(socket, wire.Beat(1)) == wire.Ack(1, "Beat")
-        revoking = threading.Thread(target=product.manage, args=("revoke_agent", name))
-        revoking.start()
-        while not product.rows(barred, name):
+        errors: list[AssertionError] = []
+        terminated: list[tuple[Any, ...]] = []
+
+        def revoke() -> None:
+            try:
+                product.manage("revoke_agent", name)
+            except AssertionError as error:
+                errors.append(error)
+
+        def is_barred() -> bool:
+            assert not errors, errors
             assert not closed(socket)
-            product.rows(DEAF_TO_NEWS)
-        measure_until(lambda: closed(socket), CLOSED_S, "the socket is closed although the message was lost")
-        revoking.join()
+            terminated.extend(product.rows(DEAF_TO_NEWS))
+            return bool(product.rows(barred, name))
+
+        revoking = threading.Thread(target=revoke)
+        revoking.start()
+        try:
+            product.until(is_barred, 30, "the agent is revoked")
+            measure_until(lambda: closed(socket), CLOSED_S, "the socket is closed although the message was lost")
+        finally:
+            revoking.join()
+    assert not errors, errors
+    assert terminated, "no connection was cut, so the message may have been heard"
 
 
 def test_X1_revoking_closes_the_socket_within_5_s_when_no_message_of_it_was_sent(product: Product) -> None:
@@ -173,7 +191,7 @@ def test_X1_revoking_closes_the_socket_within_5_s_when_no_message_of_it_was_sent
         measure_until(lambda: closed(socket), CLOSED_S, "the socket is closed although no message was sent")
 
 
-def test_a_bind_never_outlives_its_deadline(product: Product, headers: dict[str, str]) -> None:
+def test_a_bind_fails_within_10_s_after_its_deadline(product: Product, headers: dict[str, str]) -> None:
     agent = product.until(lambda: product.child("agent"), 30, "the agent runs")
     profile = [{"name": "mdev", "groups": [{"resources:FPGA": "1"}]}]
     call(product, headers, "POST", "/v2/device_profiles", profile)
@@ -191,10 +209,14 @@ def test_a_bind_never_outlives_its_deadline(product: Product, headers: dict[str,
         return str(shown["state"])
 
     with stopped(agent.pid):
-        call(product, headers, "PATCH", "/v2/accelerator_requests", patch)
-        assert state() == "BindStarted"
         deadline = time.monotonic() + BIND_TIMEOUT_S
-        product.until(lambda: time.monotonic() > deadline - 1, BIND_TIMEOUT_S, "the deadline is near")
+        call(product, headers, "PATCH", "/v2/accelerator_requests", patch)
+
+        def deadline_is_near() -> bool:
+            assert state() == "BindStarted" or time.monotonic() > deadline
+            return time.monotonic() > deadline - 1
+
+        product.until(deadline_is_near, BIND_TIMEOUT_S, "the deadline is near")
         measure_until(lambda: state() == "BindFailed", EXPIRED_S, "the bind fails after its deadline", deadline)
 
 

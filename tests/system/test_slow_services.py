@@ -2,7 +2,7 @@
 written meanwhile is applied once the service answers again.
 
 The promise speaks of an hour. Here each service is slow, and then silent, for some seconds, with the product's own
-time-outs (2 to 10 s); the long version takes half an hour for each.
+time-outs (2 to 10 s); the long version takes an hour for each.
 """
 
 from __future__ import annotations
@@ -39,8 +39,13 @@ pytestmark = pytest.mark.system
 SLOW_DATABASE_S = scaled(15.0, 3600.0)
 DATABASE_DELAY_S = 0.1
 """How long each answer of the database is held back. A read takes about five of them."""
+DATABASE_ANSWER_S = 15.0
+"""How long any call of the v2 API may take while the database is slow: a bind needs some fifty of its answers."""
+ACKNOWLEDGED_S = 6.0
+"""How long a host that reports without pause may wait for an acknowledgement while the database is slow. Every few
+seconds the gateway's writer has other work to do first, which needs some twenty answers."""
 AWAY_S = scaled(5.0, 3600.0)
-PHASE_S = scaled(6.0, 1800.0)
+PHASE_S = scaled(6.0, 3600.0)
 SERVICE_DELAY_S = 4.0
 """Longer than the product waits for Nova when it shows an instance (2 s), shorter than its other time-outs (5 to 10 s).
 A read by a known caller may not take as long, because it needs no answer of the slow service."""
@@ -88,19 +93,19 @@ def test_L3_a_slow_database_delays_reads_reports_and_binds_and_loses_none(databa
     load, user = Load(product), Tenant(product)
     with load.reporting():
         load.until_acknowledged(5)
-        before, end = {host.name: host.acked for host in load.hosts}, time.monotonic() + SLOW_DATABASE_S
-        proxy.delay_s = DATABASE_DELAY_S
-        while time.monotonic() < end:
+        begin = time.monotonic()
+        proxy.delay_s, user.longest_s = DATABASE_DELAY_S, 0.0
+        while time.monotonic() < begin + SLOW_DATABASE_S:
             user.read()
             user.bind_and_give_up_the_former()
-        more = {host.name: host.acked - before[host.name] for host in load.hosts}
+        waits = {host.name: host.longest_wait(begin, time.monotonic()) for host in load.hosts}
         states = product.rows("SELECT name FROM accelerators_host WHERE stale_since IS NOT NULL")
         proxy.delay_s = 0.0
         load.hold()
-    print(f"{proxy.delayed} answers delayed; acknowledged meanwhile {more}; reads took {user.longest_s:.1f} s at most")
+    print(f"{proxy.delayed} answers delayed; acknowledgements took {waits}, calls {user.longest_s:.1f} s at most")
     assert proxy.delayed > 100
-    assert all(count > 0 for count in more.values()), f"reports stopped: {more}"
-    assert user.bound, "no bind came through"
+    assert max(waits.values()) < ACKNOWLEDGED_S, f"reports stopped: {waits}"
+    assert user.longest_s < DATABASE_ANSWER_S
     assert not states, f"hosts that report are taken for silent: {states}"
     load.until_stored()
     kept = {str(uuid) for (uuid,) in product.rows("SELECT uuid FROM accelerators_acceleratorrequest")}
@@ -118,6 +123,7 @@ def test_L3_a_database_that_is_restarted_loses_nothing_and_is_found_again(databa
         database.postgres.stop()
         begin = time.monotonic()
         user.ask(503, "GET", "/devices")
+        assert product.get("/api/devices/", X_Auth_Token=user.headers["X-Auth-Token"])[0] == 503
         assert product.get("/healthz")[0] == 200
         product.until(lambda: time.monotonic() > begin + AWAY_S, AWAY_S, "the time of the outage is over")
         database.postgres.start()
@@ -173,6 +179,10 @@ class Tenant:
 ROLES = ("admin", "service")
 
 
+INTENTS = {"placement": "provider", "nova": "notice"}
+"""The kind of intent in which what is to be told to a service waits."""
+
+
 @dataclass
 class Site:
     """A product whose neighbours are all behind proxies, one for each."""
@@ -223,26 +233,47 @@ class Site:
 
     def waiting(self) -> list[tuple[Any, ...]]:
         """What is still to be told to Placement and Nova."""
-        kinds = "'provider', 'notice'"
+        kinds = ", ".join(f"'{kind}'" for kind in INTENTS.values())
         return self.cloud.product.rows(
             f"SELECT kind, attempts, last_error FROM accelerators_intent WHERE kind IN ({kinds})"
         )
 
-    def has_given_up_once(self) -> bool:
-        """Whether something waits because a call failed."""
-        return any(error for _, _, error in self.waiting())
+    def has_given_up_once(self, service: str) -> bool:
+        """Whether what is to be told to `service` waits because a call failed."""
+        return any(error for kind, _, error in self.waiting() if kind == INTENTS[service])
 
     def plug(self, word: str, state: str) -> None:
         """`plug` or `unplug` the card, and wait until the agent's report is stored."""
-        fake = [sys.executable, "-m", "drivers.fake", word, "0"]
         product, begin = self.cloud.product, time.monotonic()
-        subprocess.run(fake, check=True, cwd=ROOT, env=environment(CYBORG_STATE_DIR=str(product.state)))
+        run_fake(product, word)
         product.until(lambda: product.rows(FAKE) == [(state,)], 20, f"a report that the card is {state}")
         self.longest_report_s = max(self.longest_report_s, time.monotonic() - begin)
 
+    def make_services_fast(self) -> None:
+        """Have every proxy pass on answers at once."""
+        for proxy in self.proxies.values():
+            proxy.delay_s, proxy.silent = 0.0, False
+
+    def restore(self) -> None:
+        """Whatever has happened: services answer, the card is plugged and enabled, and nothing is left to be told."""
+        self.make_services_fast()
+        product = self.cloud.product
+        run_fake(product, "plug")
+        there = [("ready",)], [("maintenance",)]
+        product.until(lambda: product.rows(FAKE) in there, 30, lambda: f"the card is back: {product.rows(FAKE)}")
+        if product.rows(FAKE) == [("maintenance",)]:
+            self.offer("enable")
+        product.until(lambda: not self.waiting() and self.reserved() == 0, 90, lambda: f"left: {self.waiting()}")
+
+
+def run_fake(product: Product, word: str) -> None:
+    """`plug` or `unplug` the fake card."""
+    fake = [sys.executable, "-m", "drivers.fake", word, "0"]
+    subprocess.run(fake, check=True, cwd=ROOT, env=environment(CYBORG_STATE_DIR=str(product.state)))
+
 
 @pytest.fixture(scope="module")
-def site(keystone: Keystone, placement: Placement) -> Iterator[Site]:
+def whole_site(keystone: Keystone, placement: Placement) -> Iterator[Site]:
     """One product for all services, with its card in use and Placement in step."""
     host = f"cmp-{uuid.uuid4().hex[:8]}"
     with ExitStack() as stack:
@@ -265,14 +296,28 @@ def site(keystone: Keystone, placement: Placement) -> Iterator[Site]:
         yield one
 
 
+@pytest.fixture
+def site(whole_site: Site) -> Iterator[Site]:
+    """The site, which is restored afterwards, so that one failure is not followed by others."""
+    whole_site.longest_s = whole_site.longest_report_s = 0.0
+    try:
+        yield whole_site
+    finally:
+        whole_site.restore()
+
+
 @contextmanager
-def strangers(site: Site) -> Iterator[list[int]]:
-    """Callers whose tokens Keystone has to be asked about, all at once; yields the statuses they have got so far."""
-    statuses: list[int] = []
+def strangers(site: Site) -> Iterator[list[int | str]]:
+    """Callers whose tokens Keystone has to be asked about, all at once; yields the statuses they have got so far, or
+    the error of those who got no answer."""
+    statuses: list[int | str] = []
 
     def come(token: str) -> None:
         url, headers = f"{site.cloud.endpoint}/devices", {"X-Auth-Token": token}
-        statuses.append(requests.get(url, headers=headers, timeout=2 * READ_S).status_code)
+        try:
+            statuses.append(requests.get(url, headers=headers, timeout=2 * READ_S).status_code)
+        except requests.RequestException as error:
+            statuses.append(str(error))
 
     tokens = [site.cloud.keystone.token("reader") for _ in range(STRANGERS)]
     threads = [threading.Thread(target=come, args=(token,)) for token in tokens]
@@ -291,35 +336,33 @@ def test_L3_with_a_service_that_is_slow_or_silent_reads_and_reports_go_on_and_wr
     site: Site, service: str, how: str
 ) -> None:
     product, proxy, end = site.cloud.product, site.proxies[service], time.monotonic() + PHASE_S
-    site.longest_s = site.longest_report_s = 0.0
     seen = proxy.delayed
     proxy.delay_s, proxy.silent = (SERVICE_DELAY_S, False) if how == "slow" else (0.0, True)
-    try:
-        with watch_for_idle_transactions(product) as idle, strangers(site) as statuses:
+    with watch_for_idle_transactions(product) as idle, strangers(site) as statuses:
+        site.read()
+        request = site.bind()
+        site.offer("disable")
+        while True:
             site.read()
-            request = site.bind()
-            site.offer("disable")
-            while True:
-                site.read()
-                site.plug("unplug", "missing")
-                site.read()
-                site.plug("plug", "maintenance")
-                if time.monotonic() > end:
-                    break
-            if how == "silent" and service != "keystone":
-                product.until(site.has_given_up_once, 40, "a call to the silent service has come to its time-out")
-            elif service != "keystone":
-                product.until(lambda: not site.waiting(), 60, "the slow service has been told everything")
-            waiting = site.waiting()
-    finally:
-        proxy.delay_s, proxy.silent = 0.0, False
+            site.plug("unplug", "missing")
+            site.read()
+            site.plug("plug", "maintenance")
+            if time.monotonic() > end:
+                break
+        if how == "silent" and service in INTENTS:
+            product.until(lambda: site.has_given_up_once(service), 40, "a call has come to its time-out")
+        elif service in INTENTS:
+            product.until(lambda: not site.waiting(), 60, "the slow service has been told everything")
+        waiting = site.waiting()
+    site.make_services_fast()
     print(f"{service} {how}: reads took {site.longest_s:.1f} s at most, reports {site.longest_report_s:.1f} s,")
     print(f"waiting at the end: {waiting}, answers to callers with new tokens: {statuses}")
+    if how == "silent" and service in INTENTS:
+        assert INTENTS[service] in {kind for kind, *_ in waiting}, f"what {service} was not told does not wait"
     product.until(lambda: site.reserved() == HANDLES, 60, lambda: f"Placement is not told: {site.waiting()}")
     product.until(lambda: "completed" in site.nova.told().get(request, []), 60, lambda: f"Nova: {site.waiting()}")
     product.until(lambda: site.knock() == 200, 60, "Keystone is asked again")
-    site.offer("enable")
-    product.until(lambda: not site.waiting() and site.reserved() == 0, 90, lambda: f"{site.waiting()}")
+    product.until(lambda: not site.waiting(), 90, lambda: f"{site.waiting()}")
     assert proxy.delayed > seen, f"nobody asked {service}"
     assert not idle, f"transactions were open while a service was asked: {idle}"
     assert site.longest_s < (READ_BEHIND_STRANGERS_S if service == "keystone" else SERVICE_DELAY_S)
