@@ -34,6 +34,7 @@ def test_the_import_contracts_hold() -> None:
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.system
 def test_start_up_does_not_import_what_it_does_not_need() -> None:
     code = (
         "import django, sys; django.setup(); print([m for m in ('openstack', 'drf_spectacular') if m in sys.modules])"
@@ -41,11 +42,13 @@ def test_start_up_does_not_import_what_it_does_not_need() -> None:
     assert python(f"import os; os.environ['DJANGO_SETTINGS_MODULE'] = 'cyborgweb.settings.base'; {code}") == "[]"
 
 
+@pytest.mark.system
 def test_the_agent_and_the_drivers_never_see_django() -> None:
     modules = "agents.host.main, agents.credentials, drivers.runner, drivers.catalogue, drivers.pci, drivers.fake"
     assert python(f"import {modules}, sys; print('django' in sys.modules)") == "False"
 
 
+@pytest.mark.system
 def test_the_supervisor_never_sees_django() -> None:
     assert python("import cyborgweb.serve, sys; print('django' in sys.modules)") == "False"
 

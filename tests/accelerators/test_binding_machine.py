@@ -3,7 +3,6 @@ ever stored, and nothing waits without end (S1, S2, L2)."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import NamedTuple
@@ -40,6 +39,7 @@ from accelerators.models import (
 from accelerators.models.commands import OPEN
 from accelerators.refusals import Reason, Refused
 from accelerators.states import RequestState
+from tests.support.long import few_or_many, scaled
 from tests.support.reports import a_host, answer, apply, card
 
 NOVA = Caller("nova", "u", frozenset({"member"}), "p1", service=True)
@@ -341,18 +341,18 @@ class Requests(RuleBasedStateMachine):
             transaction.savepoint_rollback(self.before)
 
 
-EXAMPLES, STEPS = (1000, 50) if os.environ.get("TEST_LONG") == "1" else (20, 22)
-"""TEST_LONG=1 searches for longer (`make test-long`). A step costs some 6 ms of CPU, most of it the product's."""
+STEPS = scaled(22, 50)
+"""A step costs some 6 ms of CPU, most of it the product's."""
 
 
+@few_or_many(8, scaled(20, 1000))
 @pytest.mark.django_db
-def test_no_order_of_calls_leads_to_an_illegal_state() -> None:
+def test_no_order_of_calls_leads_to_an_illegal_state(examples: int) -> None:
     Requests.providers = make_cards()
     profiles.forget()
     checked = settings(
-        max_examples=EXAMPLES,
+        max_examples=examples,
         stateful_step_count=STEPS,
-        deadline=None,
         database=None,
         suppress_health_check=list(HealthCheck),
     )

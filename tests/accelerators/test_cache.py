@@ -71,6 +71,7 @@ def test_a_hit_costs_no_statement_and_what_is_not_there_is_not_remembered(django
     assert profiles.by_name("p") is None, "the process that deleted it forgets it at once"
 
 
+@pytest.mark.system
 def test_another_processs_change_is_seen_at_once(
     django_assert_num_queries: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

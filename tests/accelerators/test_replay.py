@@ -53,6 +53,7 @@ from placement_sync import attaching
 from placement_sync import tasks as placement_tasks
 from placement_sync.reconcile import Observed
 from tests.placement.attaching import Cloud, a_cloud, due_now
+from tests.support.long import few_or_many
 from tests.support.replayed import stored, told
 from tests.support.reports import a_host, answer, apply, card
 
@@ -268,10 +269,11 @@ class Everything(RuleBasedStateMachine):
         self.cloud.placement.away = False
 
 
+@few_or_many(4, 12)
 @pytest.mark.django_db
-def test_X6_events_replayed_are_what_is_stored(cloud: Cloud) -> None:
+def test_X6_events_replayed_are_what_is_stored(cloud: Cloud, examples: int) -> None:
     Everything.cloud = cloud
-    run_state_machine_as_test(Everything, settings=settings(max_examples=12, stateful_step_count=20, deadline=None))
+    run_state_machine_as_test(Everything, settings=settings(max_examples=examples, stateful_step_count=20))
 
 
 def assert_events_say_it(kind: str, uuid: UUID, *states: str | None) -> None:

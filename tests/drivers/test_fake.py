@@ -42,6 +42,7 @@ def test_without_a_script_it_is_upstreams_device() -> None:
     assert {(place["domain"], place["bus"]) for place in places} == {("0000", "0c")}
 
 
+@pytest.mark.system
 def test_devices_are_unplugged_and_plugged_fail_and_heal(tmp_path: Path) -> None:
     control = tmp_path / "deep/fake.json"
     assert change(control, "count", "3").returncode == 0

@@ -219,6 +219,7 @@ def test_its_other_faults(bench: Bench) -> None:
         bench.plan("reset")
 
 
+@pytest.mark.system
 def test_the_command_sets_anything_that_makes_sense(bench: Bench) -> None:
     for words in (
         ("set", "install", '["firmware"]'),

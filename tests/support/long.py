@@ -5,8 +5,15 @@ from __future__ import annotations
 import os
 from typing import TypeVar
 
+import pytest
+
 T = TypeVar("T")
 LONG = os.environ.get("TEST_LONG") == "1"
+
+
+def few_or_many(few: int, many: int) -> pytest.MarkDecorator:
+    """Give a test its argument `examples`: `few` in the fast lane, `many` among the exhaustive tests."""
+    return pytest.mark.parametrize("examples", [few, pytest.param(many, marks=pytest.mark.exhaustive)])
 
 
 def scaled(short: T, long: T) -> T:
