@@ -33,7 +33,7 @@ $(VENV)/mutants: $(VENV)/dev requirements/mutants.txt
 	@touch $@
 
 up: $(VENV)/server  ## start everything on this machine; Ctrl-C stops it
-	@exec $(BIN)/python -m cyborgweb.serve --leash
+	@exec $(BIN)/python -m cyborgweb.server.supervisor --leash
 
 # Folders whose tests are all of other lanes are not even imported.
 FAST := -m "not system and not exhaustive and not qemu and not browser" --dist worksteal $(addprefix --ignore=tests/,system qemu browser)

@@ -12,17 +12,17 @@ class AcceleratorsConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
-        from accelerators import ticks
+        from accelerators.runtime import jobs
 
         post_migrate.connect(_migrated, sender=self)
-        ticks.register("sweep", "accelerators.sweep.run", cluster="work")
-        ticks.register("seals", "accelerators.retention.run", cluster="work")
-        ticks.register("deadlines", "accelerators.binding.run_deadlines", cluster="work", timely=True)
-        ticks.register("commands", "accelerators.outcomes.run", cluster="work", timely=True)
-        ticks.register("images", "accelerators.fetching.run", cluster="work", timely=True)
-        ticks.register("drains", "accelerators.lifecycle.run_drains", cluster="work", timely=True)
-        ticks.register("bulks", "accelerators.bulks.run", cluster="work", timely=True)
-        ticks.register("rollouts", "accelerators.rollouts.run", cluster="work", timely=True)
+        jobs.register("sweep", "accelerators.workflows.sweep.run", cluster="work")
+        jobs.register("seals", "accelerators.audit.retention.run", cluster="work")
+        jobs.register("deadlines", "accelerators.requests.binding.run_deadlines", cluster="work", timely=True)
+        jobs.register("commands", "accelerators.workflows.command_results.run", cluster="work", timely=True)
+        jobs.register("images", "accelerators.images.download.run", cluster="work", timely=True)
+        jobs.register("drains", "accelerators.devices.lifecycle.run_drains", cluster="work", timely=True)
+        jobs.register("bulks", "accelerators.workflows.bulk_actions.run", cluster="work", timely=True)
+        jobs.register("rollouts", "accelerators.workflows.driver_rollouts.run", cluster="work", timely=True)
 
 
 def _migrated(**about: Any) -> None:

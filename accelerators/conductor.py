@@ -17,11 +17,11 @@ import psycopg
 from django.db import connection, transaction
 from django.db.models import QuerySet
 
-from accelerators import inventory_sql as sql
-from accelerators import ticks
-from accelerators.caller import request_id
+from accelerators.domain.caller import request_id
+from accelerators.domain.states import Source
+from accelerators.inventory import merge_sql as sql
 from accelerators.models import Device, Host
-from accelerators.states import Source
+from accelerators.runtime import jobs
 
 _writing: ContextVar[bool] = ContextVar("writing", default=False)
 Subject = tuple[UUID, str]
@@ -158,7 +158,7 @@ def intend(kind: str, payloads: Mapping[str, Mapping[str, Any]]) -> None:
         rows = [{"kind": kind, "key": key, "payload": payload} for key, payload in payloads.items()]
         with writing():
             cursor().execute(sql.INTENTS, [_encode(rows).decode()])
-            ticks.wake_for(kind)
+            jobs.wake_for(kind)
 
 
 def providers_changed(hosts: Iterable[Host]) -> None:

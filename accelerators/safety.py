@@ -12,8 +12,8 @@ from typing import Any
 
 from django.db.models import QuerySet
 
+from accelerators.domain.errors import Reason, Refused
 from accelerators.models import AcceleratorRequest, Device
-from accelerators.refusals import Reason, Refused
 
 DEADLINE_S = 2.0
 """How long a witness may take to answer; it watches this itself."""

@@ -12,12 +12,12 @@ from django.http import HttpRequest
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
-from accelerators.admin import marks, permits
-from accelerators.admin.listing import Listing, ReadOnly
-from accelerators.refusals import Refused
-from agents import trust
+from accelerators.domain.errors import Refused
+from accelerators.ui import badges, permissions
+from accelerators.ui.changelist import Listing, ReadOnly
+from agents import key_revocation
+from agents.liveness import WORDS, lacks, seen_at, standing, where, word_of
 from agents.models import Agent, JoinToken
-from agents.standing import WORDS, lacks, seen_at, standing, where, word_of
 
 __all__ = ["TONES", "liveness", "seen_at", "where"]
 
@@ -29,7 +29,7 @@ def liveness(agent: Agent) -> SafeString:
     """Up, late or down, by the age of its lease; revoked or clone, whatever its lease says."""
     word, seen = word_of(agent), seen_at(agent)
     heard = f"last heard {seen:%Y-%m-%d %H:%M:%S} UTC" if seen else "never heard since it enrolled"
-    return marks.mark(word, (TONES | BARS)[word], agent.barred_reason if agent.barred else heard)
+    return badges.mark(word, (TONES | BARS)[word], agent.barred_reason if agent.barred else heard)
 
 
 class Liveness(admin.SimpleListFilter):
@@ -86,7 +86,7 @@ class AgentAdmin(ReadOnly):
 
     @display(description="Host", ordering="host__name")
     def shown_host(self, agent: Agent) -> SafeString:
-        return marks.link("host", agent.host_id, agent.host.name)
+        return badges.link("host", agent.host_id, agent.host.name)
 
     @display(description="Liveness", ordering="host__lease__seen_at")
     def shown_liveness(self, agent: Agent) -> SafeString:
@@ -98,31 +98,33 @@ class AgentAdmin(ReadOnly):
 
     @display(description="Last heard", ordering="-host__lease__seen_at")
     def heard(self, agent: Agent) -> SafeString:
-        return marks.ago(seen_at(agent))
+        return badges.ago(seen_at(agent))
 
     @display(description="Boot", ordering="boot_id")
     def shown_boot(self, agent: Agent) -> SafeString:
-        return marks.mono(agent.boot_id)
+        return badges.mono(agent.boot_id)
 
     @display(description="Connected", ordering="-connected_at")
     def connected(self, agent: Agent) -> SafeString:
-        return marks.ago(agent.connected_at)
+        return badges.ago(agent.connected_at)
 
     def has_decide_permission(self, request: HttpRequest) -> bool:
         """Whoever may change agents, decides about them; their rows stay read only."""
-        return permits.may(request, permits.AGENTS, "agents.change_agent")
+        return permissions.may(request, permissions.AGENTS, "agents.change_agent")
 
     @admin.action(description="Revoke: close their connections, let them in no more", permissions=["decide"])
     def revoke(self, request: HttpRequest, agents: QuerySet[Agent]) -> None:
-        self._decide(request, agents, "revoked", lambda agent, by: trust.revoke(agent, by, "revoked in the console"))
+        self._decide(
+            request, agents, "revoked", lambda agent, by: key_revocation.revoke(agent, by, "revoked in the console")
+        )
 
     @admin.action(description="Admit again what was taken for a clone", permissions=["decide"])
     def admit(self, request: HttpRequest, agents: QuerySet[Agent]) -> None:
-        self._decide(request, agents, "admitted", trust.admit)
+        self._decide(request, agents, "admitted", key_revocation.admit)
 
     @admin.action(description="Ask for new keys", permissions=["decide"])
     def rotate(self, request: HttpRequest, agents: QuerySet[Agent]) -> None:
-        self._decide(request, agents, "asked for a new key", trust.ask_rotation)
+        self._decide(request, agents, "asked for a new key", key_revocation.ask_rotation)
 
     def _decide(
         self, request: HttpRequest, agents: QuerySet[Agent], done: str, decide: Callable[[Agent, str], object]
@@ -179,19 +181,19 @@ class JoinTokenAdmin(Listing):
     @display(description="Use")
     def shown_use(self, token: JoinToken) -> SafeString:
         if token.used_at:
-            return marks.mark("used", "good", f"at {token.used_at:%Y-%m-%d %H:%M:%S} UTC")
+            return badges.mark("used", "good", f"at {token.used_at:%Y-%m-%d %H:%M:%S} UTC")
         if token.expires_at < datetime.now(UTC):
-            return marks.mark("expired", "calm")
-        return marks.mark("open", "busy", "waits for its agent")
+            return badges.mark("expired", "calm")
+        return badges.mark("open", "busy", "waits for its agent")
 
     @display(description="Bound key", ordering="public_key")
     def shown_key(self, token: JoinToken) -> SafeString:
-        return marks.mono(token.public_key[:12] and f"{token.public_key[:12]}…")
+        return badges.mono(token.public_key[:12] and f"{token.public_key[:12]}…")
 
     @display(description="Made", ordering="-created_at")
     def created(self, token: JoinToken) -> SafeString:
-        return marks.ago(token.created_at)
+        return badges.ago(token.created_at)
 
     @display(description="Expires", ordering="expires_at")
     def expires(self, token: JoinToken) -> SafeString:
-        return marks.ago(token.expires_at)
+        return badges.ago(token.expires_at)

@@ -18,13 +18,13 @@ from rest_framework.response import Response
 from accelerators.api.browsable import Browsable
 from accelerators.api.json import Json
 from accelerators.api.own import errors
-from accelerators.api.own.representation import Chosen, DeviceReference, HostReference, Url, Why
+from accelerators.api.own.fields import Chosen, DeviceReference, HostReference, Url, Why
 from accelerators.api.own.views import Collection
+from accelerators.domain.states import Source
 from accelerators.models import Device
-from accelerators.states import Source
-from agents import load, trust
+from agents import key_revocation, telemetry
+from agents.liveness import WORDS, seen_at, standing, word_of
 from agents.models import Agent
-from agents.standing import WORDS, seen_at, standing, word_of
 
 
 class AgentFilter(filters.FilterSet):
@@ -94,7 +94,7 @@ class AgentView(Collection):
     def revoke(self, request: Request, **kwargs: str) -> Response:
         """Close its connections, let its key in no more. A new join token, and a new key, bring the host back."""
         reason = self.said(request).get("reason", "")
-        trust.revoke(self.get_object(), self.caller.name, reason, Source.API)
+        key_revocation.revoke(self.get_object(), self.caller.name, reason, Source.API)
         return Response(self.get_serializer(self.get_object()).data)
 
 
@@ -154,6 +154,6 @@ class DeviceUsageView(Collection):
     def retrieve(self, request: Request, **kwargs: str) -> Response:
         """What is known now."""
         device = self.get_object()
-        loads = load.last({device.host_id})
-        told: dict[str, Any] = {"device": device} | load.of_device(loads, device.host_id, device.key)
+        loads = telemetry.last({device.host_id})
+        told: dict[str, Any] = {"device": device} | telemetry.of_device(loads, device.host_id, device.key)
         return self._tagged(request, lambda: self.get_serializer(told).data)

@@ -8,10 +8,12 @@ class AgentsConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
-        from accelerators import commands, delegation, ticks
-        from agents import courier, standing
+        from accelerators.commands import placement_delegation, placing
+        from accelerators.runtime import jobs
+        from agents import liveness
+        from agents.gateway import command_dispatch
 
-        ticks.register("merge", "agents.tasks.merge", cluster="ingest")
-        commands.register(courier.reach)
-        delegation.register(hands=standing.hands)
-        ticks.register("leases", "agents.tasks.watch_leases", cluster="work", timely=True)
+        jobs.register("merge", "agents.tasks.merge", cluster="ingest")
+        placing.register(command_dispatch.reach)
+        placement_delegation.register(hands=liveness.hands)
+        jobs.register("leases", "agents.tasks.watch_leases", cluster="work", timely=True)

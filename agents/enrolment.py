@@ -17,8 +17,8 @@ import msgspec
 from django.db import connection, transaction
 
 from accelerators import conductor
-from accelerators.states import Source
-from agents import credentials, trust, wire
+from accelerators.domain.states import Source
+from agents import credentials, key_revocation, wire
 from agents.models import Agent, JoinToken
 
 CHALLENGE_S = 30.0
@@ -170,7 +170,9 @@ def admit(credential: credentials.Credential, identity: Identity | None) -> Iden
         return identity
     if not credential.token:
         if identity is not None and identity.barred:
-            raise Refused(403, identity.barred, trust.why(identity.barred, identity.barred_reason, identity.host))
+            raise Refused(
+                403, identity.barred, key_revocation.why(identity.barred, identity.barred_reason, identity.host)
+            )
         reason = f"this key belongs to host {identity.host!r}" if identity else "this key is not enrolled"
         raise Refused(403, "not-enrolled", f"{reason}: make a token with `manage.py join_token {credential.host}`")
     return _enrol(credential)
@@ -201,7 +203,7 @@ def _enrol(credential: credentials.Credential) -> Identity:
 def _lift(agent: Agent | None, token: JoinToken, credential: credentials.Credential) -> None:
     """A barred host comes back with a person's new token, and never with a key that was barred."""
     if agent is not None and agent.barred and token.created_by == MACHINE:
-        raise Refused(403, agent.barred, trust.why(agent.barred, agent.barred_reason, credential.host))
+        raise Refused(403, agent.barred, key_revocation.why(agent.barred, agent.barred_reason, credential.host))
     if Agent.objects.filter(public_key=credential.public_key).exclude(barred="").exists():
         sentence = "the token is good, but this key is barred: join with a new key (move identity.key away)"
         raise Refused(403, wire.KEY_BARRED, sentence)

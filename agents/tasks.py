@@ -8,12 +8,15 @@ import logging
 import msgspec
 from django.db import DataError, IntegrityError, connection, transaction
 
-from accelerators import commands, conductor, ticks
-from accelerators.diff import HostReport
-from accelerators.merge import apply
+from accelerators import conductor
+from accelerators.commands import placing
+from accelerators.domain.diff import HostReport
+from accelerators.domain.states import Source
+from accelerators.inventory.merge import apply
 from accelerators.models import Host
-from accelerators.states import Source
-from agents import leases, wire
+from accelerators.runtime import jobs
+from agents import wire
+from agents.gateway import leases
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +42,7 @@ Batch = dict[int, list[HostReport]]
 
 def merge() -> None:
     """The job `merge`: spooled reports become rows, batch by batch, each in one commit."""
-    ticks.run("merge", merge_batch)
+    jobs.run("merge", merge_batch)
 
 
 def watch_leases() -> None:
@@ -69,7 +72,7 @@ def merge_batch() -> bool:
     except (DataError, IntegrityError) as error:
         log.warning("a batch of %d hosts was refused, going host by host: %s", len(batch), error)
         _one_by_one(batch)
-    transaction.on_commit(commands.wake, robust=True)
+    transaction.on_commit(placing.wake, robust=True)
     return True
 
 

@@ -194,7 +194,7 @@ class Command(Message, frozen=True, omit_defaults=True):
     """Something to be done on the host, once for its `id`. `number` orders the commands of all hosts.
 
     `start_s`: begin within so many seconds of its arrival or answer `refused`; `end_s`: then nobody waits any more. For
-    the rest see `drivers.steps.Ask`. An op that the agent does not know is answered `refused`.
+    the rest see `drivers.plan.Ask`. An op that the agent does not know is answered `refused`.
     """
 
     number: Number

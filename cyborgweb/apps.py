@@ -12,18 +12,18 @@ class CyborgwebConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
-        from accelerators import ticks
-        from cyborgweb import deployment  # noqa: F401  (registers its checks)
+        from accelerators.runtime import jobs
+        from cyborgweb.server import deploy_checks  # noqa: F401  (registers its checks)
 
         post_migrate.connect(_migrated, sender=self)
-        ticks.register("messages", "cyborgweb.notify.fanout.run", cluster="work", timely=True)
-        ticks.register("deliveries", "cyborgweb.notify.sender.run", cluster="work", timely=True)
-        ticks.register("mails", "cyborgweb.notify.sender.run_mails", cluster="work", timely=True)
+        jobs.register("messages", "cyborgweb.notify.fanout.run", cluster="work", timely=True)
+        jobs.register("deliveries", "cyborgweb.notify.sender.run", cluster="work", timely=True)
+        jobs.register("mails", "cyborgweb.notify.sender.run_mails", cluster="work", timely=True)
 
 
 def _migrated(**about: Any) -> None:
     """After `migrate`, as far as it went: the groups there are always, with what they may see."""
-    from cyborgweb import roles
+    from cyborgweb.auth import roles
 
     if "plan" in about and "auth" in about["apps"].app_configs:  # Django says it as well when tests empty tables
         for role in roles.ROLES:

@@ -18,14 +18,14 @@ from a2wsgi import WSGIMiddleware  # noqa: E402  (what follows needs Django's re
 from channels.routing import ProtocolTypeRouter, URLRouter  # noqa: E402
 from django.urls import re_path  # noqa: E402
 
-from agents.gateway import Gateway  # noqa: E402
-from agents.imagery import Imagery  # noqa: E402
-from agents.peers import PATH as LOAD_PATH  # noqa: E402
-from agents.peers import Door  # noqa: E402
+from agents.gateway.app import Gateway  # noqa: E402
+from agents.gateway.image_server import Imagery  # noqa: E402
+from agents.gateway.sample_rpc import PATH as LOAD_PATH  # noqa: E402
+from agents.gateway.sample_rpc import Door  # noqa: E402
 from agents.wire import CHALLENGE_PATH, IMAGE_PATH, PATH  # noqa: E402
 from cyborgweb.live.socket import Console  # noqa: E402
 from cyborgweb.live.usage import Usage  # noqa: E402
-from cyborgweb.metrics.served import busy  # noqa: E402
+from cyborgweb.monitoring.served import busy  # noqa: E402
 from cyborgweb.settings.keys import keys  # noqa: E402
 from cyborgweb.wsgi import application as wsgi  # noqa: E402
 

@@ -5,8 +5,8 @@ from django.db import DatabaseError, connection
 from django.http import HttpRequest, HttpResponse, JsonResponse
 from django.urls import include, path, re_path
 
-from cyborgweb.metrics import page
-from cyborgweb.pages import census, inbox, lists, refusals, search, usage
+from cyborgweb.monitoring import page
+from cyborgweb.pages import census, error_pages, inbox, saved_views, search, usage
 
 
 def healthz(request: HttpRequest) -> HttpResponse:
@@ -31,19 +31,19 @@ urlpatterns = [
     path("healthz", healthz),
     path("readyz", readyz),
     path("metrics", page.metrics),
-    re_path("^admin/.*\0", refusals.nowhere),
+    re_path("^admin/.*\0", error_pages.nowhere),
     path("admin/usage/", admin.site.admin_view(usage.page), name="usage"),
     path("admin/census/", admin.site.admin_view(census.page), name="census"),
     path("admin/find/", admin.site.admin_view(search.find), name="find"),
-    path("admin/lists/<str:model>/", admin.site.admin_view(lists.keep), name="list_keep"),
+    path("admin/lists/<str:model>/", admin.site.admin_view(saved_views.keep), name="list_keep"),
     path("admin/inbox/", admin.site.admin_view(inbox.inbox), name="inbox"),
     path("admin/inbox/unread/", admin.site.admin_view(inbox.unread), name="inbox_unread"),
     path("admin/", admin.site.urls),
-    path("help/", include("cyborgweb.help.views")),
-    re_path(r"^api(?:/|$)", include("cyborgweb.api")),
+    path("help/", include("cyborgweb.manual.views")),
+    re_path(r"^api(?:/|$)", include("cyborgweb.api.root")),
     re_path(r"^accelerator(?:/|$)", include("accelerators.api.v2.urls")),
     re_path(rf"^(?!(?:{OURS})(?:/|$))", include("accelerators.api.v2.urls")),
 ]
-handler400 = "cyborgweb.pages.refusals.bad_request"
-handler403 = "cyborgweb.pages.refusals.permission_denied"
-handler404 = "cyborgweb.pages.refusals.not_found"
+handler400 = "cyborgweb.pages.error_pages.bad_request"
+handler403 = "cyborgweb.pages.error_pages.permission_denied"
+handler404 = "cyborgweb.pages.error_pages.not_found"

@@ -1,7 +1,7 @@
-"""What a driver is. Written to by driver authors; read by `drivers.child`, which runs them.
+"""What a driver is. Written to by driver authors; read by `drivers.isolation.driver_main`, which runs them.
 
 A driver knows one kind of hardware and does nothing itself: it reads through the Machine it is given, and what is to be
-changed it plans as steps. Its process cannot write (`drivers.confine`).
+changed it plans as steps. Its process cannot write (`drivers.isolation.sandbox`).
 docs/writing-a-driver.md teaches it with an example.
 """
 
@@ -13,7 +13,7 @@ from typing import ClassVar, NamedTuple
 from drivers.errors import Unsupported
 from drivers.inventory import Backend, Device, Fault, Sample
 from drivers.machine import Machine
-from drivers.steps import Act, Ask, Plan, Vitals
+from drivers.plan import Act, Ask, Plan, Vitals
 
 API = 1
 """The version of this protocol."""

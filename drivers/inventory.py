@@ -1,6 +1,6 @@
 """The words for hardware that every room shares: frozen structs, no behaviour.
 
-Drivers make them, the agent sends them (`agents.wire`), the conductor stores them (`accelerators.diff`).
+Drivers make them, the agent sends them (`agents.wire`), the conductor stores them (`accelerators.domain.diff`).
 Sizes are bounded here because a report comes from a host that may be hostile (promise X5).
 Shapes follow upstream's driver objects (contract sections 5.1, 6.3, 8.1), plus health `status`. What has its default is
 not sent: that makes a report a fifth smaller.

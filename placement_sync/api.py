@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import django_filters as filters
 
-from accelerators.api.own.representation import Chosen, DeviceReference, HostReference, Url
+from accelerators.api.own.fields import Chosen, DeviceReference, HostReference, Url
 from accelerators.api.own.views import Collection
 from placement_sync.models import Discrepancy, Kind
 

@@ -16,29 +16,40 @@ class PlacementSyncConfig(AppConfig):
         from django.conf import settings
         from django.utils.module_loading import import_string
 
-        from accelerators import attachments, delegation, fetching, safety, ticks
+        from accelerators import safety
         from accelerators.api.own import instances
-        from placement_sync import attaching, witness, writers
+        from accelerators.commands import placement_delegation
+        from accelerators.images import download
+        from accelerators.runtime import jobs
+        from accelerators.workflows import attachments
         from placement_sync.glance import Glance
-        from placement_sync.nova import Nova
+        from placement_sync.jobs import attachments as attaching
+        from placement_sync.jobs import holder_checks, writer_election
+        from placement_sync.nova.client import Nova
 
         def session() -> Any:
             return import_string(settings.SERVICE_SESSION)()
 
         keys = settings.KEYS
-        delegation.register(epoch=writers.epoch)
+        placement_delegation.register(epoch=writer_election.epoch)
         # What was attached while there was a cloud is detached without one, too.
-        ticks.register("attachments", "placement_sync.attaching.run", cluster="work", timely=True, intent="attachment")
+        jobs.register(
+            "attachments", "placement_sync.jobs.attachments.run", cluster="work", timely=True, intent="attachment"
+        )
         if keys.nova_endpoint != "off":
             instances.register(Nova(session, keys.nova_endpoint))
         if keys.has_cloud and keys.placement_endpoint != "off":
-            ticks.register("placement", "placement_sync.tasks.run", cluster="work", timely=True, intent="provider")
-            ticks.register("faults", "placement_sync.faults.run", cluster="work", timely=True)
-            safety.register("placement", witness.allocations)
+            jobs.register(
+                "placement", "placement_sync.jobs.providers.run", cluster="work", timely=True, intent="provider"
+            )
+            jobs.register("faults", "placement_sync.jobs.discrepancies.run", cluster="work", timely=True)
+            safety.register("placement", holder_checks.allocations)
         if keys.has_cloud and keys.nova_endpoint != "off":
-            ticks.register("notices", "placement_sync.tell.run", cluster="work", timely=True, intent="notice")
-            ticks.register("instances", "placement_sync.watcher.run", cluster="work", timely=True)
+            jobs.register(
+                "notices", "placement_sync.nova.notices_job.run", cluster="work", timely=True, intent="notice"
+            )
+            jobs.register("instances", "placement_sync.nova.deleted_instances.run", cluster="work", timely=True)
             attachments.register(attaching.look)
-            safety.register("nova", witness.instances)
+            safety.register("nova", holder_checks.instances)
         if settings.KEYS.glance_endpoint != "off":
-            fetching.register(Glance(session, settings.KEYS.glance_endpoint))
+            download.register(Glance(session, settings.KEYS.glance_endpoint))

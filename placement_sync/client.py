@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from urllib.parse import quote
 
-from placement_sync.claims import Consumer
+from placement_sync.allocations import Consumer
 from placement_sync.reconcile import Inventory, Observed
 
 TIMEOUT_S = 10.0

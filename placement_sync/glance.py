@@ -1,7 +1,7 @@
 """Images of Glance, through openstacksdk and the service user's session. Free of Django.
 
-`placement_sync.apps` registers it as the image service of `accelerators.fetching`. It asks for no more than three
-things: an image by its id, the images with a function, the bytes of an image from some point on.
+`placement_sync.apps` registers it as the image service of `accelerators.images.download`. It asks for no more than
+three things: an image by its id, the images with a function, the bytes of an image from some point on.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from accelerators.fetching import ALGORITHMS, Away, Offer, Unusable
-from accelerators.groups import FUNCTION
-from accelerators.images import CHUNK, MAX_KEY, MAX_PROPERTIES, MAX_VALUE
+from accelerators.domain.groups import FUNCTION
+from accelerators.images.download import ALGORITHMS, Away, Offer, Unusable
+from accelerators.images.store import CHUNK, MAX_KEY, MAX_PROPERTIES, MAX_VALUE
 from drivers.configuration import ConfigurationError
 
 READY, COMING = "active", ("queued", "saving", "uploading", "importing")

@@ -1,6 +1,7 @@
 """What Placement shall show of a host's deployables. Pure, free of Django: it ships to compute hosts too.
 
-Called by `placement_sync.tasks` with what the conductor stores. Names, ids, classes and traits are upstream's for the
+Called by `placement_sync.jobs.providers` with what the conductor stores. Names, ids, classes and traits are
+upstream's for the
 same hardware (contract sections 6.2 to 6.4), plus `reserved`: what is not offered is there and cannot be allocated.
 """
 
@@ -10,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from accelerators.providers import provider_uuid
+from accelerators.domain.provider_ids import provider_uuid
 
 CLASS_KEY, TRAIT_KEY = "rc", "trait"
 WORD = re.compile(r"[A-Z0-9_]{1,255}")

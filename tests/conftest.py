@@ -85,9 +85,9 @@ def _single_writer(_guarded_connections: None) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _nothing_is_read_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """As every process knows from its first question on, for a few seconds; so that no test counts that statement."""
-    from cyborgweb import maintenance
+    from cyborgweb.auth import read_only
 
-    monkeypatch.setattr(maintenance, "_known", (float("inf"), None))
+    monkeypatch.setattr(read_only, "_known", (float("inf"), None))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -16,7 +16,7 @@ import pytest
 from django.core.management import get_commands
 
 from cyborgweb.cli.main import cli
-from cyborgweb.help import contents
+from cyborgweb.manual import contents
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

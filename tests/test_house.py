@@ -44,13 +44,14 @@ def test_start_up_does_not_import_what_it_does_not_need() -> None:
 
 @pytest.mark.system
 def test_the_agent_and_the_drivers_never_see_django() -> None:
-    modules = "agents.host.main, agents.credentials, drivers.runner, drivers.catalogue, drivers.pci, drivers.fake"
+    drivers = "drivers.isolation.runner, drivers.catalogue, drivers.pci.functions, drivers.fake.driver"
+    modules = f"agents.host.main, agents.credentials, {drivers}"
     assert python(f"import {modules}, sys; print('django' in sys.modules)") == "False"
 
 
 @pytest.mark.system
 def test_the_supervisor_never_sees_django() -> None:
-    assert python("import cyborgweb.serve, sys; print('django' in sys.modules)") == "False"
+    assert python("import cyborgweb.server.supervisor, sys; print('django' in sys.modules)") == "False"
 
 
 @pytest.mark.django_db
@@ -77,7 +78,7 @@ def test_tests_that_share_a_product_run_in_one_process() -> None:
 
 def test_a_change_selects_its_own_tests() -> None:
     assert changed.selected(["accelerators/admin/devices.py"]) == ["tests/console", changed.ALWAYS]
-    assert changed.selected(["agents/host/link.py", "agents/wire.py"]) == ["tests/agents", changed.ALWAYS]
+    assert changed.selected(["agents/host/connection/link.py", "agents/wire.py"]) == ["tests/agents", changed.ALWAYS]
     assert changed.selected(["tests/system/test_kill.py", "tests/qemu/boot.py"]) == [changed.ALWAYS]
     assert changed.selected(["tests/drivers/tree.py", "manage.py"]) == ["tests/drivers", changed.ALWAYS, "tests/web"]
     assert changed.selected(["tests/agents/host/standin.py"]) == ["tests/agents", changed.ALWAYS]

@@ -17,7 +17,7 @@ from django.db import models
 from django.db.migrations import operations as step
 from django.db.migrations.loader import MigrationLoader
 
-from cyborgweb import roles
+from cyborgweb.auth import roles
 
 FORMER = {
     "accelerators": "0006_images",

@@ -3,6 +3,26 @@
 Loaded by Django's admin. Pages that show more than one room live in `cyborgweb.pages`.
 """
 
-from accelerators.admin import attachments, bulks, commands, devices, drivers, hosts, records, requests, rules
+from accelerators.admin import (
+    admission_rules,
+    attachments,
+    bulk_actions,
+    commands,
+    devices,
+    drivers,
+    hosts,
+    records,
+    requests,
+)
 
-__all__ = ["attachments", "bulks", "commands", "devices", "drivers", "hosts", "records", "requests", "rules"]
+__all__ = [
+    "admission_rules",
+    "attachments",
+    "bulk_actions",
+    "commands",
+    "devices",
+    "drivers",
+    "hosts",
+    "records",
+    "requests",
+]

@@ -15,13 +15,15 @@ from django.utils.dateparse import parse_datetime
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
-from accelerators import attachments, hotplug
-from accelerators.admin import decisions, marks, permits
-from accelerators.admin.listing import ReadOnly
-from accelerators.lifecycle import MAX_REASON
+from accelerators.admin import device_actions
+from accelerators.devices.lifecycle import MAX_REASON
+from accelerators.domain import libvirt_xml
+from accelerators.domain.errors import Reason, Refused
+from accelerators.domain.states import Source
 from accelerators.models import Attachment, DeviceProfile, Intent
-from accelerators.refusals import Reason, Refused
-from accelerators.states import Source
+from accelerators.ui import badges, permissions
+from accelerators.ui.changelist import ReadOnly
+from accelerators.workflows import attachments
 
 STATES = {
     "asked": "calm",
@@ -50,11 +52,11 @@ class AttachmentAdmin(ReadOnly):
     empty = "Nothing was attached to a running instance yet. Nova's own requests are below Requests."
 
     def has_view_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
-        return super().has_view_permission(request, obj) or permits.may(request, permits.ATTACH)
+        return super().has_view_permission(request, obj) or permissions.may(request, permissions.ATTACH)
 
     @display(description="Attachment", ordering="uuid")
     def shown_uuid(self, row: Attachment) -> SafeString:
-        return marks.short(row.uuid)
+        return badges.short(row.uuid)
 
     @display(description="State", ordering="state")
     def shown_state(self, row: Attachment) -> SafeString:
@@ -62,11 +64,11 @@ class AttachmentAdmin(ReadOnly):
 
     @display(description="Instance", ordering="instance")
     def shown_instance(self, row: Attachment) -> SafeString:
-        return marks.short(row.instance)
+        return badges.short(row.instance)
 
     @display(description="What")
     def what(self, row: Attachment) -> SafeString | str:
-        return row.profile or marks.short(row.device)
+        return row.profile or badges.short(row.device)
 
     @display(description="By", ordering="actor")
     def by(self, row: Attachment) -> str:
@@ -74,7 +76,7 @@ class AttachmentAdmin(ReadOnly):
 
     @display(description="When", ordering="-id")
     def when(self, row: Attachment) -> SafeString:
-        return marks.ago(row.created_at)
+        return badges.ago(row.created_at)
 
     def get_urls(self) -> list[Any]:
         ask = self.admin_site.admin_view(self.ask_view)
@@ -82,11 +84,11 @@ class AttachmentAdmin(ReadOnly):
 
     def ask_view(self, request: HttpRequest) -> HttpResponse:
         """GET: the form. POST: have it attached, and show how far it is."""
-        permits.require(request, permits.ATTACH)
+        permissions.require(request, permissions.ATTACH)
         if request.method == "POST":
             try:
                 row = _ask(request)
-                return HttpResponseRedirect(marks.page("attachment", row.pk))
+                return HttpResponseRedirect(badges.page("attachment", row.pk))
             except Refused as refused:
                 messages.error(request, refused.text)
         context = self.admin_site.each_context(request) | {
@@ -117,30 +119,30 @@ class AttachmentAdmin(ReadOnly):
             "opts": self.opts,
             "row": row,
             "state": state(row),
-            "created": marks.ago(row.created_at),
-            "host": marks.link("host", row.host, row.host),
-            "steps": [(marks.ago(parse_datetime(one["at"])), one["step"], one["text"]) for one in row.steps],
+            "created": badges.ago(row.created_at),
+            "host": badges.link("host", row.host, row.host),
+            "steps": [(badges.ago(parse_datetime(one["at"])), one["step"], one["text"]) for one in row.steps],
             "waiting": waiting,
-            "hotplug": hotplug.sentence(handles, row.host),
-            "libvirt": hotplug.elements(handles),
+            "hotplug": libvirt_xml.sentence(handles, row.host),
+            "libvirt": libvirt_xml.elements(handles),
             "open": row.state not in attachments.TAKEN_BACK,
             "longest": MAX_REASON,
         }
-        context |= permits.page(request, permits.DETACH)
+        context |= permissions.page(request, permissions.DETACH)
         return TemplateResponse(request, "accelerators/attachment.html", context)
 
     def _detach(self, request: HttpRequest, row: Attachment) -> HttpResponse:
-        permits.require(request, permits.DETACH)
+        permissions.require(request, permissions.DETACH)
         try:
-            attachments.detach(row.uuid, decisions.person(request), request.POST.get("reason", ""), Source.PERSON)
+            attachments.detach(row.uuid, device_actions.person(request), request.POST.get("reason", ""), Source.PERSON)
         except Refused as refused:
             messages.error(request, refused.text)
-        return HttpResponseRedirect(marks.page("attachment", row.pk))
+        return HttpResponseRedirect(badges.page("attachment", row.pk))
 
 
 def state(row: Attachment) -> SafeString:
     """As a word."""
-    return marks.mark(row.state, STATES[row.state], row.fault)
+    return badges.mark(row.state, STATES[row.state], row.fault)
 
 
 def _ask(request: HttpRequest) -> Attachment:
@@ -150,4 +152,4 @@ def _ask(request: HttpRequest) -> Attachment:
     except ValueError:
         raise Refused(Reason.INVALID, "An instance and a device are named by their uuids.") from None
     more: Any = {"profile": said["profile"], "device": device, "reason": request.POST.get("reason", "")}
-    return attachments.ask(instance, decisions.person(request), source=Source.PERSON, **more)
+    return attachments.ask(instance, device_actions.person(request), source=Source.PERSON, **more)

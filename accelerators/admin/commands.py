@@ -17,10 +17,10 @@ from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
-from accelerators.admin import marks, timeline
-from accelerators.admin.listing import ReadOnly
 from accelerators.models import Command, Device, Event, Host
 from accelerators.models.commands import OPEN
+from accelerators.ui import badges, timeline
+from accelerators.ui.changelist import ReadOnly
 
 LATELY = 8
 """So many of the newest are shown on the page of a device or host; the list has them all."""
@@ -92,7 +92,7 @@ class CommandAdmin(ReadOnly):
 
     @display(description="Host", ordering="host__name")
     def shown_host(self, command: Command) -> SafeString:
-        return marks.link("host", command.host_id, command.host.name)
+        return badges.link("host", command.host_id, command.host.name)
 
     @display(description="By, and why", ordering="actor")
     def by(self, command: Command) -> SafeString:
@@ -158,20 +158,20 @@ class CommandAdmin(ReadOnly):
 
 def state(command: Command) -> SafeString:
     """As a word."""
-    return marks.mark(command.state, marks.COMMAND_STATES[command.state], command.text)
+    return badges.mark(command.state, badges.COMMAND_STATES[command.state], command.text)
 
 
 def device(command: Command) -> SafeString | str:
     """Its device: a link while there is one, its name as it was when it is gone."""
     if command.device_id:
-        return marks.link("device", command.device_id, command.device_name)
-    return command.device_name or marks.NOTHING
+        return badges.link("device", command.device_id, command.device_name)
+    return command.device_name or badges.NOTHING
 
 
 def when(command: Command) -> SafeString:
     """Since when, and how long it took."""
-    took = format_html(' <span class="faint">took {}</span>', marks.lasted(command.created_at, command.ended_at))
-    return format_html("{}{}", marks.ago(command.created_at), took if command.ended_at else "")
+    took = format_html(' <span class="faint">took {}</span>', badges.lasted(command.created_at, command.ended_at))
+    return format_html("{}{}", badges.ago(command.created_at), took if command.ended_at else "")
 
 
 def result(command: Command) -> SafeString:
@@ -179,7 +179,7 @@ def result(command: Command) -> SafeString:
     if command.ended_at:
         return format_html('<span class="reason">{}</span>', command.text or command.outcome)
     if command.started_at or command.percent:
-        return marks.progress(command.percent, command.progress)
+        return badges.progress(command.percent, command.progress)
     return format_html('<span class="reason">{}</span>', command.progress or waits(command))
 
 
@@ -208,14 +208,16 @@ def standing(command: Command) -> dict[str, Any]:
     return {
         "command": command,
         "state": state(command),
-        "took": marks.lasted(command.created_at, command.ended_at),
-        "bar": marks.progress(command.percent, command.progress) if command.started_at and not command.ended_at else "",
+        "took": badges.lasted(command.created_at, command.ended_at),
+        "bar": badges.progress(command.percent, command.progress)
+        if command.started_at and not command.ended_at
+        else "",
         "waits": "" if command.ended_at else waits(command),
         "stages": [
             {
                 "name": name,
-                "at": marks.ago(at) if at else "",
-                "glyph": marks.GLYPHS["good" if at else "busy" if n == next_one else "calm"],
+                "at": badges.ago(at) if at else "",
+                "glyph": badges.GLYPHS["good" if at else "busy" if n == next_one else "calm"],
                 "note": "" if at or n != next_one or command.ended_at else note,
             }
             for n, (name, at, note) in enumerate(stages)

@@ -16,11 +16,20 @@ from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
-from accelerators import lifecycle
-from accelerators.admin import cards, commands, decisions, marks, orders, permits, picture, stored, timeline, units
+from accelerators.admin import (
+    agent_actions,
+    commands,
+    device_actions,
+    device_summaries,
+    partitioning,
+    raw_inventory,
+    topology_svg,
+)
 from accelerators.admin.filters import Draining, Driver, Freshness
-from accelerators.admin.listing import ReadOnly
+from accelerators.devices import lifecycle
 from accelerators.models import AttachHandle, Deployable, Device, Event
+from accelerators.ui import badges, permissions, timeline
+from accelerators.ui.changelist import ReadOnly
 
 HANDLES = 256
 """So many attach handles are shown on a device's page, those that somebody holds first; the list has them all."""
@@ -46,7 +55,7 @@ class DeviceAdmin(ReadOnly):
     )
     list_display_links = ("shown_model",)
     list_filter = ("state", "status", "type", Freshness, Draining, Driver)
-    actions = (*decisions.of_list(), units.of_list)
+    actions = (*device_actions.of_list(), partitioning.of_list)
     list_select_related = ("host",)
     ordering = ("host_id", "key")
     search_fields = (
@@ -70,15 +79,15 @@ class DeviceAdmin(ReadOnly):
 
     @display(description="State", ordering="state")
     def shown_state(self, device: Device) -> SafeString:
-        return marks.marks(
-            marks.state(device.state, device.state_reason),
-            marks.draining(device.drain_to),
-            marks.stale(device.host.why_stale(device.driver, device.backend)),
+        return badges.marks(
+            badges.state(device.state, device.state_reason),
+            badges.draining(device.drain_to),
+            badges.stale(device.host.why_stale(device.driver, device.backend)),
         )
 
     @display(description="Health", ordering="status")
     def shown_health(self, device: Device) -> SafeString:
-        return marks.health(device.status, device.status_reason)
+        return badges.health(device.status, device.status_reason)
 
     @display(description="Model", ordering="model")
     def shown_model(self, device: Device) -> SafeString:
@@ -86,19 +95,19 @@ class DeviceAdmin(ReadOnly):
 
     @display(description="Address", ordering="address")
     def shown_address(self, device: Device) -> SafeString:
-        return marks.mono(device.address or device.key)
+        return badges.mono(device.address or device.key)
 
     @display(description="Host", ordering="host__name")
     def shown_host(self, device: Device) -> SafeString:
-        return marks.link("host", device.host_id, device.host.name)
+        return badges.link("host", device.host_id, device.host.name)
 
     @display(description="Since", ordering="-state_since")
     def since(self, device: Device) -> SafeString:
-        return marks.ago(device.state_since)
+        return badges.ago(device.state_since)
 
     def has_decide_permission(self, request: HttpRequest) -> bool:
         """Asked by Django about every action of the list."""
-        return permits.may(request)
+        return permissions.may(request)
 
     def get_urls(self) -> list[Any]:
         decide, order = (self.admin_site.admin_view(view) for view in (self.decide_view, self.order_view))
@@ -111,15 +120,15 @@ class DeviceAdmin(ReadOnly):
 
     def decide_view(self, request: HttpRequest, object_id: str) -> HttpResponse:
         """The buttons of a device's page that move it."""
-        return self._posted(decisions.one, request, object_id)
+        return self._posted(device_actions.one, request, object_id)
 
     def order_view(self, request: HttpRequest, object_id: str) -> HttpResponse:
         """Those that ask something of its agent."""
-        return self._posted(orders.post, request, object_id)
+        return self._posted(agent_actions.post, request, object_id)
 
     def units_view(self, request: HttpRequest) -> HttpResponse:
         """How many units one device or many are divided into."""
-        return units.view(self, request)
+        return partitioning.view(self, request)
 
     def _posted(self, act: Callable[..., HttpResponse], request: HttpRequest, object_id: str) -> HttpResponse:
         device = self.get_object(request, object_id)
@@ -137,40 +146,40 @@ class DeviceAdmin(ReadOnly):
         if request.method not in ("GET", "HEAD") or not self.has_view_permission(request, device):
             raise PermissionDenied
         events = Event.objects.filter(subject=device.uuid)[: timeline.ROWS]
-        (card,) = cards.of([device], HANDLES)
+        (card,) = device_summaries.of([device], HANDLES)
         held = card.held
-        offered = orders.possible(request, device, held)
-        deployables, may = _inside(device, card), permits.page(request)
+        offered = agent_actions.possible(request, device, held)
+        deployables, may = _inside(device, card), permissions.page(request)
         context = self.admin_site.each_context(request) | {
             "title": device.model,
             "opts": self.opts,
             "device": device,
-            "state": marks.state(device.state),
-            "health": marks.health(device.status),
-            "stale": marks.stale(stale := device.host.why_stale(device.driver, device.backend)),
+            "state": badges.state(device.state),
+            "health": badges.health(device.status),
+            "stale": badges.stale(stale := device.host.why_stale(device.driver, device.backend)),
             "why_stale": stale,
-            "state_since": marks.ago(device.state_since),
-            "status_since": marks.ago(device.status_since),
-            "reported": marks.ago(device.host.reported_at),
-            "picture": picture.device(card),
-            "legend": picture.legend([card]),
+            "state_since": badges.ago(device.state_since),
+            "status_since": badges.ago(device.status_since),
+            "reported": badges.ago(device.host.reported_at),
+            "picture": topology_svg.device(card),
+            "legend": topology_svg.legend([card]),
             "deployables": deployables,
             "hidden": card.hidden.total(),
             "handles_url": handles_of(device),
             "held": held,
             "total": card.counts.total(),
-            "draining": marks.draining(device.drain_to, held),
-            "choices": decisions.possible(device, held) if may["may"] else [],
-            "impossible": decisions.impossible(device, held) if may["may"] else [],
+            "draining": badges.draining(device.drain_to, held),
+            "choices": device_actions.possible(device, held) if may["may"] else [],
+            "impossible": device_actions.impossible(device, held) if may["may"] else [],
             "to_install": device.to_install.splitlines(),
             "acts": offered,
-            "images": orders.images(offered),
+            "images": agent_actions.images(offered),
             "longest": lifecycle.MAX_REASON,
-            "signals": stored.signals(request, device),
-            "stored": stored.inventory(device, deployables),
+            "signals": raw_inventory.signals(request, device),
+            "stored": raw_inventory.inventory(device, deployables),
             "events": timeline.rows(events),
         }
-        context |= may | commands.of(request, device) | units.of_device(request, device)
+        context |= may | commands.of(request, device) | partitioning.of_device(request, device)
         return TemplateResponse(request, "accelerators/device.html", context | self.beside(device))
 
     def beside(self, device: Device) -> dict[str, Any]:
@@ -181,7 +190,7 @@ class DeviceAdmin(ReadOnly):
         return super().get_queryset(request).select_related("host")
 
 
-def _inside(device: Device, card: picture.Card) -> list[dict[str, Any]]:
+def _inside(device: Device, card: topology_svg.Card) -> list[dict[str, Any]]:
     """A device's deployables with their attributes and those handles that are shown; two statements."""
     numbers = {"handles": Count("attach_handles"), "held": Count("attach_handles__request")}
     found = device.deployables.annotate(**numbers).order_by("id").prefetch_related("attributes")
@@ -190,13 +199,13 @@ def _inside(device: Device, card: picture.Card) -> list[dict[str, Any]]:
             "deployable": deployable,
             "attributes": deployable.attributes.all(),
             "units": [
-                {"unit": unit, "state": picture.mark(unit.state), "instance_url": requests_of(unit.instance)}
+                {"unit": unit, "state": topology_svg.mark(unit.state), "instance_url": requests_of(unit.instance)}
                 for unit in card.units
                 if unit.part == deployable.pk
             ],
             "held": deployable.held,
             "handles": deployable.handles,
-            "missing_since": marks.ago(deployable.missing_since) if deployable.missing_since else "",
+            "missing_since": badges.ago(deployable.missing_since) if deployable.missing_since else "",
         }
         for deployable in found
     ]
@@ -245,11 +254,11 @@ class DeployableAdmin(ReadOnly):
 
     @display(description="Device", ordering="device__model")
     def shown_device(self, deployable: Deployable) -> SafeString:
-        return marks.link("device", deployable.device_id, deployable.device)
+        return badges.link("device", deployable.device_id, deployable.device)
 
     @display(description="Host", ordering="device__host__name")
     def shown_host(self, deployable: Deployable) -> SafeString:
-        return marks.link("host", deployable.device.host_id, deployable.device.host.name)
+        return badges.link("host", deployable.device.host_id, deployable.device.host.name)
 
     @display(description="Presence", ordering="missing_since")
     def shown_missing(self, deployable: Deployable) -> SafeString:
@@ -319,32 +328,34 @@ class AttachHandleAdmin(ReadOnly):
     @display(description="Handle", ordering="attach_info")
     def shown_name(self, handle: AttachHandle) -> SafeString:
         return format_html(
-            '<span class="mono" title="{}">{}</span>', handle.attach_info, marks.handle(handle.attach_info)
+            '<span class="mono" title="{}">{}</span>', handle.attach_info, badges.handle(handle.attach_info)
         )
 
     @display(description="Held by")
     def shown_holder(self, handle: AttachHandle) -> SafeString:
         request = holder(handle)
         if handle.not_offered and not request:
-            return marks.mark("not offered", "calm", handle.not_offered)
-        return marks.link("acceleratorrequest", request.pk, str(request)[:8]) if request else marks.mark("free", "calm")
+            return badges.mark("not offered", "calm", handle.not_offered)
+        return (
+            badges.link("acceleratorrequest", request.pk, str(request)[:8]) if request else badges.mark("free", "calm")
+        )
 
     @display(description="Instance")
     def instance(self, handle: AttachHandle) -> SafeString:
-        return marks.short(getattr(holder(handle), "instance_uuid", None))
+        return badges.short(getattr(holder(handle), "instance_uuid", None))
 
     @display(description="Project")
     def project(self, handle: AttachHandle) -> SafeString:
-        return marks.short(getattr(holder(handle), "project_id", None))
+        return badges.short(getattr(holder(handle), "project_id", None))
 
     @display(description="Device")
     def shown_device(self, handle: AttachHandle) -> SafeString:
-        return marks.link("device", handle.deployable.device_id, handle.deployable.device)
+        return badges.link("device", handle.deployable.device_id, handle.deployable.device)
 
     @display(description="Host")
     def shown_host(self, handle: AttachHandle) -> SafeString:
         device = handle.deployable.device
-        return marks.link("host", device.host_id, device.host.name)
+        return badges.link("host", device.host_id, device.host.name)
 
     @display(description="Presence", ordering="missing_since")
     def shown_missing(self, handle: AttachHandle) -> SafeString:
@@ -354,5 +365,5 @@ class AttachHandleAdmin(ReadOnly):
 def presence(missing_since: Any) -> SafeString:
     """Whether its driver still names it."""
     if missing_since is None:
-        return marks.mark("present", "good")
-    return marks.mark("missing", "warn", f"since {missing_since:%Y-%m-%d %H:%M:%S} UTC")
+        return badges.mark("present", "good")
+    return badges.mark("missing", "warn", f"since {missing_since:%Y-%m-%d %H:%M:%S} UTC")

@@ -1,6 +1,6 @@
 """Drivers: their list, what is wanted beside what was seen; the page of one, which begins a rollout; and of that.
 
-A driver's page asks for one host, or for all where the driver runs; `accelerators.rollouts` does it.
+A driver's page asks for one host, or for all where the driver runs; `accelerators.workflows.driver_rollouts` does it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from django.utils.safestring import SafeString
 from django.utils.text import Truncator
 from unfold.decorators import display
 
-from accelerators import rollouts
-from accelerators.admin import decisions, marks, permits, timeline
-from accelerators.admin.listing import ReadOnly
-from accelerators.commands import MAX_REASON
+from accelerators.admin import device_actions
+from accelerators.commands.placing import MAX_REASON
+from accelerators.domain.errors import Reason, Refused
+from accelerators.domain.states import DriverState, RolloutOp, RolloutState, Source, StepState
 from accelerators.models import Event, HostDriver, Rollout, RolloutStep
-from accelerators.refusals import Reason, Refused
-from accelerators.states import DriverState, RolloutOp, RolloutState, Source, StepState
-from accelerators.wishes import Change
+from accelerators.ui import badges, permissions, timeline
+from accelerators.ui.changelist import ReadOnly
+from accelerators.workflows import driver_rollouts
+from accelerators.workflows.driver_config import Change
 
 ROWS = 200
 """So many hosts of a rollout are shown, those that failed first; all are counted."""
@@ -79,7 +80,7 @@ class DriverAdmin(ReadOnly):
 
     @display(description="Host", ordering="place")
     def shown_host(self, row: HostDriver) -> SafeString:
-        return marks.link("host", row.host_id, row.host.name)
+        return badges.link("host", row.host_id, row.host.name)
 
     @display(description="Seen", ordering="state")
     def shown_seen(self, row: HostDriver) -> SafeString:
@@ -91,7 +92,7 @@ class DriverAdmin(ReadOnly):
 
     @display(description="Drift", ordering="drifts")
     def shown_drift(self, row: HostDriver) -> SafeString | str:
-        return drift(row) or marks.NOTHING
+        return drift(row) or badges.NOTHING
 
     @display(description="What it says")
     def said(self, row: HostDriver) -> str:
@@ -108,7 +109,7 @@ class DriverAdmin(ReadOnly):
             raise PermissionDenied
         if request.method == "POST":
             try:
-                return HttpResponseRedirect(marks.page("rollout", _begin(request, row).uuid))
+                return HttpResponseRedirect(badges.page("rollout", _begin(request, row).uuid))
             except Refused as refused:
                 messages.error(request, refused.text)
         wish = row.wanted
@@ -123,13 +124,13 @@ class DriverAdmin(ReadOnly):
             "settings": request.POST.get("settings", settings),
             "reason": request.POST.get("reason", ""),
             "runs": row.state not in ("disabled", "absent"),
-            "since": marks.ago((row.said or {}).get("since")),
+            "since": badges.ago((row.said or {}).get("since")),
             "longest": MAX_REASON,
-            "parallel": rollouts.PARALLEL,
+            "parallel": driver_rollouts.PARALLEL,
             "rollouts": [(rollout, state(rollout)) for rollout in _of(row)],
             "events": timeline.rows(Event.objects.filter(subject=row.wish.uuid)[: timeline.ROWS] if row.wish else []),
         }
-        context |= permits.page(request, permits.ROLLOUT)
+        context |= permissions.page(request, permissions.ROLLOUT)
         return TemplateResponse(request, "accelerators/driver.html", context)
 
 
@@ -160,7 +161,7 @@ class RolloutAdmin(ReadOnly):
 
     @display(description="Hosts")
     def shown_counts(self, rollout: Rollout) -> SafeString:
-        return marks.marks(*_counts({word: getattr(rollout, f"{word}_steps") for word in StepState}))
+        return badges.marks(*_counts({word: getattr(rollout, f"{word}_steps") for word in StepState}))
 
     @display(description="By, and why", ordering="actor")
     def by(self, rollout: Rollout) -> SafeString:
@@ -168,7 +169,7 @@ class RolloutAdmin(ReadOnly):
 
     @display(description="When", ordering="-id")
     def when(self, rollout: Rollout) -> SafeString:
-        return marks.ago(rollout.created_at)
+        return badges.ago(rollout.created_at)
 
     def get_urls(self) -> list[Any]:
         now = self.admin_site.admin_view(self.now_view)
@@ -192,11 +193,11 @@ class RolloutAdmin(ReadOnly):
         if not self.has_view_permission(request, rollout):
             raise PermissionDenied
         if request.method == "POST":
-            permits.require(request, permits.ROLLOUT)
-            rollouts.cancel(rollout, decisions.person(request))
-            return HttpResponseRedirect(marks.page("rollout", rollout.uuid))
+            permissions.require(request, permissions.ROLLOUT)
+            driver_rollouts.cancel(rollout, device_actions.person(request))
+            return HttpResponseRedirect(badges.page("rollout", rollout.uuid))
         context = self.admin_site.each_context(request) | standing(rollout)
-        context |= {"title": str(rollout), "opts": self.opts} | permits.page(request, permits.ROLLOUT)
+        context |= {"title": str(rollout), "opts": self.opts} | permissions.page(request, permissions.ROLLOUT)
         context |= {"settings": "" if rollout.settings is None else json.dumps(rollout.settings, indent=2)}
         return TemplateResponse(request, "accelerators/rollout.html", context)
 
@@ -205,7 +206,7 @@ def seen(row: HostDriver) -> SafeString:
     """How its agent says it stands."""
     said = row.said or {}
     version = f" {said['version']}" if said.get("version") else ""
-    return marks.mark(f"{row.state}{version}", SEEN[row.state], said.get("error", ""))
+    return badges.mark(f"{row.state}{version}", SEEN[row.state], said.get("error", ""))
 
 
 def wanted(row: HostDriver) -> SafeString:
@@ -221,17 +222,17 @@ def drift(row: HostDriver) -> SafeString | str:
     if not row.drifts or row.wish is None:
         return ""
     applied = (row.said or {}).get("generation", 0)
-    return marks.mark("drifts", "warn", f"wanted is generation {row.wish.generation}, its agent has {applied}")
+    return badges.mark("drifts", "warn", f"wanted is generation {row.wish.generation}, its agent has {applied}")
 
 
 def state(rollout: Rollout) -> SafeString:
     """As a word."""
-    return marks.mark(rollout.state, STATES[rollout.state])
+    return badges.mark(rollout.state, STATES[rollout.state])
 
 
 def standing(rollout: Rollout) -> dict[str, Any]:
     """For `rollout_now.html`: how far it is, host by host."""
-    stand = rollouts.counts(rollout)
+    stand = driver_rollouts.counts(rollout)
     over = sum(number for word, number in stand.items() if word not in (StepState.WAITING, StepState.ORDERED))
     order = {word: place for place, word in enumerate(("failed", "ordered", "done", "waiting", "skipped"))}
     first = Case(*(When(state=word, then=place) for word, place in order.items()), default=9)
@@ -242,9 +243,9 @@ def standing(rollout: Rollout) -> dict[str, Any]:
         "running": running,
         "can_cancel": rollout.state == RolloutState.RUNNING and running,
         "state": state(rollout),
-        "bar": marks.progress(100 * over // max(rollout.total, 1), f"{over} of {rollout.total}") if running else "",
+        "bar": badges.progress(100 * over // max(rollout.total, 1), f"{over} of {rollout.total}") if running else "",
         "counts": _counts(stand),
-        "took": marks.lasted(rollout.created_at, rollout.ended_at),
+        "took": badges.lasted(rollout.created_at, rollout.ended_at),
         "rows": [_row(one) for one in steps],
         "left": max(0, rollout.total - len(steps)),
         "piece": reverse("admin:accelerators_rollout_now", args=[rollout.pk]) if running else "",
@@ -252,13 +253,13 @@ def standing(rollout: Rollout) -> dict[str, Any]:
 
 
 def _row(one: RolloutStep) -> dict[str, Any]:
-    host = marks.link("host", one.host_id, one.host_name) if one.host_id else one.host_name
-    command = marks.link("command", one.command_id, "command") if one.command_id else ""
-    return {"host": host, "state": marks.mark(one.state, STEPS[one.state]), "text": one.text, "command": command}
+    host = badges.link("host", one.host_id, one.host_name) if one.host_id else one.host_name
+    command = badges.link("command", one.command_id, "command") if one.command_id else ""
+    return {"host": host, "state": badges.mark(one.state, STEPS[one.state]), "text": one.text, "command": command}
 
 
 def _counts(stand: Any) -> list[SafeString]:
-    return [marks.mark(f"{stand[word]} {word}", STEPS[word]) for word in StepState if stand[word]]
+    return [badges.mark(f"{stand[word]} {word}", STEPS[word]) for word in StepState if stand[word]]
 
 
 def _of(row: HostDriver) -> QuerySet[Rollout]:
@@ -268,7 +269,7 @@ def _of(row: HostDriver) -> QuerySet[Rollout]:
 
 def _begin(request: HttpRequest, row: HostDriver) -> Rollout:
     """What a button of a driver's page asks for. Raises Refused."""
-    permits.require(request, permits.ROLLOUT)
+    permissions.require(request, permissions.ROLLOUT)
     if request.POST.get("do") not in BUTTONS:
         raise PermissionDenied("That cannot be asked here; go back and try again.")
     op, enabled = BUTTONS[request.POST["do"]]
@@ -282,14 +283,14 @@ def _begin(request: HttpRequest, row: HostDriver) -> Rollout:
         if not isinstance(settings, dict):
             raise Refused(Reason.INVALID, "Settings are a JSON object. Nothing was done.")
     every = {"all": True} if op is RolloutOp.INSTALL else {"driver": row.driver}
-    hosts = rollouts.choose(selector=every) if request.POST.get("where") == "all" else [row.host]
+    hosts = driver_rollouts.choose(selector=every) if request.POST.get("where") == "all" else [row.host]
     most = request.POST.get("max_parallel", "")
-    parallel = int(most) if most.isdecimal() and len(most) < 4 else rollouts.PARALLEL
-    return rollouts.start(
+    parallel = int(most) if most.isdecimal() and len(most) < 4 else driver_rollouts.PARALLEL
+    return driver_rollouts.start(
         Change(op, row.driver, enabled, settings),
         hosts,
-        decisions.person(request),
-        pace=rollouts.Pace(parallel, "go_on" not in request.POST),
+        device_actions.person(request),
+        pace=driver_rollouts.Pace(parallel, "go_on" not in request.POST),
         reason=request.POST.get("reason", ""),
         source=Source.PERSON,
     )

@@ -16,11 +16,12 @@ from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
-from accelerators import seen
-from accelerators.admin import cards, commands, marks, orders, permits, picture, timeline
-from accelerators.admin.listing import ReadOnly
-from accelerators.lifecycle import MAX_REASON
+from accelerators.admin import agent_actions, commands, device_summaries, topology_svg
+from accelerators.devices.lifecycle import MAX_REASON
+from accelerators.domain import driver_status
 from accelerators.models import Device, Event, Host
+from accelerators.ui import badges, permissions, timeline
+from accelerators.ui.changelist import ReadOnly
 
 DEVICE_ROWS = 64
 """So many devices are drawn and listed on a host's page; the filtered list has them all."""
@@ -77,15 +78,15 @@ class HostAdmin(ReadOnly):
             for backend, said in entry.get("backends", {}).items()
             if said["error"] and name not in failing
         }
-        asked = [name for name, entry in host.drivers.items() if seen.is_on(entry)]
+        asked = [name for name, entry in host.drivers.items() if driver_status.is_on(entry)]
         if not asked:
-            return marks.NOTHING
+            return badges.NOTHING
         if failing or ailing:
             why = "; ".join(f"{name}: {error}" for name, error in (failing | ailing).items())
             backends = f"{len(ailing)} backend{'s' if len(ailing) > 1 else ''} failing"
             word = f"{len(failing)} of {len(asked)} failing" if failing else backends
-            return marks.mark(word, "bad", why)
-        return marks.mark(f"{len(asked)} answering", "good", ", ".join(asked))
+            return badges.mark(word, "bad", why)
+        return badges.mark(f"{len(asked)} answering", "good", ", ".join(asked))
 
     @display(description="Devices", ordering="number_of_devices")
     def shown_devices(self, host: Host) -> SafeString:
@@ -97,7 +98,7 @@ class HostAdmin(ReadOnly):
 
     @display(description="Last change", ordering="-reported_at")
     def reported(self, host: Host) -> SafeString:
-        return marks.ago(host.reported_at)
+        return badges.ago(host.reported_at)
 
     def get_urls(self) -> list[Any]:
         order = self.admin_site.admin_view(self.order_view)
@@ -108,7 +109,7 @@ class HostAdmin(ReadOnly):
         host = self.get_object(request, object_id)
         if host is None:
             return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
-        return orders.post(self, request, host)
+        return agent_actions.post(self, request, host)
 
     def change_view(
         self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: dict[str, Any] | None = None
@@ -121,26 +122,26 @@ class HostAdmin(ReadOnly):
             raise PermissionDenied
         devices = list(host.devices.order_by("numa_node", "address", "key")[:DEVICE_ROWS])
         devices.sort(key=lambda device: device.numa_node < 0)  # the unknown last, as in the picture
-        drawn = cards.of(devices)
+        drawn = device_summaries.of(devices)
         context = self.admin_site.each_context(request) | {
             "title": host.name,
             "opts": self.opts,
             "host": host,
             "live": live(host),
-            "reported": marks.ago(host.reported_at),
+            "reported": badges.ago(host.reported_at),
             "drivers": [_driver(name, entry) for name, entry in sorted(host.drivers.items())],
             "unwanted": sorted({device.driver for device in devices} - set(host.drivers)),
-            "picture": picture.host(drawn, host.name),
-            "legend": picture.legend(drawn),
+            "picture": topology_svg.host(drawn, host.name),
+            "legend": topology_svg.legend(drawn),
             "nowhere": sum(card.numa < 0 for card in drawn),
             "bridged": any(card.bridges for card in drawn),
             "devices": [_device(*pair) for pair in zip(devices, drawn, strict=True)],
             "devices_url": devices_of(host),
             "events": timeline.rows(Event.objects.filter(host=host.name)[: timeline.ROWS]),
-            "orders": permits.may(request, permits.ORDER),
+            "orders": permissions.may(request, permissions.ORDER),
             "longest": MAX_REASON,
         }
-        context |= permits.page(request, permits.RESCAN) | commands.of(request, host)
+        context |= permissions.page(request, permissions.RESCAN) | commands.of(request, host)
         return TemplateResponse(request, "accelerators/host.html", context | self.beside(host) | (extra_context or {}))
 
     def beside(self, host: Host) -> dict[str, Any]:
@@ -151,8 +152,8 @@ class HostAdmin(ReadOnly):
 def live(host: Host) -> SafeString:
     """Whether what is known of a host is fresh, and since when not."""
     if host.stale_since is None:
-        return marks.mark("live", "good")
-    return marks.mark("stale", "warn", f"nothing heard of its agent since {host.stale_since:%Y-%m-%d %H:%M:%S} UTC")
+        return badges.mark("live", "good")
+    return badges.mark("stale", "warn", f"nothing heard of its agent since {host.stale_since:%Y-%m-%d %H:%M:%S} UTC")
 
 
 def devices_of(host: Host) -> str:
@@ -162,12 +163,16 @@ def devices_of(host: Host) -> str:
 
 def _driver(name: str, entry: dict[str, Any]) -> dict[str, Any]:
     error = entry.get("error", "")
-    answers = marks.mark("answering", "good") if seen.is_on(entry) else marks.mark(seen.state_of(entry), "calm")
+    answers = (
+        badges.mark("answering", "good")
+        if driver_status.is_on(entry)
+        else badges.mark(driver_status.state_of(entry), "calm")
+    )
     return {
         "name": name,
-        "answer": marks.mark("failing", "bad") if error else answers,
+        "answer": badges.mark("failing", "bad") if error else answers,
         "error": error,
-        "since": marks.ago(entry.get("since")),
+        "since": badges.ago(entry.get("since")),
         "devices": entry.get("devices", 0),
         "faults": entry.get("faults", []),
         "backends": [_backend(*one) for one in sorted(entry.get("backends", {}).items())],
@@ -180,9 +185,9 @@ def _backend(name: str, entry: dict[str, Any]) -> dict[str, Any]:
         "name": name,
         "kind": entry["kind"],
         "labels": ", ".join(f"{word}: {value}" for word, value in sorted(entry["labels"].items())),
-        "answer": marks.mark("failing", "bad") if error else marks.mark("answering", "good"),
+        "answer": badges.mark("failing", "bad") if error else badges.mark("answering", "good"),
         "error": error,
-        "since": marks.ago(entry["since"]),
+        "since": badges.ago(entry["since"]),
         "services": [_service(service) for service in entry["services"]],
     }
 
@@ -191,19 +196,19 @@ def _service(service: dict[str, Any]) -> SafeString:
     """Its name; on hover why it cannot be had, or its limits."""
     limits = ", ".join(f"{word} {value}" for word, value in service["limits"].items())
     if service["state"] == "ready":
-        return marks.mark(service["name"], "good", limits)
-    return marks.mark(service["name"], "calm", service["reason"])
+        return badges.mark(service["name"], "good", limits)
+    return badges.mark(service["name"], "calm", service["reason"])
 
 
-def _device(device: Device, card: picture.Card) -> dict[str, Any]:
+def _device(device: Device, card: topology_svg.Card) -> dict[str, Any]:
     return {
         "device": device,
-        "state": marks.state(device.state, device.state_reason),
-        "stale": marks.stale(device.host.why_stale(device.driver, device.backend)),
-        "health": marks.health(device.status, device.status_reason),
-        "since": marks.ago(device.state_since),
+        "state": badges.state(device.state, device.state_reason),
+        "stale": badges.stale(device.host.why_stale(device.driver, device.backend)),
+        "health": badges.health(device.status, device.status_reason),
+        "since": badges.ago(device.state_since),
         "held": card.held,
         "handles": card.counts.total(),
-        "units": [(unit, picture.mark(unit.state)) for unit in card.units],
+        "units": [(unit, topology_svg.mark(unit.state)) for unit in card.units],
         "hidden": card.hidden.total(),
     }

@@ -14,11 +14,11 @@ from django.utils.html import format_html
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
-from accelerators import sealing
-from accelerators.admin import marks, timeline
-from accelerators.admin.listing import ChipList, ReadOnly, as_uuid
+from accelerators.audit import sealing
 from accelerators.models import Event, Intent
 from accelerators.models.records import saying
+from accelerators.ui import badges, timeline
+from accelerators.ui.changelist import ChipList, ReadOnly, as_uuid
 
 STUCK_AFTER = 10
 """Failures after which an intent is shown as stuck."""
@@ -138,12 +138,12 @@ class EventAdmin(ReadOnly):
             "title": str(event),
             "opts": self.opts,
             "event": event,
-            "action": marks.action(event.action),
-            "at": marks.ago(event.at),
+            "action": badges.action(event.action),
+            "at": badges.ago(event.at),
             "subject": timeline.subject(event),
             "host": timeline.host(event),
             "by": timeline.by(event),
-            "changed": marks.before_after(event.changes),
+            "changed": badges.before_after(event.changes),
             "seal": sealing.seal_of(event),
             "along": timeline.rows(along[: timeline.ROWS]) if along is not None else [],
             "lately": timeline.rows(others.filter(subject=event.subject)[:LATELY]) if event.subject else [],
@@ -152,11 +152,11 @@ class EventAdmin(ReadOnly):
 
     @display(description="Time")
     def time(self, event: Event) -> SafeString:
-        return marks.ago(event.at)
+        return badges.ago(event.at)
 
     @display(description="Action")
     def shown_action(self, event: Event) -> SafeString:
-        return marks.action(event.action)
+        return badges.action(event.action)
 
     @display(description="Subject")
     def shown_subject(self, event: Event) -> SafeString | str:
@@ -172,9 +172,9 @@ class EventAdmin(ReadOnly):
 
     @display(description="What changed, and why")
     def shown_changes(self, event: Event) -> SafeString:
-        changes = marks.changes(event.changes, most=2) if event.changes else ""
+        changes = badges.changes(event.changes, most=2) if event.changes else ""
         reason = format_html('<span class="reason">{}</span>', event.reason) if event.reason else ""
-        return format_html("{}{}", changes, reason) if changes or reason else marks.NOTHING
+        return format_html("{}{}", changes, reason) if changes or reason else badges.NOTHING
 
 
 def _exactly(term: str) -> bool:
@@ -216,13 +216,13 @@ class IntentAdmin(ReadOnly):
     @display(description="Progress", ordering="attempts")
     def progress(self, intent: Intent) -> SafeString:
         if intent.attempts >= STUCK_AFTER:
-            return marks.mark("stuck", "bad", intent.last_error)
-        return marks.mark("retrying", "warn", intent.last_error) if intent.attempts else marks.mark("waiting", "calm")
+            return badges.mark("stuck", "bad", intent.last_error)
+        return badges.mark("retrying", "warn", intent.last_error) if intent.attempts else badges.mark("waiting", "calm")
 
     @display(description="Next try", ordering="next_at")
     def next(self, intent: Intent) -> SafeString:
-        return marks.ago(intent.next_at)
+        return badges.ago(intent.next_at)
 
     @display(description="Since", ordering="-created_at")
     def created(self, intent: Intent) -> SafeString:
-        return marks.ago(intent.created_at)
+        return badges.ago(intent.created_at)

@@ -13,9 +13,10 @@ from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
-from accelerators.admin import course, marks
-from accelerators.admin.listing import ReadOnly
+from accelerators.admin import request_timeline
 from accelerators.models import AcceleratorRequest, Command, DeviceProfile, Event
+from accelerators.ui import badges
+from accelerators.ui.changelist import ReadOnly
 
 SIBLINGS = 20
 """So many other requests of the same instance are shown on a request's page."""
@@ -42,7 +43,7 @@ class DeviceProfileAdmin(ReadOnly):
 
     @display(description="Created", ordering="-created_at")
     def created(self, profile: DeviceProfile) -> SafeString:
-        return marks.ago(profile.created_at)
+        return badges.ago(profile.created_at)
 
 
 @admin.register(AcceleratorRequest)
@@ -89,24 +90,24 @@ class AcceleratorRequestAdmin(ReadOnly):
             return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
         if request.method not in ("GET", "HEAD") or not self.has_view_permission(request, arq):
             raise PermissionDenied
-        events = list(Event.objects.filter(subject=arq.uuid)[: course.EVENTS])
+        events = list(Event.objects.filter(subject=arq.uuid)[: request_timeline.EVENTS])
         commands = Command.objects.filter(request=arq.uuid).select_related("host").order_by("-id")
         siblings = self.get_queryset(request).filter(instance_uuid=arq.instance_uuid).exclude(pk=arq.pk)
-        steps = course.steps(events, commands[: course.COMMANDS])
+        steps = request_timeline.steps(events, commands[: request_timeline.COMMANDS])
         context = self.admin_site.each_context(request) | {
             "title": f"Request {str(arq.uuid)[:8]}",
             "opts": self.opts,
             "arq": arq,
             "state": state(arq),
-            "created": marks.ago(arq.created_at),
-            "deadline": marks.ago(arq.deadline) if arq.state == "BindStarted" else "",
-            "host": marks.link("host", arq.hostname, arq.hostname) if arq.hostname else marks.NOTHING,
-            "holds": marks.handle(arq.attach_handle.attach_info) if arq.attach_handle else "",
+            "created": badges.ago(arq.created_at),
+            "deadline": badges.ago(arq.deadline) if arq.state == "BindStarted" else "",
+            "host": badges.link("host", arq.hostname, arq.hostname) if arq.hostname else badges.NOTHING,
+            "holds": badges.handle(arq.attach_handle.attach_info) if arq.attach_handle else "",
             "group": sorted(arq.group.items()),
             "steps": steps,
-            "took": course.took(steps),
-            "told": course.told(arq, events),
-            "untold": course.untold(arq),
+            "took": request_timeline.took(steps),
+            "told": request_timeline.told(arq, events),
+            "untold": request_timeline.untold(arq),
             "siblings": [(one, state(one)) for one in siblings.order_by("id")[:SIBLINGS]] if arq.instance_uuid else [],
         }
         return TemplateResponse(request, "accelerators/request.html", context | self.beside(arq))
@@ -117,7 +118,7 @@ class AcceleratorRequestAdmin(ReadOnly):
 
     @display(description="Request", ordering="uuid")
     def shown_uuid(self, request: AcceleratorRequest) -> SafeString:
-        return marks.short(request.uuid)
+        return badges.short(request.uuid)
 
     @display(description="State", ordering="state")
     def shown_state(self, request: AcceleratorRequest) -> SafeString:
@@ -125,28 +126,30 @@ class AcceleratorRequestAdmin(ReadOnly):
 
     @display(description="Profile", ordering="profile__name")
     def shown_profile(self, request: AcceleratorRequest) -> SafeString:
-        return marks.link("deviceprofile", request.profile_id, request.profile.name)
+        return badges.link("deviceprofile", request.profile_id, request.profile.name)
 
     @display(description="Instance", ordering="instance_uuid")
     def shown_instance(self, request: AcceleratorRequest) -> SafeString:
-        return marks.short(request.instance_uuid)
+        return badges.short(request.instance_uuid)
 
     @display(description="Project", ordering="project_id")
     def project(self, request: AcceleratorRequest) -> SafeString:
-        return marks.short(request.project_id)
+        return badges.short(request.project_id)
 
     @display(description="Holds")
     def handle(self, request: AcceleratorRequest) -> SafeString:
         held = request.attach_handle
         return (
-            marks.link("device", held.deployable.device_id, marks.handle(held.attach_info)) if held else marks.NOTHING
+            badges.link("device", held.deployable.device_id, badges.handle(held.attach_info))
+            if held
+            else badges.NOTHING
         )
 
     @display(description="Created", ordering="-created_at")
     def created(self, request: AcceleratorRequest) -> SafeString:
-        return marks.ago(request.created_at)
+        return badges.ago(request.created_at)
 
 
 def state(request: AcceleratorRequest) -> SafeString:
     """As a word."""
-    return marks.mark(request.state, marks.REQUEST_STATES[request.state], request.fault)
+    return badges.mark(request.state, badges.REQUEST_STATES[request.state], request.fault)

@@ -17,9 +17,9 @@ from rest_framework.renderers import BaseRenderer
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from accelerators.admin import marks
-from accelerators.api import forms, pretty
-from accelerators.caller import Caller
+from accelerators.api import forms, html_json
+from accelerators.domain.caller import Caller
+from accelerators.ui import badges
 
 ROWS = 100
 """So many of a list are shown; v2's lists have no pages unless one asks for them."""
@@ -109,10 +109,10 @@ def _page(data: Any, view: Any, request: Request, response: Response) -> dict[st
         "method": request.method,
         "address": request.get_full_path(),
         "curl": f"curl -H 'X-Auth-Token: …' '{request.build_absolute_uri()}'",
-        "status": marks.mark(f"{response.status_code} {response.status_text}", "good" if good else "bad"),
+        "status": badges.mark(f"{response.status_code} {response.status_text}", "good" if good else "bad"),
         "headers": [(name, response.headers[name]) for name in SHOWN_HEADERS if name in response.headers],
-        "table": pretty.table(rows, base),
-        "json": pretty.coloured(shown, base),
+        "table": html_json.table(rows, base),
+        "json": html_json.coloured(shown, base),
         "left": left,
         "rest": _rest(rows, request.path) if left and not own else "",
         "message": _message(data) if not good else "",

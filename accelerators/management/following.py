@@ -11,8 +11,8 @@ from typing import Any
 
 from django.core.management.base import CommandError, OutputWrapper
 
+from accelerators.domain.states import CommandState
 from accelerators.models import Command
-from accelerators.states import CommandState
 
 EVERY_S = 0.25
 BAR = 24

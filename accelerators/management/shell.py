@@ -13,7 +13,7 @@ from uuid import UUID
 
 from django.core.management.base import BaseCommand, CommandParser
 
-from accelerators.caller import Caller
+from accelerators.domain.caller import Caller
 
 
 class Taught(BaseCommand):

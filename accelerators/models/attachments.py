@@ -1,5 +1,5 @@
 """What somebody attaches to a running instance: what is asked, how far it is, what was written where. See
-`accelerators.attachments`, which writes it."""
+`accelerators.workflows.attachments`, which writes it."""
 
 from __future__ import annotations
 

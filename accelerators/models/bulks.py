@@ -5,9 +5,9 @@ from __future__ import annotations
 from django.db import models
 from django.db.models import Q
 
+from accelerators.domain.states import BulkState, Drain, Outcome
 from accelerators.models import fields
 from accelerators.models.devices import Device
-from accelerators.states import BulkState, Drain, Outcome
 
 WAITING = Q(outcome="")
 UNDER_WAY = Q(state=BulkState.RUNNING.value)

@@ -1,6 +1,7 @@
 """What agents are told to do. A row is made in the transaction that wants it done: none is lost, none is invented.
 
-Written by `accelerators.commands`; delivered and answered by `agents.courier` and `agents.gateway`.
+Written by `accelerators.commands.placing`; delivered and answered by `agents.gateway.command_dispatch` and
+`agents.gateway.app`.
 """
 
 from __future__ import annotations
@@ -8,10 +9,10 @@ from __future__ import annotations
 from django.db import models
 from django.db.models import Q
 
+from accelerators.domain.states import CommandState
 from accelerators.models import fields
 from accelerators.models.devices import Device
 from accelerators.models.hosts import Host
-from accelerators.states import CommandState
 
 OPEN = Q(ended_at__isnull=True)
 

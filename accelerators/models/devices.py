@@ -6,10 +6,10 @@ from django.db import models
 from django.db.models import F, Func, Q, Value
 from django.db.models.functions import Coalesce, Now
 
-from accelerators.actions import Standing
+from accelerators.domain.actions import Standing
+from accelerators.domain.states import DeviceState, DeviceType, Drain, HandleType, Health, Origin
 from accelerators.models import fields
 from accelerators.models.hosts import Host
-from accelerators.states import DeviceState, DeviceType, Drain, HandleType, Health, Origin
 
 OFFERED = (DeviceState.READY.value, DeviceState.INSTALLING.value)
 """In these a device does not drain."""

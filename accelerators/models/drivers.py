@@ -7,10 +7,10 @@ from typing import Any
 from django.db import models
 from django.db.models import Q
 
+from accelerators.domain.states import RolloutOp, RolloutState, Source, StepState
 from accelerators.models import fields
 from accelerators.models.commands import Command
 from accelerators.models.hosts import Host
-from accelerators.states import RolloutOp, RolloutState, Source, StepState
 
 UNDER_WAY = Q(ended_at__isnull=True)
 

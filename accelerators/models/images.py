@@ -1,6 +1,6 @@
 """Bitstreams and firmware that devices are programmed with: what is kept of them here. Their bytes are files.
 
-Written by `accelerators.images`, in whose directory the files lie.
+Written by `accelerators.images.store`, in whose directory the files lie.
 """
 
 from __future__ import annotations

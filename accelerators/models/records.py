@@ -7,8 +7,8 @@ from django.db import models
 from django.db.models import Func, Value
 from django.db.models.functions import Now
 
+from accelerators.domain.states import Source
 from accelerators.models import fields
-from accelerators.states import Source
 
 
 class Event(models.Model):
@@ -60,8 +60,8 @@ def saying(*words: str) -> Func:
 
 
 class Seal(models.Model):
-    """A link of the hash chain over events (`accelerators.sealing`): about those after the seal before, up to its last
-    one. Append-only by trigger, but for `marks`, which go with the events (migration 0014)."""
+    """A link of the hash chain over events (`accelerators.audit.sealing`): about those after the seal before, up to
+    its last one. Append-only by trigger, but for `marks`, which go with the events (migration 0014)."""
 
     number = models.BigIntegerField(primary_key=True)
     month = models.CharField(max_length=7, db_collation="C", help_text="Of its events; none has those of two.")
@@ -110,7 +110,7 @@ class Intent(fields.Row):
 
 
 class Tick(models.Model):
-    """A job that was woken and not yet taken up (`accelerators.ticks`). Bookkeeping, not inventory."""
+    """A job that was woken and not yet taken up (`accelerators.runtime.jobs`). Bookkeeping, not inventory."""
 
     name = models.CharField(max_length=64, primary_key=True)
     at = models.DateTimeField(db_default=Now())
@@ -123,7 +123,7 @@ class Tick(models.Model):
 
 
 class Generation(models.Model):
-    """How often a collection was written: the sum of its rows (`accelerators.generations`). Triggers count."""
+    """How often a collection was written: the sum of its rows (`accelerators.runtime.generations`). Triggers count."""
 
     collection = models.CharField(max_length=16, db_collation="C", db_index=True)
     value = models.BigIntegerField(default=0)

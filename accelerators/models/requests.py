@@ -5,9 +5,9 @@ from __future__ import annotations
 from django.db import models
 from django.db.models import Q
 
+from accelerators.domain.states import RequestState
 from accelerators.models import fields
 from accelerators.models.devices import AttachHandle, Deployable
-from accelerators.states import RequestState
 
 
 class DeviceProfile(fields.Row):

@@ -1,12 +1,12 @@
-"""Admission rules: what becomes of a device when it is found. Matched by `accelerators.admission`."""
+"""Admission rules: what becomes of a device when it is found. Matched by `accelerators.domain.admission`."""
 
 from __future__ import annotations
 
 from django.core.validators import MaxValueValidator, MinValueValidator, RegexValidator
 from django.db import models
 
+from accelerators.domain.states import Admission, DeviceType
 from accelerators.models import fields
-from accelerators.states import Admission, DeviceType
 
 NAME = RegexValidator(r"^[a-zA-Z0-9_.-]+\Z", "Say letters, digits, ., - and _ only.")
 MAX_ORDER = 1_000_000

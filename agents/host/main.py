@@ -23,31 +23,31 @@ from pathlib import Path
 from typing import Any
 
 from agents import credentials, wire
-from agents.host import listing
-from agents.host.direct import Authority, Direct
-from agents.host.door import Gateway
-from agents.host.executor import Executor
-from agents.host.identity import Keyring, load_or_make
-from agents.host.images import Images
-from agents.host.journal import Journal, WrongHost, known_host, open_journal
-from agents.host.link import Link
-from agents.host.meter import Meter
-from agents.host.orders import OPS
-from agents.host.perform import Site
-from agents.host.report import Reporter, canonical
-from agents.host.roster import Roster
+from agents.host import once
+from agents.host.connection.http import Gateway
+from agents.host.connection.identity import Keyring, load_or_make
+from agents.host.connection.link import Link
+from agents.host.discovery.change_watcher import Watch
+from agents.host.discovery.driver_set import Roster
+from agents.host.discovery.reporter import Reporter, canonical
+from agents.host.discovery.sampler import Meter
+from agents.host.execution.command_semantics import OPS
+from agents.host.execution.executor import Executor
+from agents.host.execution.images import Images
+from agents.host.execution.placement_writer import Authority, Direct
+from agents.host.execution.plan_runner import Site
+from agents.host.journal.desired_drivers import Wishes
+from agents.host.journal.journal import Journal, WrongHost, known_host, open_journal
+from agents.host.log_buffer import Tail
 from agents.host.settings import AgentSettings, allowed_acts, driver_tables, host_of, read_join, read_settings
-from agents.host.tail import Tail
-from agents.host.watch import Watch
-from agents.host.wishes import Wishes
 from drivers import catalogue
-from drivers.claims import settle
 from drivers.configuration import ConfigurationError, keys_of
 from drivers.errors import DriverError
-from drivers.hand import Hand
+from drivers.isolation.host_writer import Hand
+from drivers.isolation.process import die_with_parent
+from drivers.isolation.runner import DriverProcess
 from drivers.machine import Machine
-from drivers.process import die_with_parent
-from drivers.runner import DriverProcess
+from drivers.pci.ownership import settle
 
 log = logging.getLogger("cyborg.agent")
 
@@ -116,7 +116,7 @@ async def _once(settings: AgentSettings, *, as_json: bool) -> int:
     finally:
         await _close(drivers)
     reports = [canonical(report) for report in settle(answers)]
-    sys.stdout.write(listing.as_json(reports) if as_json else listing.as_table(reports, name, lacks))
+    sys.stdout.write(once.as_json(reports) if as_json else once.as_table(reports, name, lacks))
     return 1 if any(report.error for report in reports) else 0
 
 

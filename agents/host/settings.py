@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from agents import credentials, wire
 from drivers.configuration import ConfigurationError, key, load
-from drivers.steps import Act
+from drivers.plan import Act
 
 EVERY = "*"
 """The table of `CYBORG_DRIVER_SETTINGS` whose `acts` hold for drivers that have no list of their own."""

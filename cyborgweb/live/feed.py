@@ -1,6 +1,6 @@
 """The one thread that asks the database for all watchers: what moved, which of their rows differ, who may still look.
 
-Called by `live.socket`. News are not waited for but read: generations (`accelerators.generations`) tell in one
+Called by `live.socket`. News are not waited for but read: generations (`accelerators.runtime.generations`) tell in one
 statement, twice a second, whether anything was written, by whomever: nothing has to ring and nothing can be missed. It
 bounds its work itself: after each piece it rests in proportion, and what changed meanwhile is told once, as it then is.
 """
@@ -21,12 +21,12 @@ from typing import Any
 from django.core.exceptions import PermissionDenied
 from django.db import Error, InterfaceError, OperationalError, connection
 
-from accelerators import meters
-from cyborgweb.live import rights
-from cyborgweb.live.shown import Cells, Shown, fingerprint
+from accelerators.runtime import metrics
+from cyborgweb.live import session_permissions
+from cyborgweb.live.list_snapshot import Cells, Shown, fingerprint
 
 log = logging.getLogger(__name__)
-_watching = meters.gauge("cyborg_console_watchers", "Pages of the console that somebody looks at.")
+_watching = metrics.gauge("cyborg_console_watchers", "Pages of the console that somebody looks at.")
 
 ROWS_PER_LOOK = 15
 """So many changed rows are told to one page in one look, the others in the next ones."""
@@ -168,9 +168,9 @@ class Feed:
     def _enter(self, watcher: Watcher) -> None:
         try:
             self._read_generations()
-            watcher.user = rights.who(watcher.session)
+            watcher.user = session_permissions.who(watcher.session)
             if watcher.user:
-                watcher.rights = rights.of([watcher.user.pk]).get(watcher.user.pk, "")
+                watcher.rights = session_permissions.of([watcher.user.pk]).get(watcher.user.pk, "")
         except Exception as error:  # noqa: BLE001 it may come again
             log.warning("nobody can be let in: %s", type(error).__name__)
             watcher.post(LATER)
@@ -189,7 +189,7 @@ class Feed:
         if watcher.is_page:
             return
         try:
-            shown = Shown(path, query, watcher.user, rights.session(watcher.session))
+            shown = Shown(path, query, watcher.user, session_permissions.session(watcher.session))
             keys = shown.keys(rows)
             watcher.shown, watcher.names = shown, {key: text for text, key in keys.items()}
             watcher.seen = {key: (None, {}) for key in keys.values()}
@@ -245,8 +245,8 @@ class Feed:
 
     def _check_rights(self) -> None:
         """Whoever lost their session or any permission is sent away; who comes back is let in by what holds then."""
-        sessions = rights.alive({one.session for one in self._watchers})
-        now = rights.of({one.user.pk for one in self._watchers})
+        sessions = session_permissions.alive({one.session for one in self._watchers})
+        now = session_permissions.of({one.user.pk for one in self._watchers})
         for one in list(self._watchers):
             if one.session not in sessions or now.get(one.user.pk) != one.rights:
                 self._watchers.discard(one)
@@ -359,7 +359,7 @@ class Feed:
         """Pages that are no lists fetch themselves anew when anything moved, the longest waiting first."""
         if pages and now >= self._uncounted_at:
             self._uncounted_at = now + self._pace.clock
-            self._uncounted = rights.facts(UNCOUNTED)
+            self._uncounted = session_permissions.facts(UNCOUNTED)
         stand = self._outages, tuple(sorted(self._generations.items())), self._uncounted
         waiting = []
         for one in pages:

@@ -19,7 +19,7 @@ import msgspec
 from django.db import DatabaseError, connection
 
 from accelerators.models import Device
-from agents import load
+from agents import telemetry
 
 log = logging.getLogger(__name__)
 
@@ -188,10 +188,10 @@ class Usage:
                 found = Device.objects.filter(uuid__in=new).values_list("uuid", "host_id", "key")
                 self._places |= {str(uuid): (host, key) for uuid, host, key in found}
             hosts = {host for host, _ in self._places.values()}
-            loads = load.watch(hosts, self._pace.event, WATCHED_S)
+            loads = telemetry.watch(hosts, self._pace.event, WATCHED_S)
         finally:
             connection.close()  # opened every few seconds at most
-        return {uuid: load.of_device(loads, *place) for uuid, place in self._places.items()}
+        return {uuid: telemetry.of_device(loads, *place) for uuid, place in self._places.items()}
 
 
 def _listener(scope: Any, body: bytes) -> _Listener:

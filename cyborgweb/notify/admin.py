@@ -18,15 +18,15 @@ from django.utils.safestring import SafeString
 from unfold.decorators import display
 from unfold.widgets import UnfoldAdminCheckboxSelectMultipleWidget
 
-from accelerators.admin import marks
-from accelerators.admin.listing import Listing, ReadOnly
-from accelerators.refusals import Refused
-from accelerators.states import Source
-from cyborgweb import policy
+from accelerators.domain.errors import Refused
+from accelerators.domain.states import Source
+from accelerators.ui import badges
+from accelerators.ui.changelist import Listing, ReadOnly
+from cyborgweb.auth import policy
+from cyborgweb.auth.roles import caller_of
+from cyborgweb.models.event_types import MEANINGS, Kind, Progress, Scope, Standing, Way, sentence
+from cyborgweb.models.notify import Delivery, Subscription
 from cyborgweb.notify import subscriptions
-from cyborgweb.notify.kinds import MEANINGS, Kind, Progress, Scope, Standing, Way, sentence
-from cyborgweb.notify.models import Delivery, Subscription
-from cyborgweb.roles import caller_of
 
 STANDINGS = {"active": "good", "off": "calm", "paused": "bad", "gone": "bad"}
 PROGRESS = {"waiting": "busy", "delivered": "good", "given up": "bad"}
@@ -111,8 +111,8 @@ class SubscriptionAdmin(Listing):
     @display(description="Standing", ordering="standing")
     def shown_standing(self, row: Subscription) -> SafeString:
         if row.failures and row.standing == Standing.ACTIVE:
-            return marks.mark("failing", "warn", row.last_error)
-        return marks.mark(row.standing, STANDINGS[row.standing], row.last_error)
+            return badges.mark("failing", "warn", row.last_error)
+        return badges.mark(row.standing, STANDINGS[row.standing], row.last_error)
 
     @display(description="Tells", ordering="way")
     def shown_way(self, row: Subscription) -> SafeString | str:
@@ -137,7 +137,7 @@ class SubscriptionAdmin(Listing):
 
     @display(description="Made", ordering="-created_at")
     def since(self, row: Subscription) -> SafeString:
-        return marks.ago(row.created_at)
+        return badges.ago(row.created_at)
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Subscription]:
         return visible(request, super().get_queryset(request))
@@ -210,8 +210,8 @@ class SubscriptionAdmin(Listing):
         if row is not None:
             lately = row.deliveries.order_by("-id")[:LATELY]
             context["row"], context["standing"] = row, self.shown_standing(row)
-            context["failing"] = marks.ago(row.failing_since) if row.failing_since else ""
-            context["lately"] = [(progress(one), one.kind, marks.ago(one.at), one.last_error) for one in lately]
+            context["failing"] = badges.ago(row.failing_since) if row.failing_since else ""
+            context["lately"] = [(progress(one), one.kind, badges.ago(one.at), one.last_error) for one in lately]
             context["may_change"] = self.has_change_permission(request, row)
         return super().render_change_form(request, context, **options)
 
@@ -265,7 +265,7 @@ class DeliveryAdmin(ReadOnly):
 
     @display(description="When", ordering="-at")
     def when(self, row: Delivery) -> SafeString:
-        return marks.ago(row.at)
+        return badges.ago(row.at)
 
     @display(description="Message", ordering="kind")
     def told(self, row: Delivery) -> str:
@@ -282,7 +282,7 @@ class DeliveryAdmin(ReadOnly):
 
     @display(description="Next try", ordering="next_at")
     def next(self, row: Delivery) -> SafeString:
-        return marks.ago(row.next_at) if row.progress == Progress.WAITING else marks.NOTHING
+        return badges.ago(row.next_at) if row.progress == Progress.WAITING else badges.NOTHING
 
     @admin.action(description="Bring again", permissions=["replay"])
     def replay(self, request: HttpRequest, queryset: QuerySet[Delivery]) -> None:
@@ -313,4 +313,4 @@ class DeliveryAdmin(ReadOnly):
 
 def progress(row: Delivery) -> SafeString:
     """As a word."""
-    return marks.mark(row.progress, PROGRESS[row.progress], row.last_error)
+    return badges.mark(row.progress, PROGRESS[row.progress], row.last_error)

@@ -15,14 +15,14 @@ from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from accelerators.api.own.representation import Chosen, Closed, Flag, Text, Url
+from accelerators.api.own.fields import Chosen, Closed, Flag, Text, Url
 from accelerators.api.own.views import Collection
-from accelerators.refusals import Reason, Refused
-from accelerators.states import DeviceType
-from cyborgweb import policy
+from accelerators.domain.errors import Reason, Refused
+from accelerators.domain.states import DeviceType
+from cyborgweb.auth import policy
+from cyborgweb.models.event_types import Kind, Progress, Scope, Standing, Way, sentence
+from cyborgweb.models.notify import Delivery, Subscription
 from cyborgweb.notify import subscriptions
-from cyborgweb.notify.kinds import Kind, Progress, Scope, Standing, Way, sentence
-from cyborgweb.notify.models import Delivery, Subscription
 
 
 class SubscriptionReference(serializers.Serializer):

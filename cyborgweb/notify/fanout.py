@@ -11,9 +11,9 @@ from functools import partial
 
 from django.db import connection, transaction
 
-from accelerators import ticks
-from cyborgweb.notify.kinds import JOBS
-from cyborgweb.notify.models import Reader
+from accelerators.runtime import jobs
+from cyborgweb.models.event_types import JOBS
+from cyborgweb.models.notify import Reader
 
 JOB = "messages"
 BATCH = 1000
@@ -117,7 +117,7 @@ there is more, and which ways the deliveries go."""
 
 def run() -> None:
     """The job."""
-    ticks.run(JOB, step)
+    jobs.run(JOB, step)
 
 
 def step() -> bool:
@@ -130,5 +130,5 @@ def step() -> bool:
         cursor.execute(SPREAD, place | {"batch": BATCH, "under_way": under_way})
         many, ways = cursor.fetchone()
     for way in JOBS.keys() & set(ways):
-        transaction.on_commit(partial(ticks.kick, JOBS[way]), robust=True)
+        transaction.on_commit(partial(jobs.kick, JOBS[way]), robust=True)
     return bool(many)

@@ -11,7 +11,7 @@ from typing import Any
 
 from django.core.mail import EmailMessage
 
-from cyborgweb.notify.kinds import sentence
+from cyborgweb.models.event_types import sentence
 from cyborgweb.notify.webhook import Outcome
 
 Told = tuple[datetime, str, Mapping[str, Any]]

@@ -19,11 +19,12 @@ from typing import Any
 import orjson
 from django.db import connection, transaction
 
-from accelerators import conductor, ticks
-from accelerators.states import Source
+from accelerators import conductor
+from accelerators.domain.states import Source
+from accelerators.runtime import jobs
+from cyborgweb.models.event_types import JOBS, PAUSED, Progress, Standing, Way
+from cyborgweb.models.notify import Delivery, Subscription
 from cyborgweb.notify import keyring, mail, subscriptions, webhook
-from cyborgweb.notify.kinds import JOBS, PAUSED, Progress, Standing, Way
-from cyborgweb.notify.models import Delivery, Subscription
 from cyborgweb.notify.webhook import Outcome
 
 SLICE_S = 10.0
@@ -134,14 +135,14 @@ def mail_step() -> bool:
 def _rounds(job: str, step: Callable[[], bool]) -> None:
     """As `ticks.run`, without its transaction. Who finds the lock taken leaves what there is to its holder, or to the
     clock: a worker that waited here would be missed elsewhere."""
-    ticks.take_up(job)
+    jobs.take_up(job)
     end = time.monotonic() + SLICE_S
-    with ticks.alone(job) as mine:
+    with jobs.alone(job) as mine:
         while more := mine and step():
             if time.monotonic() > end:
                 break
     if more:
-        ticks.kick(job)
+        jobs.kick(job)
 
 
 def due(way: str, count: int) -> list[Due]:

@@ -18,13 +18,14 @@ from django.core.validators import validate_email
 from django.db import connection, transaction
 from django.db.models import Q, QuerySet
 
-from accelerators import conductor, ticks
-from accelerators.caller import Caller
-from accelerators.refusals import Reason, Refused
-from accelerators.states import Source
+from accelerators import conductor
+from accelerators.domain.caller import Caller
+from accelerators.domain.errors import Reason, Refused
+from accelerators.domain.states import Source
+from accelerators.runtime import jobs
+from cyborgweb.models.event_types import JOBS, TEST, Kind, Progress, Scope, Standing, Way
+from cyborgweb.models.notify import Delivery, Subscription
 from cyborgweb.notify import keyring, webhook
-from cyborgweb.notify.kinds import JOBS, TEST, Kind, Progress, Scope, Standing, Way
-from cyborgweb.notify.models import Delivery, Subscription
 
 MOST = 50
 """Subscriptions that one person, or one project, may have."""
@@ -228,4 +229,4 @@ def _record(what: str, row: Subscription, changes: dict[str, Any], caller: Calle
 
 def _wake(*ways: str) -> None:
     for job in [JOBS[way] for way in ways if way in JOBS]:
-        transaction.on_commit(partial(ticks.kick, job), robust=True)
+        transaction.on_commit(partial(jobs.kick, job), robust=True)

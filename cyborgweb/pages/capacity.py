@@ -10,9 +10,9 @@ from dataclasses import fields
 from django.utils.html import format_html
 from django.utils.safestring import SafeString
 
-from accelerators.usage import Asked, Group, Load
-from agents.load import Loads
-from cyborgweb.usage import joined
+from accelerators.requests.capacity import Asked, Group, Load
+from agents.telemetry import Loads
+from cyborgweb.telemetry import usage_with_load
 
 MOST = 30
 """So many classes are shown, the largest first."""
@@ -106,4 +106,4 @@ def classes(loads: Loads | None = None) -> list[Capacity]:
 
 def drawn(loads: Loads | None, *asked: Asked) -> list[list[Capacity]]:
     """The groups of each question, drawn; one statement."""
-    return [[Capacity.of(group) for group in groups] for groups in joined.groups(loads, *asked)]
+    return [[Capacity.of(group) for group in groups] for groups in usage_with_load.groups(loads, *asked)]

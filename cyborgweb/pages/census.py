@@ -12,11 +12,11 @@ from django.core.exceptions import PermissionDenied
 from django.http import HttpRequest, HttpResponse
 from django.template.response import TemplateResponse
 
-from accelerators.admin import marks
+from accelerators.domain.errors import Reason, Refused
 from accelerators.models import DeviceProfile
-from accelerators.refusals import Reason, Refused
+from accelerators.ui import badges
 from cyborgweb.pages import capacity
-from cyborgweb.usage import census
+from cyborgweb.telemetry import census
 
 PROFILES = 500
 """So many names of profiles are offered; others can be typed."""
@@ -60,16 +60,16 @@ def _question(said: dict[str, str]) -> census.Question:
 def _answer(taken: census.Census) -> dict[str, Any]:
     rows = [
         {
-            "host": marks.link("host", row.host.pk, row.host.name),
+            "host": badges.link("host", row.host.pk, row.host.name),
             "row": row,
-            "mark": marks.mark("fits", "good") if row.fits else marks.mark("does not fit", "calm"),
+            "mark": badges.mark("fits", "good") if row.fits else badges.mark("does not fit", "calm"),
             "bar": capacity.busy(row.load) if row.load else "",
             "memory": capacity.memory(row.load) if row.load else "",
             "watts": capacity.watts(row.load) if row.load else "",
         }
         for row in taken.rows[:ROWS]
     ]
-    missing = [(marks.link("host", host.pk, host.name), why) for host, why in taken.missing[:ROWS]]
+    missing = [(badges.link("host", host.pk, host.name), why) for host, why in taken.missing[:ROWS]]
     return {
         "taken": taken,
         "asked": len(taken.rows),

@@ -7,12 +7,12 @@ from typing import Any
 
 from accelerators.admin.devices import DeviceAdmin
 from accelerators.models import Device
-from cyborgweb.pages import faults, load
-from placement_sync.faults import of
+from cyborgweb.pages import discrepancies, load
+from placement_sync.jobs.discrepancies import of
 
 
 class DevicePage(DeviceAdmin):
     """Registered by `cyborgweb.admin` in place of the room's own."""
 
     def beside(self, device: Device) -> dict[str, Any]:
-        return {"faults": faults.shown(of([device.pk])), "load": load.of_device(device)}
+        return {"faults": discrepancies.shown(of([device.pk])), "load": load.of_device(device)}

@@ -12,13 +12,13 @@ from django.urls import path
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
-from accelerators.admin import marks
 from accelerators.admin.hosts import HostAdmin
 from accelerators.models import Host
+from accelerators.ui import badges
 from agents.admin import liveness, seen_at
 from agents.models import Agent
-from cyborgweb.pages import faults, load
-from placement_sync.faults import at
+from cyborgweb.pages import discrepancies, load
+from placement_sync.jobs.discrepancies import at
 
 
 class HostPage(HostAdmin):
@@ -45,17 +45,17 @@ class HostPage(HostAdmin):
     @display(description="Agent", ordering="lease__seen_at")
     def shown_agent(self, host: Host) -> SafeString:
         agent = getattr(host, "agent", None)
-        return liveness(agent) if agent else marks.mark("not enrolled", "calm")
+        return liveness(agent) if agent else badges.mark("not enrolled", "calm")
 
     def beside(self, host: Host) -> dict[str, Any]:
         agent: Agent | None = getattr(host, "agent", None)
-        found = {"agent": agent, "faults": faults.shown(at(host.pk)), "load": load.of_host(host)}
+        found = {"agent": agent, "faults": discrepancies.shown(at(host.pk)), "load": load.of_host(host)}
         if agent is None:
             return found
         return found | {
             "agent_liveness": liveness(agent),
-            "agent_heard": marks.ago(seen_at(agent)),
-            "agent_connected": marks.ago(agent.connected_at),
-            "agent_enrolled": marks.ago(agent.enrolled_at),
-            "agent_key_since": marks.ago(agent.key_since),
+            "agent_heard": badges.ago(seen_at(agent)),
+            "agent_connected": badges.ago(agent.connected_at),
+            "agent_enrolled": badges.ago(agent.enrolled_at),
+            "agent_key_since": badges.ago(agent.key_since),
         }

@@ -12,13 +12,13 @@ from django.http import HttpRequest, HttpResponse, HttpResponseRedirect, JsonRes
 from django.template.response import TemplateResponse
 from django.urls import reverse
 
-from accelerators.admin import marks
-from accelerators.admin.listing import as_uuid
-from cyborgweb import policy
+from accelerators.ui import badges
+from accelerators.ui.changelist import as_uuid
+from cyborgweb.auth import policy
+from cyborgweb.auth.roles import caller_of, project_of
+from cyborgweb.models.event_types import TITLES, sentence
+from cyborgweb.models.notify import Delivery
 from cyborgweb.notify import subscriptions
-from cyborgweb.notify.kinds import TITLES, sentence
-from cyborgweb.notify.models import Delivery
-from cyborgweb.roles import caller_of, project_of
 
 ROWS = 50
 MOST_UNREAD = 99
@@ -72,8 +72,8 @@ def _shown(row: Delivery) -> dict[str, Any]:
         "message": row.message,
         "title": TITLES.get(row.kind, row.kind),
         "text": sentence(row.kind, row.data),
-        "at": marks.ago(row.at),
+        "at": badges.ago(row.at),
         "read": row.read_at is not None,
-        "link": marks.page(*leads) if leads else "",
+        "link": badges.page(*leads) if leads else "",
         "subscription": row.subscription,
     }

@@ -14,13 +14,13 @@ from typing import Any
 from django.urls import reverse
 from django.utils.safestring import SafeString
 
-from accelerators.admin import marks
 from accelerators.admin.hosts import DEVICE_ROWS
 from accelerators.models import Device, Host
-from agents import load
-from agents.load import HostLoad, Loads
+from accelerators.ui import badges
+from agents import telemetry
+from agents.liveness import word_of
 from agents.models import Agent
-from agents.standing import word_of
+from agents.telemetry import HostLoad, Loads
 from cyborgweb.pages.capacity import amount, level
 
 EVERY_S, FOR_S = 1.0, 10.0
@@ -31,13 +31,13 @@ UNITS = {"percent": " %", "celsius": " °C", "watts": " W"}
 
 def of_device(device: Device) -> dict[str, Any]:
     """What is known now, and what to say while nothing is."""
-    loads = load.last({device.host_id})
+    loads = telemetry.last({device.host_id})
     said = loads.hosts.get(device.host_id)
     values = said.devices.get(device.key, {}) if said else {}
     agent = Agent.objects.filter(host=device.host_id).select_related("host__lease").first()
     return {
         "address": f"/api/devices/{device.uuid}/usage/",
-        "at": marks.ago(datetime.fromtimestamp(said.at, UTC)) if said and values else "",
+        "at": badges.ago(datetime.fromtimestamp(said.at, UTC)) if said and values else "",
         "values": [(name_of(metric), shown(metric, value)) for metric, value in sorted(values.items())],
         "none": none(agent, loads, said, device.driver),
     }
@@ -45,12 +45,12 @@ def of_device(device: Device) -> dict[str, Any]:
 
 def of_host(host: Host) -> dict[str, Any]:
     """A row per device, as its agent said last; from now on it speaks each second, for a while."""
-    loads = load.watch({host.pk}, EVERY_S, FOR_S)
+    loads = telemetry.watch({host.pk}, EVERY_S, FOR_S)
     said = loads.hosts.get(host.pk)
     devices = host.devices.exclude(state="retired").order_by("numa_node", "address", "key")[:DEVICE_ROWS]
     return {
         "address": reverse("admin:accelerators_host_load", args=[host.pk]),
-        "at": marks.ago(datetime.fromtimestamp(said.at, UTC)) if said else "",
+        "at": badges.ago(datetime.fromtimestamp(said.at, UTC)) if said else "",
         "rows": [_row(device, said.devices.get(device.key, {})) for device in devices] if said else [],
         "none": none(getattr(host, "agent", None), loads, said, ""),
     }

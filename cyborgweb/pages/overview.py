@@ -17,14 +17,15 @@ from django.http import HttpRequest
 from django.urls import reverse
 from django.utils.safestring import SafeString
 
-from accelerators import ticks
-from accelerators.admin import marks, timeline
+from accelerators.domain.states import DeviceState, DeviceType
 from accelerators.models import Event
-from accelerators.states import DeviceState, DeviceType
-from agents import load
+from accelerators.runtime import jobs
+from accelerators.ui import badges, timeline
+from agents import telemetry
 from agents.admin import TONES
-from agents.standing import limits
-from cyborgweb.pages import attention, capacity, work
+from agents.liveness import limits
+from cyborgweb.monitoring import backlog
+from cyborgweb.pages import alerts, capacity
 
 EVENTS = 20
 TROUBLES = 50
@@ -76,10 +77,10 @@ def context(request: HttpRequest, context: dict[str, Any]) -> dict[str, Any]:
     """The index page's context; who may not view devices sees the navigation and a sentence."""
     context |= {"title": "Overview", "may_view": request.user.has_perm("accelerators.view_device")}
     if context["may_view"]:
-        now, doing, (hosts, troubles) = datetime.now(UTC), work.now(), _hosts_and_troubles()
-        devices, loads = _devices(doing.devices), load.last()
+        now, doing, (hosts, troubles) = datetime.now(UTC), backlog.now(), _hosts_and_troubles()
+        devices, loads = _devices(doing.devices), telemetry.last()
         classes, projects = capacity.drawn(loads, capacity.CLASSES, capacity.HOLDERS)
-        house = attention.House(
+        house = alerts.House(
             hosts,
             Counter({line.word: line.total.number for line in devices["lines"]}),
             doing,
@@ -91,17 +92,17 @@ def context(request: HttpRequest, context: dict[str, Any]) -> dict[str, Any]:
         context |= {
             "as_of": now,
             "hosts": hosts,
-            "agents": [(marks.mark(word, tone), word, hosts[word]) for word, tone in TONES.items()],
+            "agents": [(badges.mark(word, tone), word, hosts[word]) for word, tone in TONES.items()],
             "devices": devices,
             "classes": classes,
             "projects": projects,
             "silent": loads.silent,
-            "needs": [(marks.mark(need.word, need.tone), need) for need in attention.needs(house)],
+            "needs": [(badges.mark(need.word, need.tone), need) for need in alerts.needs(house)],
             "troubles": troubles,
             "waiting": doing,
             "told": [
                 _told("Placement", "provider", doing.placement, reverse("admin:placement_sync_tree_changelist"), now),
-                _told("Nova", "notice", doing.nova, attention.listed("intent", kind="notice"), now),
+                _told("Nova", "notice", doing.nova, alerts.listed("intent", kind="notice"), now),
             ],
             "events": timeline.rows(Event.objects.all()[:EVENTS]),
         }
@@ -109,19 +110,19 @@ def context(request: HttpRequest, context: dict[str, Any]) -> dict[str, Any]:
     return context
 
 
-def _told(name: str, kind: str, told: work.Telling, url: str, now: datetime) -> dict[str, Any]:
+def _told(name: str, kind: str, told: backlog.Telling, url: str, now: datetime) -> dict[str, Any]:
     """How far behind one that we tell is."""
-    late = told.oldest is not None and now - told.oldest > attention.LATE
+    late = told.oldest is not None and now - told.oldest > alerts.LATE
     tone, word = ("bad", "stuck") if told.stuck else ("warn", "behind") if late else ("busy", "telling")
-    mark = marks.mark(word, tone, told.error) if told.number else marks.mark("in step", "good")
+    mark = badges.mark(word, tone, told.error) if told.number else badges.mark("in step", "good")
     return {
         "name": name,
         "url": url,
         "number": told.number,
         "mark": mark
-        if ticks.has_taker(kind)
-        else marks.mark("no cloud", "calm", "None is configured: nobody is told."),
-        "oldest": marks.ago(told.oldest) if told.oldest else "",
+        if jobs.has_taker(kind)
+        else badges.mark("no cloud", "calm", "None is configured: nobody is told."),
+        "oldest": badges.ago(told.oldest) if told.oldest else "",
     }
 
 
@@ -134,9 +135,9 @@ def _devices(counted: list[tuple[str, str, int]]) -> dict[str, Any]:
     def cell(state: str = "", kind: str = "") -> Cell:
         asked = {"state__exact": state, "type__exact": kind}
         number = sum(n for (s, k), n in counts.items() if state in ("", s) and kind in ("", k))
-        return Cell(number, attention.listed("device", **{name: word for name, word in asked.items() if word}))
+        return Cell(number, alerts.listed("device", **{name: word for name, word in asked.items() if word}))
 
-    lines = [Line(state, marks.state(state), [cell(state, kind) for kind in kinds], cell(state)) for state in states]
+    lines = [Line(state, badges.state(state), [cell(state, kind) for kind in kinds], cell(state)) for state in states]
     totals = [cell(kind=kind) for kind in kinds]
     return {"kinds": kinds, "lines": lines, "totals": totals, "total": cell()}
 
@@ -149,12 +150,12 @@ def _hosts_and_troubles() -> tuple[dict[str, int], dict[str, Any]]:
         found = cursor.fetchall()
     rows = [row[1:] for row in found if row[1] is not None]
     failing = [
-        {"host": marks.link("host", host, host), "driver": driver, "error": error, "since": marks.ago(since)}
+        {"host": badges.link("host", host, host), "driver": driver, "error": error, "since": badges.ago(since)}
         for host, driver, error, since, *_ in rows
         if error
     ]
     faults = [
-        {"host": marks.link("host", host, host), "driver": driver, "subject": subject, "reason": reason}
+        {"host": badges.link("host", host, host), "driver": driver, "subject": subject, "reason": reason}
         for host, driver, _, _, said, *_ in rows
         for subject, reason in (json.loads(said) if isinstance(said, str) else said or [])
     ]

@@ -6,8 +6,8 @@ from typing import Any
 
 from accelerators.admin.requests import AcceleratorRequestAdmin
 from accelerators.models import AcceleratorRequest
-from cyborgweb.pages import faults
-from placement_sync.faults import of
+from cyborgweb.pages import discrepancies
+from placement_sync.jobs.discrepancies import of
 
 
 class RequestPage(AcceleratorRequestAdmin):
@@ -17,4 +17,4 @@ class RequestPage(AcceleratorRequestAdmin):
         if request.instance_uuid is None or request.deployable is None:
             return {}
         found = of([request.deployable.device_id])
-        return {"faults": faults.shown(one for one in found if one.instance == str(request.instance_uuid))}
+        return {"faults": discrepancies.shown(one for one in found if one.instance == str(request.instance_uuid))}

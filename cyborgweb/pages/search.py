@@ -24,8 +24,8 @@ from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
 from django.template.response import TemplateResponse
 from django.urls import reverse
 
-from accelerators.admin import marks
 from accelerators.models import AcceleratorRequest, AttachHandle, Command, Deployable, Device, DeviceProfile, Host
+from accelerators.ui import badges
 
 EACH = 20
 """So many of a kind are listed."""
@@ -101,7 +101,7 @@ def _hits(request: HttpRequest, term: str) -> Iterator[dict[str, Any]]:
         yield {
             "title": str(kinds[name].model._meta.verbose_name_plural),
             "url": reverse(f"admin:accelerators_{name}_change", args=[quote(str(key))]),
-            "shown": marks.handle(shown) if name == "attachhandle" else shown,
+            "shown": badges.handle(shown) if name == "attachhandle" else shown,
             "beside": beside,
             "exact": exact,
             "all": f"{listed}?{urlencode({'q': term})}",

@@ -7,9 +7,9 @@ from django.core.exceptions import PermissionDenied
 from django.http import HttpRequest, HttpResponse
 from django.template.response import TemplateResponse
 
-from accelerators.states import DeviceType
-from accelerators.usage import COLUMNS, Asked
-from agents import load
+from accelerators.domain.states import DeviceType
+from accelerators.requests.capacity import COLUMNS, Asked
+from agents import telemetry
 from cyborgweb.pages import capacity
 
 MOST = 200
@@ -23,7 +23,7 @@ def page(request: HttpRequest) -> HttpResponse:
         raise PermissionDenied
     said = {name: request.GET.get(name, "").replace("\0", "")[:LONGEST] for name in ("by", "then", *COLUMNS)}
     by = list(dict.fromkeys(name for name in (said["by"], said["then"]) if name in COLUMNS)) or ["resource_class"]
-    loads = load.last()
+    loads = telemetry.last()
     host, kind, resource_class = (said[name] or None for name in ("host", "type", "resource_class"))
     found = capacity.drawn(loads, Asked(by, host, kind, resource_class, order="largest", limit=MOST + 1))[0]
     context = admin.site.each_context(request) | {

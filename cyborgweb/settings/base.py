@@ -6,8 +6,8 @@ import secrets
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from accelerators import states
-from cyborgweb.postgres import Postgres
+from accelerators.domain import states
+from cyborgweb.database.postgres import Postgres
 from cyborgweb.settings import over_tls
 from cyborgweb.settings.keys import Keys, keys
 
@@ -96,16 +96,16 @@ INSTALLED_APPS = [
     "cyborgweb",
 ]
 MIDDLEWARE = [
-    "cyborgweb.metrics.served.ServedMiddleware",
-    "cyborgweb.headers.HeadersMiddleware",
+    "cyborgweb.monitoring.served.ServedMiddleware",
+    "cyborgweb.middleware.headers.HeadersMiddleware",
     "django.middleware.security.SecurityMiddleware",
     "whitenoise.middleware.WhiteNoiseMiddleware",
-    "cyborgweb.requests.RequestIdMiddleware",
+    "cyborgweb.middleware.requests.RequestIdMiddleware",
     "django.contrib.sessions.middleware.SessionMiddleware",
     "django.middleware.common.CommonMiddleware",
     "django.middleware.csrf.CsrfViewMiddleware",
     "django.contrib.auth.middleware.AuthenticationMiddleware",
-    "cyborgweb.requests.ReadOnlyMiddleware",
+    "cyborgweb.middleware.requests.ReadOnlyMiddleware",
     "django.contrib.messages.middleware.MessageMiddleware",
     "django.middleware.clickjacking.XFrameOptionsMiddleware",
 ]
@@ -133,7 +133,7 @@ WHITENOISE_AUTOREFRESH = False
 LOGIN_URL = "admin:login"
 WITH_KEYSTONE = KEYS.auth == "keystone"
 AUTHENTICATION_BACKENDS = [
-    "cyborgweb.login.KeystoneBackend" if WITH_KEYSTONE else "django.contrib.auth.backends.ModelBackend"
+    "cyborgweb.auth.login.KeystoneBackend" if WITH_KEYSTONE else "django.contrib.auth.backends.ModelBackend"
 ]
 USE_TZ = True
 TIME_ZONE = "UTC"
@@ -153,11 +153,11 @@ EMAIL_HOST_PASSWORD = KEYS.mail_password
 CHANNEL_LAYERS: dict[str, object] = {}
 
 REST_FRAMEWORK = {
-    "DEFAULT_AUTHENTICATION_CLASSES": ["cyborgweb.identity.CallerAuthentication"],
-    "DEFAULT_PERMISSION_CLASSES": ["cyborgweb.policy.RulePermission"],
+    "DEFAULT_AUTHENTICATION_CLASSES": ["cyborgweb.auth.authentication.CallerAuthentication"],
+    "DEFAULT_PERMISSION_CLASSES": ["cyborgweb.auth.policy.RulePermission"],
     "UNAUTHENTICATED_USER": None,
     "URL_FORMAT_OVERRIDE": None,
-    "DEFAULT_SCHEMA_CLASS": "cyborgweb.openapi.Schema",
+    "DEFAULT_SCHEMA_CLASS": "cyborgweb.api.openapi.Schema",
 }
 SPECTACULAR_SETTINGS = {
     "TITLE": "Accelerators",
@@ -180,20 +180,20 @@ SPECTACULAR_SETTINGS = {
     },
     "POSTPROCESSING_HOOKS": [
         "drf_spectacular.hooks.postprocess_schema_enums",
-        "cyborgweb.openapi.complete",
+        "cyborgweb.api.openapi.complete",
     ],
 }
-SERVICE_SESSION = "cyborgweb.keystone.service_session"
+SERVICE_SESSION = "cyborgweb.auth.keystone.service_session"
 """Makes the keystoneauth1 session with which other rooms speak to the cloud."""
-CONSOLE_WHY_NOT = "cyborgweb.roles.why_not"
+CONSOLE_WHY_NOT = "cyborgweb.auth.roles.why_not"
 """Tells whether the person at the console may do something, and if not, why."""
-CONSOLE_PROJECT = "cyborgweb.roles.project_of"
+CONSOLE_PROJECT = "cyborgweb.auth.roles.project_of"
 """Tells the one project whose requests a person sees; '' for all."""
-LIST_MEMORY = "cyborgweb.pages.lists.remembered"
+LIST_MEMORY = "cyborgweb.pages.saved_views.remembered"
 """Tells the console's lists which columns a person chose and what views were saved."""
-FIELD_SENTENCE = "cyborgweb.help.fields.sentence"
+FIELD_SENTENCE = "cyborgweb.manual.fields.sentence"
 """Tells what a field is: what a form says below it where its model says nothing."""
-AGENTS_DOOR = "cyborgweb.tls.door"
+AGENTS_DOOR = "cyborgweb.server.tls.door"
 """Tells where agents reach us, and which certificate they are to pin."""
 
 Q_CLUSTER = {
@@ -225,7 +225,7 @@ LOGGING = {
 
 UNFOLD = {
     "SITE_TITLE": "Accelerators",
-    "LOGIN": {"form": "cyborgweb.login.LoginForm" if WITH_KEYSTONE else None},
+    "LOGIN": {"form": "cyborgweb.auth.login.LoginForm" if WITH_KEYSTONE else None},
     "SITE_HEADER": "Accelerators",
     "SITE_SUBHEADER": "control plane",
     "SITE_SYMBOL": "memory",

@@ -1,7 +1,7 @@
 """What Django is told where people come over TLS, through a proxy: made of `CYBORG_PUBLIC_URL` by `settings.base`.
 
-Without the key everything is served as it is asked for, by http on one's own machine. `cyborgweb.deployment` says so to
-who runs `manage.py check --deploy`.
+Without the key everything is served as it is asked for, by http on one's own machine.
+`cyborgweb.server.deploy_checks` says so to who runs `manage.py check --deploy`.
 """
 
 from __future__ import annotations

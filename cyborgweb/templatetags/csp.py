@@ -1,6 +1,6 @@
 """`{% csp_allow script="'unsafe-eval'" %}`: a page's template says what the policy of its answer must allow besides.
 
-Read by `cyborgweb.headers` once the page is rendered.
+Read by `cyborgweb.middleware.headers` once the page is rendered.
 """
 
 from __future__ import annotations

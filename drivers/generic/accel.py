@@ -12,14 +12,14 @@ from typing import ClassVar, Literal
 import msgspec
 from msgspec import Struct
 
-from drivers import pci
 from drivers.base import Findings
 from drivers.errors import Gone
-from drivers.generic.kind import service
-from drivers.generic.matched import Matched, readings
+from drivers.generic.backend import service
+from drivers.generic.pci_backend import Matched, readings
 from drivers.inventory import AttachHandle, BackendKind, Deployable, Device, Fault, Service
 from drivers.machine import PCI_DEVICES, Machine
-from drivers.steps import Act, Ask, Plan
+from drivers.pci import functions
+from drivers.plan import Act, Ask, Plan
 
 CLASS = "/sys/class/accel"
 
@@ -58,7 +58,7 @@ class Accel(Matched, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=
     def plan(self, act: Act, machine: Machine, ask: Ask) -> Plan:
         """Nothing is changed; what is attached must be there."""
         if act == "attach":
-            address = pci.find(machine, ask.key)
+            address = functions.find(machine, ask.key)
             if ask.handle is None or ask.handle != self._handle(node_of(machine, address)):
                 raise Gone(f"{address} has no such node (any more)")
         return super().plan(act, machine, ask)

@@ -1,4 +1,5 @@
-"""The driver itself: it asks each backend for itself and puts the answers together. Loaded by `drivers.child`.
+"""The driver itself: it asks each backend for itself and puts the answers together. Loaded by
+`drivers.isolation.driver_main`.
 
 What locks what: the agent does one act at a time on a device, and asks this process one question at a time. A backend
 is looked at in a thread, and while that has not ended (the kernel holds it) it is not looked at again: its answer is
@@ -16,10 +17,10 @@ import msgspec
 from drivers.base import Driver, Findings, Settings, at_most
 from drivers.errors import DriverError, Gone
 from drivers.generic import settings as words
-from drivers.generic.kind import Kind
+from drivers.generic.backend import Kind
 from drivers.inventory import Backend, Deployable, Device, Fault, Sample, Service
 from drivers.machine import Machine
-from drivers.steps import Act, Ask, Plan, Vitals
+from drivers.plan import Act, Ask, Plan, Vitals
 
 FOR_LOOKS = 0.6
 """The part of a call's deadline that all looks together may take; the rest is for the start and for what follows."""
@@ -74,7 +75,7 @@ class GenericDriver(Driver):
     def discover(self, machine: Machine, settings: Settings) -> Findings:
         """Look with one backend after the other; one that takes too long is left behind. Raises Invalid.
 
-        A device that several of them see is said of each: the agent knows which had it (`drivers.claims`).
+        A device that several of them see is said of each: the agent knows which had it (`drivers.pci.ownership`).
         """
         backends = words.read(settings)
         end = time.monotonic() + FOR_LOOKS * machine.deadline_s

@@ -10,15 +10,15 @@ from typing import ClassVar
 
 import msgspec
 
-from drivers import binding, pci, sriov
 from drivers.base import Findings
 from drivers.errors import Failed, Unsupported
-from drivers.generic.kind import service
-from drivers.generic.matched import Matched, readings
-from drivers.inuse import used_by_host
+from drivers.generic.backend import service
+from drivers.generic.pci_backend import Matched, readings
 from drivers.inventory import BackendKind, Device, Fault, Service
 from drivers.machine import PCI_DEVICES, Machine
-from drivers.steps import Act, Ask, Check, Plan, Step, Write
+from drivers.pci import binding, functions, sriov
+from drivers.pci.host_usage import used_by_host
+from drivers.plan import Act, Ask, Check, Plan, Step, Write
 
 CLASS = "/sys/class/firmware"
 DEPTHS = 8
@@ -74,7 +74,7 @@ def services(machine: Machine, devices: tuple[Device, ...]) -> tuple[Service, Se
 
 def plan(machine: Machine, ask: Ask) -> Plan:
     """Upload the image. Raises Busy when the host or a guest uses the function or a part of it, Unsupported."""
-    address = pci.find(machine, ask.key)
+    address = functions.find(machine, ask.key)
     found = loaders(machine, address)
     if not found:
         raise Unsupported(f"{address} cannot be programmed: {NO_LOADER}")

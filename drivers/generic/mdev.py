@@ -13,14 +13,14 @@ from typing import Annotated, ClassVar
 import msgspec
 from msgspec import Meta, Struct
 
-from drivers import pci
 from drivers.base import Findings
 from drivers.errors import Busy, Gone, Invalid
-from drivers.generic.kind import service
-from drivers.generic.matched import Matched, readings
+from drivers.generic.backend import service
+from drivers.generic.pci_backend import Matched, readings
 from drivers.inventory import AttachHandle, Attribute, BackendKind, Deployable, Device, Fault, Service
 from drivers.machine import PCI_DEVICES, Machine
-from drivers.steps import Act, Ask, Check, Plan, Step, Write
+from drivers.pci import functions
+from drivers.plan import Act, Ask, Check, Plan, Step, Write
 
 NOTES = "/state/mdev"
 UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -72,7 +72,7 @@ class Mdev(Matched, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="
             return super().plan(act, machine, ask)
         if not UUID.fullmatch(ask.uuid) or (act == "attach" and not UUID.fullmatch(ask.consumer)):
             raise Invalid(f"an MDEV handle needs a uuid and a consumer, not {ask.uuid!r} and {ask.consumer!r}")
-        address = pci.find(machine, ask.key)
+        address = functions.find(machine, ask.key)
         return Plan(tuple(self._attach(machine, address, ask) if act == "attach" else _detach(machine, address, ask)))
 
     def _left(self, machine: Machine, address: str) -> int:

@@ -1,4 +1,5 @@
-"""Backends of kind `pci`: functions handed out whole or as their virtual functions, as `drivers.pci` does it."""
+"""Backends of kind `pci`: functions handed out whole or as their virtual functions, as `drivers.pci.functions` does
+it."""
 
 from __future__ import annotations
 
@@ -7,35 +8,35 @@ from typing import ClassVar
 import msgspec
 from msgspec import Struct
 
-from drivers import pci
 from drivers.base import Findings, Settings
 from drivers.errors import Invalid
 from drivers.generic import firmware
-from drivers.generic.kind import service
-from drivers.generic.matched import Matched, readings
+from drivers.generic.backend import service
+from drivers.generic.pci_backend import Matched, readings
 from drivers.inventory import BackendKind, Device, Service
 from drivers.machine import PCI_DEVICES, Machine
-from drivers.steps import Act, Ask, Plan
+from drivers.pci import functions
+from drivers.plan import Act, Ask, Plan
 
 
 class Desired(Struct, frozen=True, forbid_unknown_fields=True):
     """What a function is to be made of; what is not said is left as it is."""
 
-    vfs: pci.Vfs | None = None
-    bind: pci.Bind | None = None
+    vfs: functions.Vfs | None = None
+    bind: functions.Bind | None = None
 
 
 class Pci(Matched, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="pci"):
     """Passthrough and SR-IOV; a function that takes firmware can be programmed, too."""
 
     kind: ClassVar[BackendKind] = "pci"
-    writes: ClassVar[tuple[str, ...]] = (*pci.PciDriver.writes, *firmware.WRITES)
+    writes: ClassVar[tuple[str, ...]] = (*functions.PciDriver.writes, *firmware.WRITES)
 
     desired: Desired = Desired()
 
     def probe(self, machine: Machine) -> tuple[str, ...]:
         """Privileges, an IOMMU, the driver that is to be bound."""
-        return pci.PciDriver().probe(machine, self._settings())
+        return functions.PciDriver().probe(machine, self._settings())
 
     def discover(self, machine: Machine) -> Findings:
         """The functions with what is handed out of them."""
@@ -66,18 +67,18 @@ class Pci(Matched, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="p
         )
 
     def plan(self, act: Act, machine: Machine, ask: Ask) -> Plan:
-        """As `drivers.pci` plans it, within the limits."""
+        """As `drivers.pci.functions` plans it, within the limits."""
         if act == "program":
             return firmware.plan(machine, ask)
         wanted, most = ask.layout.get("vfs", ""), self.limits.max_handles
         if most is not None and wanted.isdecimal() and int(wanted) > most:
             raise Invalid(f"this backend hands out at most {most} in all (its limits.max_handles), not {wanted}")
-        plan: Plan = getattr(pci.PciDriver(), act)(machine, self._settings(), ask)
+        plan: Plan = getattr(functions.PciDriver(), act)(machine, self._settings(), ask)
         return plan
 
     def _settings(self) -> Settings:
         return {"rules": [msgspec.to_builtins(self._rule(match)) for match in self.match]}
 
-    def _rule(self, match: pci.Match) -> pci.Rule:
+    def _rule(self, match: functions.Match) -> functions.Rule:
         rule = super()._rule(match)
         return msgspec.structs.replace(rule, vfs=self.desired.vfs, bind=self.desired.bind)

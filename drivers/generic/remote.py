@@ -13,10 +13,10 @@ from msgspec import Meta, Struct
 
 from drivers.base import Findings
 from drivers.errors import Gone, Invalid
-from drivers.generic.kind import Kind, service
+from drivers.generic.backend import Kind, service
 from drivers.inventory import BackendKind, Device, DeviceType, Health, Name, Sample, Service, Text, Word
 from drivers.machine import Machine
-from drivers.steps import Ask, Vitals
+from drivers.plan import Ask, Vitals
 
 KEY = "remote:"
 

@@ -9,8 +9,8 @@ import msgspec
 from drivers.base import Settings
 from drivers.errors import Invalid
 from drivers.generic.accel import Accel
+from drivers.generic.backend import Kind
 from drivers.generic.firmware import Firmware
-from drivers.generic.kind import Kind
 from drivers.generic.mdev import Mdev
 from drivers.generic.pci import Pci
 from drivers.generic.remote import Remote

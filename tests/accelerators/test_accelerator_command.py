@@ -8,9 +8,10 @@ import json
 import pytest
 from django.core.management import CommandError, call_command
 
-from accelerators import commands, outcomes
+from accelerators.commands import placing
 from accelerators.management import following
 from accelerators.models import AttachHandle, Command
+from accelerators.workflows import command_results
 from tests.own.test_units import device, divisible, hold, reported
 
 pytestmark = pytest.mark.django_db
@@ -67,8 +68,8 @@ def test_it_can_be_waited_for(outcome: str, monkeypatch: pytest.MonkeyPatch) -> 
 
     def agent(_: float) -> None:
         command = Command.objects.get()
-        commands.answer([commands.Answer(command.host_id, command.id, outcome, "as its driver says")])
-        outcomes.settle()
+        placing.answer([placing.Answer(command.host_id, command.id, outcome, "as its driver says")])
+        command_results.settle()
 
     monkeypatch.setattr(following.time, "sleep", agent)
     status, text = said("update", str(device(1).uuid), "--layout", "vfs=3", "--wait")

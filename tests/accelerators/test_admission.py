@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accelerators import conductor, lifecycle, rules
-from accelerators.admission import Facts, Rule, first
-from accelerators.caller import Caller
+from accelerators import conductor
+from accelerators.devices import admission_rules, lifecycle
+from accelerators.domain.admission import Facts, Rule, first
+from accelerators.domain.caller import Caller
+from accelerators.domain.errors import Reason, Refused
 from accelerators.models import AdmissionRule, Deployable, Device, Event, Intent
-from accelerators.refusals import Reason, Refused
 from tests.support.reports import a_host, answer, apply, card
 
 OLGA = Caller("olga", "u", frozenset({"admin"}), "p1")
@@ -53,7 +54,7 @@ def test_no_pattern_takes_long_or_raises(text: str, pattern: str) -> None:
 
 
 def rule(name: str, **values: object) -> AdmissionRule:
-    return rules.create({"name": name, "action": "ready"} | values, OLGA)
+    return admission_rules.create({"name": name, "action": "ready"} | values, OLGA)
 
 
 @pytest.mark.django_db
@@ -92,7 +93,7 @@ def test_a_rule_decides_about_what_is_found_and_not_about_what_is_back_or_change
 
 @pytest.mark.django_db
 def test_rules_are_applied_to_what_waits_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rules, "SLICE", 2)
+    monkeypatch.setattr(admission_rules, "SLICE", 2)
     host = a_host()
     apply(host, answer(*(card(n) for n in range(6)), *(card(n, vendor="10de") for n in range(6, 8))))
     lifecycle.disable(Device.objects.first().uuid, OLGA)
@@ -100,9 +101,9 @@ def test_rules_are_applied_to_what_waits_and_nothing_else(monkeypatch: pytest.Mo
         Device.objects.filter(address="0000:05:00.0").update(state="maintenance")
     rule("nvidia", vendor="10de", order=1, action="inactive")
     rule("rest")
-    assert rules.preview() == {"rest": 5}
-    assert sum(rules.apply(OLGA)) == 5
-    assert rules.preview() == {}
+    assert admission_rules.preview() == {"rest": 5}
+    assert sum(admission_rules.apply(OLGA)) == 5
+    assert admission_rules.preview() == {}
     assert Device.objects.filter(state="ready", state_by="rule rest").count() == 5
     event = Event.objects.filter(action="device.ready").first()
     assert (event.source, event.actor) == ("rule", "rest")
@@ -112,7 +113,7 @@ def test_rules_are_applied_to_what_waits_and_nothing_else(monkeypatch: pytest.Mo
 
 @pytest.mark.django_db
 def test_there_are_not_more_rules_than_a_merge_can_try(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rules, "MOST", 1)
+    monkeypatch.setattr(admission_rules, "MOST", 1)
     rule("one")
     with pytest.raises(Refused, match="There are 1 rules already") as refused:
         rule("two")

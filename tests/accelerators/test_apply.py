@@ -6,7 +6,8 @@ import psycopg
 import pytest
 from django.db.utils import IntegrityError
 
-from accelerators import conductor, merge
+from accelerators import conductor
+from accelerators.inventory import merge
 from accelerators.models import AttachHandle, Attribute, Deployable, Device, Event, Host, Intent
 from tests.support.reports import a_host, answer, apply, card, report
 from tests.support.writeguard import ForbiddenWrite, expect_violation

@@ -8,9 +8,11 @@ from collections.abc import Callable
 import pytest
 from django.db import connection
 
-from accelerators import commands, conductor, sweep
+from accelerators import conductor
+from accelerators.commands import placing
+from accelerators.domain.states import Source
 from accelerators.models import Command, Event, Host
-from accelerators.states import Source
+from accelerators.workflows import sweep
 from tests.support.audit import COLUMNS, EXEMPT, Unrecorded
 from tests.support.reports import a_host
 from tests.support.writeguard import ForbiddenWrite, expect_violation, violations
@@ -116,7 +118,7 @@ def test_texts_of_an_event_are_cut_to_what_a_row_takes() -> None:
 def test_what_is_forgotten_in_time_is_told() -> None:
     host = a_host()
     with conductor.writing():
-        commands.place([commands.Order("rescan", host=host.id, actor="olga")])
+        placing.place([placing.Order("rescan", host=host.id, actor="olga")])
         Command.objects.update(ended_at="2020-01-01T00:00Z", state="succeeded")
     sweep.forget_commands()
     assert not Command.objects.exists()

@@ -9,10 +9,11 @@ from uuid import uuid4
 import pytest
 from django.db import connection, transaction
 
-from accelerators import binding, commands, conductor, outcomes
-from accelerators.binding import Bind
-from accelerators.caller import Caller
-from accelerators.commands import Answer
+from accelerators import conductor
+from accelerators.commands import placing
+from accelerators.commands.placing import Answer
+from accelerators.domain.caller import Caller
+from accelerators.domain.errors import Reason, Refused
 from accelerators.models import (
     AcceleratorRequest,
     AttachHandle,
@@ -25,7 +26,9 @@ from accelerators.models import (
     Intent,
 )
 from accelerators.models.commands import OPEN
-from accelerators.refusals import Reason, Refused
+from accelerators.requests import binding
+from accelerators.requests.binding import Bind
+from accelerators.workflows import command_results
 from tests.support.reports import a_host, answer, apply, card
 
 pytestmark = pytest.mark.django_db
@@ -70,8 +73,8 @@ def one_open(op: str) -> Command:
 
 
 def ends(command: Command, outcome: str = "succeeded", text: str = "") -> None:
-    commands.answer([Answer(command.host_id, command.id, outcome, text)])
-    outcomes.settle()
+    placing.answer([Answer(command.host_id, command.id, outcome, text)])
+    command_results.settle()
 
 
 def state(request: AcceleratorRequest) -> tuple[str, str]:
@@ -133,7 +136,7 @@ def test_silence_is_a_failed_bind_and_what_was_made_all_the_same_is_given_back_o
     past = datetime.now(UTC) - timedelta(seconds=1)
     with conductor.writing():
         Command.objects.update(start_by=past, end_by=past)
-    outcomes.expire()
+    command_results.expire()
     assert state(request) == ("BindFailed", "the agent of cmp1 did not take it in time")
     assert not Command.objects.filter(op="detach").exists(), "as far as is known nothing was made"
     for _ in range(2):
@@ -174,7 +177,7 @@ def test_a_device_is_programmed_for_all_that_are_bound_together(handle: AttachHa
     with pytest.raises(Refused, match="its device is busy with a command") as refused:
         bound("plain")
     assert refused.value.reason == Reason.NONE_FREE
-    commands.prepared(attach.id, ADDER)
+    placing.prepared(attach.id, ADDER)
     ends(attach)
     assert (state(first)[0], state(second)[0]) == ("Bound", "BindStarted"), "its handle is to be made yet"
     part = Deployable.objects.get()
@@ -193,12 +196,12 @@ def test_functions_of_one_card_share_the_fate_of_the_one_command(handle: AttachH
     pci()
     first, second = bound("pair")
     ends_with = "the image is for another card"
-    commands.prepared(Command.objects.get().id, ADDER)
+    placing.prepared(Command.objects.get().id, ADDER)
     ends(Command.objects.get(), "failed", ends_with)
     assert state(first) == state(second) == ("BindFailed", ends_with)
     assert Command.objects.count() == 1, "nothing is made of a PCI function"
     first, second = bound("pair")
-    commands.prepared(one_open("attach").id, ADDER)
+    placing.prepared(one_open("attach").id, ADDER)
     ends(one_open("attach"))
     assert state(first) == state(second) == ("Bound", "")
 
@@ -242,7 +245,7 @@ def test_a_device_is_not_programmed_with_two_images_for_one_bind(handle: AttachH
 def test_what_holds_the_bitstream_already_is_bound_at_once_beside_others(handle: AttachHandle) -> None:
     pci()
     (request,) = bound("bits")
-    commands.prepared(Command.objects.get().id, ADDER)
+    placing.prepared(Command.objects.get().id, ADDER)
     ends(Command.objects.get())
     assert state(request)[0] == "Bound"
     (beside,) = bound("bits")
@@ -255,8 +258,8 @@ def test_what_holds_the_bitstream_already_is_bound_at_once_beside_others(handle:
 
 def test_an_image_that_cannot_be_had_is_the_fault_of_the_bind(handle: AttachHandle) -> None:
     (request,) = bound("adder")
-    commands.unprepared(Command.objects.get().id, "no image with accel:function_id=adder")
-    outcomes.settle()
+    placing.unprepared(Command.objects.get().id, "no image with accel:function_id=adder")
+    command_results.settle()
     assert state(request) == ("BindFailed", "no image with accel:function_id=adder")
     assert Command.objects.get().state == "refused"
     assert Device.objects.get().busy_with is None
@@ -267,8 +270,8 @@ def test_nothing_is_programmed_for_who_waits_no_more(handle: AttachHandle) -> No
     (request,) = bound("adder")
     binding.delete([str(request.uuid)], NOVA)
     command = Command.objects.get()
-    assert not commands.prepared(command.id, ADDER)
-    outcomes.settle()
+    assert not placing.prepared(command.id, ADDER)
+    command_results.settle()
     command.refresh_from_db()
     assert (command.state, command.text) == ("refused", "nobody waits for it any more")
     assert Device.objects.get().busy_with is None

@@ -24,10 +24,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from accelerators import binding, commands, conductor, lifecycle, outcomes, profiles
-from accelerators.binding import Bind
-from accelerators.caller import Caller
-from accelerators.commands import ON_HOST, Answer
+from accelerators import conductor
+from accelerators.commands import placing
+from accelerators.commands.placing import ON_HOST, Answer
+from accelerators.devices import lifecycle
+from accelerators.domain.caller import Caller
+from accelerators.domain.errors import Reason, Refused
+from accelerators.domain.states import RequestState
 from accelerators.models import (
     AcceleratorRequest,
     AttachHandle,
@@ -37,8 +40,9 @@ from accelerators.models import (
     DeviceProfile,
 )
 from accelerators.models.commands import OPEN
-from accelerators.refusals import Reason, Refused
-from accelerators.states import RequestState
+from accelerators.requests import binding, profiles
+from accelerators.requests.binding import Bind
+from accelerators.workflows import command_results
 from tests.support.long import few_or_many, scaled
 from tests.support.reports import a_host, answer, apply, card
 
@@ -218,7 +222,7 @@ class Requests(RuleBasedStateMachine):
         device = self.now.devices[card]
         held = any(one.handle and one.device == device.id for one in self.now.requests)
         try:
-            commands.ask("reset", UUID(device.uuid), NOVA)
+            placing.ask("reset", UUID(device.uuid), NOVA)
         except Refused as refused:
             assert refused.reason == (Reason.CONFLICT if device.busy_with else Reason.HELD)
             assert held or device.busy_with
@@ -232,12 +236,12 @@ class Requests(RuleBasedStateMachine):
         command = waiting[which % len(waiting)]
         if command.state == "preparing":
             if outcome == "refused":
-                commands.unprepared(command.id, "there is no such image")
+                placing.unprepared(command.id, "there is no such image")
             else:
-                commands.prepared(command.id, {"id": IMAGE, "size": 1, "sha256": "a" * 64})
+                placing.prepared(command.id, {"id": IMAGE, "size": 1, "sha256": "a" * 64})
         else:
-            assert not commands.answer([Answer(command.host_id, command.id, outcome, "as it is")])
-        self.follow(outcomes.settle)
+            assert not placing.answer([Answer(command.host_id, command.id, outcome, "as it is")])
+        self.follow(command_results.settle)
 
     @precondition(lambda self: any(one.is_open for one in self.now.commands))
     @rule()
@@ -245,7 +249,7 @@ class Requests(RuleBasedStateMachine):
         with conductor.writing():
             past = datetime.now(UTC) - timedelta(seconds=1)
             Command.objects.filter(OPEN).update(start_by=past, end_by=past)
-        self.follow(lambda: outcomes.expire() | outcomes.settle())
+        self.follow(lambda: command_results.expire() | command_results.settle())
         left = [one for one in read_stored().commands if one.is_open]
         assert not [one for one in left if one.op == "attach" and one.exclusive]
 

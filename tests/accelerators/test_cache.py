@@ -12,10 +12,12 @@ from uuid import uuid4
 import pytest
 from django.db import connection
 
-from accelerators import conductor, generations, hub, profiles
-from accelerators.cache import Cache
-from accelerators.caller import Caller
+from accelerators import conductor
+from accelerators.domain.caller import Caller
 from accelerators.models import DeviceProfile
+from accelerators.requests import profiles
+from accelerators.runtime import generations, pubsub
+from accelerators.runtime.cache import Cache
 from tests.support.webserver import until
 
 pytestmark = pytest.mark.django_db(transaction=True)
@@ -26,8 +28,8 @@ import sys, django
 django.setup()
 from django.db import connection
 connection.settings_dict["NAME"] = sys.argv[1]
-from accelerators import profiles
-from accelerators.caller import Caller
+from accelerators.requests import profiles
+from accelerators.domain.caller import Caller
 from accelerators.models import DeviceProfile
 uuid = DeviceProfile.objects.get(name="p").uuid
 profiles.edit(uuid, {"groups": [{"resources:FPGA": "2"}]}, Caller("other process", "", frozenset({"admin"}), "p1"))
@@ -43,12 +45,12 @@ def _listener_has_cleared_the_caches() -> None:
     """
     received = threading.Event()
     fence = f"fence-{uuid4()}"
-    hub.subscribe(fence, lambda detail: received.set() if detail == "reached" else None)
-    hub.listen()
+    pubsub.subscribe(fence, lambda detail: received.set() if detail == "reached" else None)
+    pubsub.listen()
 
     def is_reached() -> bool:
         with connection.cursor() as cursor:
-            cursor.execute("SELECT pg_notify(%s, %s)", [hub.CHANNEL, f"0 {fence} reached"])
+            cursor.execute("SELECT pg_notify(%s, %s)", [pubsub.CHANNEL, f"0 {fence} reached"])
         return received.wait(0.05)
 
     until(is_reached)
@@ -78,7 +80,7 @@ def test_another_processs_change_is_seen_at_once(
     monkeypatch.setattr(profiles._by_name, "_ttl_s", float("inf"))  # so that no entry is looked up again by its age
     profiles.create("p", [{"resources:FPGA": "1"}], None, None, ADMIN)
     heard: list[str | None] = []
-    hub.subscribe("profiles", heard.append)
+    pubsub.subscribe("profiles", heard.append)
     assert groups() == [{"resources:FPGA": "1"}]
     with conductor.writing():
         DeviceProfile.objects.update(groups=[{"resources:FPGA": "7"}])  # without a notification
@@ -181,8 +183,8 @@ def test_it_is_bounded(django_assert_num_queries: Any) -> None:
 
 def test_a_listener_that_lost_its_connection_distrusts_what_it_remembers() -> None:
     heard: list[str | None] = []
-    hub.subscribe("devices", heard.append)
-    hub.listen()
+    pubsub.subscribe("devices", heard.append)
+    pubsub.listen()
     pids = "SELECT pid FROM pg_stat_activity WHERE query LIKE 'LISTEN%' AND datname = current_database()"
 
     def listeners() -> list[int]:
@@ -195,7 +197,7 @@ def test_a_listener_that_lost_its_connection_distrusts_what_it_remembers() -> No
     with connection.cursor() as cursor:
         cursor.execute("SELECT pg_terminate_backend(%s)", [before])
     until(lambda: heard == [None])
-    hub.ring("devices", "x")
+    pubsub.ring("devices", "x")
     until(lambda: heard[-1] == "x")
 
 

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 from django.core.management import CommandError, call_command
 
-from accelerators import commands, outcomes
+from accelerators.commands import placing
 from accelerators.management import following
 from accelerators.models import Command, Device, Event
 from accelerators.models.commands import OPEN
+from accelerators.workflows import command_results
 from tests.support.reports import a_host, answer, apply, card
 
 pytestmark = pytest.mark.django_db
@@ -37,10 +38,10 @@ def agent(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         def step(seconds: float) -> None:
             command = Command.objects.filter(OPEN).first()
             if command.percent < 50:
-                commands.progressed([commands.Progress(command.host_id, command.id, 50, "half of it")])
+                placing.progressed([placing.Progress(command.host_id, command.id, 50, "half of it")])
                 return
-            commands.answer([commands.Answer(command.host_id, command.id, outcome, text, detail)])
-            outcomes.settle()
+            placing.answer([placing.Answer(command.host_id, command.id, outcome, text, detail)])
+            command_results.settle()
 
         monkeypatch.setattr(following.time, "sleep", step)
 

@@ -10,13 +10,16 @@ from uuid import uuid4
 import pytest
 from django.db import connection
 
-from accelerators import binding, commands, conductor, outcomes
-from accelerators.binding import Bind
-from accelerators.caller import Caller
-from accelerators.commands import Answer
+from accelerators import conductor
+from accelerators.commands import placing
+from accelerators.commands.placing import Answer
+from accelerators.domain.caller import Caller
+from accelerators.domain.errors import Reason, Refused
 from accelerators.models import AcceleratorRequest, AttachHandle, Command, Deployable, Device, DeviceProfile
 from accelerators.models.commands import OPEN
-from accelerators.refusals import Reason, Refused
+from accelerators.requests import binding
+from accelerators.requests.binding import Bind
+from accelerators.workflows import command_results
 from tests.support.reports import a_host, answer, apply, card
 
 pytestmark = [pytest.mark.system, pytest.mark.django_db(transaction=True)]
@@ -85,16 +88,16 @@ def finish() -> None:
     requests = AcceleratorRequest.objects.exclude(state__in=["Initial", "Unbound"])
     binding.delete([str(uuid) for uuid in requests.values_list("uuid", flat=True)], NOVA)
     for number in Command.objects.filter(OPEN, state="preparing").values_list("id", flat=True):
-        commands.unprepared(number, "no such image")
+        placing.unprepared(number, "no such image")
     open_ones = Command.objects.filter(OPEN, state="queued").values_list("host", "id")
-    commands.answer([Answer(host, number, "succeeded") for host, number in open_ones])
-    outcomes.settle()
+    placing.answer([Answer(host, number, "succeeded") for host, number in open_ones])
+    command_results.settle()
     assert not Command.objects.filter(OPEN).exists()
 
 
 ORDERS: dict[str, Callable[[Device], object]] = {
-    "partition": lambda device: commands.ask("partition", device.uuid, OLGA, layout={"parts": "4"}),
-    "program": lambda device: commands.ask("program", device.uuid, OLGA, image=uuid4()),
+    "partition": lambda device: placing.ask("partition", device.uuid, OLGA, layout={"parts": "4"}),
+    "program": lambda device: placing.ask("program", device.uuid, OLGA, image=uuid4()),
 }
 
 

@@ -10,13 +10,16 @@ from uuid import uuid4
 import psycopg
 import pytest
 
-from accelerators import commands, conductor, lifecycle, outcomes, safety, sweep
-from accelerators.actions import Action
-from accelerators.caller import Caller
-from accelerators.commands import Answer, Progress
+from accelerators import conductor, safety
+from accelerators.commands import placing
+from accelerators.commands.placing import Answer, Progress
+from accelerators.devices import lifecycle
+from accelerators.domain.actions import Action
+from accelerators.domain.caller import Caller
+from accelerators.domain.errors import Reason, Refused
+from accelerators.domain.states import CommandState, Source
 from accelerators.models import Command, Deployable, Device, Event, Host
-from accelerators.refusals import Reason, Refused
-from accelerators.states import CommandState, Source
+from accelerators.workflows import command_results, sweep
 from tests.accelerators.test_admission import rule
 from tests.support.reports import a_host, answer, apply, card
 
@@ -28,8 +31,8 @@ STEPS = "four functions are made\nthey are bound to vfio-pci"
 
 def said(command: Command, outcome: str = "succeeded", text: str = "", **values: object) -> bool:
     """The agent of its host answers, and what can be settled is."""
-    settled = commands.answer([Answer(command.host_id, command.id, outcome, text, **values)])  # type: ignore[arg-type]
-    while outcomes.settle():
+    settled = placing.answer([Answer(command.host_id, command.id, outcome, text, **values)])  # type: ignore[arg-type]
+    while command_results.settle():
         pass
     command.refresh_from_db()
     return bool(settled)
@@ -40,7 +43,7 @@ def late(**changes: object) -> None:
     past = datetime.now(UTC) - timedelta(seconds=1)
     with conductor.writing():
         Command.objects.filter(ended_at=None).update(**{"start_by": past, "end_by": past} | changes)
-    outcomes.expire()
+    command_results.expire()
 
 
 @pytest.fixture
@@ -65,8 +68,8 @@ def test_what_has_to_be_installed_is_ready_when_its_agent_has_done_it(device: De
     device.refresh_from_db()
     assert device.busy_with == command.uuid
     assert lifecycle.ask(Action.ENABLE, device.uuid, OLGA).outcome == "unchanged"
-    commands.taken([(command.host_id, command.id)])
-    commands.progressed([Progress(command.host_id, command.id, 50, "they are bound")])
+    placing.taken([(command.host_id, command.id)])
+    placing.progressed([Progress(command.host_id, command.id, 50, "they are bound")])
     command.refresh_from_db()
     assert (command.state, command.percent, command.progress) == ("started", 50, "they are bound")
     assert command.taken_at and command.started_at
@@ -143,14 +146,14 @@ def test_what_is_held_is_not_installed_anew(device: Device, monkeypatch: pytest.
 
 
 def test_a_command_ends_when_its_report_is_applied_and_not_before(device: Device) -> None:
-    command = commands.ask("health", device.uuid, OLGA)
+    command = placing.ask("health", device.uuid, OLGA)
     assert said(command, epoch=1, seq=7, hash="h" * 40, detail={"status": "ok"}) is False
     assert (command.outcome, command.state, command.ended_at) == ("succeeded", "queued", None)
     apply(device.host, answer(card(1)), seq=6)
-    outcomes.settle()
+    command_results.settle()
     assert Command.objects.get().ended_at is None
     apply(device.host, answer(card(1)), seq=8)
-    outcomes.settle()
+    command_results.settle()
     command.refresh_from_db()
     assert (command.state, command.detail) == ("succeeded", {"status": "ok"})
     assert said(command, "failed"), "said again: there is nothing left to do"
@@ -158,33 +161,33 @@ def test_a_command_ends_when_its_report_is_applied_and_not_before(device: Device
 
 
 def test_a_report_that_changed_nothing_settles_by_its_hash(device: Device) -> None:
-    command = commands.ask("health", device.uuid, OLGA)
+    command = placing.ask("health", device.uuid, OLGA)
     device.host.refresh_from_db()
     said(command, epoch=5, seq=7, hash=device.host.applied_hash)
     assert command.state == "succeeded"
 
 
 def test_a_command_whose_report_never_comes_ends_with_its_time(device: Device) -> None:
-    command = commands.ask("health", device.uuid, OLGA)
+    command = placing.ask("health", device.uuid, OLGA)
     said(command, epoch=5, seq=7, hash="h" * 40)
     late()
-    outcomes.settle()
+    command_results.settle()
     command.refresh_from_db()
     assert command.state == "succeeded"
 
 
 def test_X1_an_agent_speaks_only_of_its_own_hosts_commands(device: Device) -> None:
     stranger = a_host("cmp2").id
-    command = commands.ask("health", device.uuid, OLGA)
-    commands.taken([(stranger, command.id)])
-    commands.progressed([Progress(stranger, command.id, 99, "mine")])
-    commands.answer([Answer(stranger, command.id, "succeeded")])
+    command = placing.ask("health", device.uuid, OLGA)
+    placing.taken([(stranger, command.id)])
+    placing.progressed([Progress(stranger, command.id, 99, "mine")])
+    placing.answer([Answer(stranger, command.id, "succeeded")])
     command.refresh_from_db()
     assert (command.state, command.percent, command.outcome) == ("queued", 0, "")
     with conductor.writing():
-        commands.place([commands.Order("rescan", host=device.host_id, actor="olga")])
-    assert commands.still_open([(stranger, command.id)]) == set()
-    assert commands.still_open([(device.host_id, command.id)]) == {(device.host_id, command.id)}
+        placing.place([placing.Order("rescan", host=device.host_id, actor="olga")])
+    assert placing.still_open([(stranger, command.id)]) == set()
+    assert placing.still_open([(device.host_id, command.id)]) == {(device.host_id, command.id)}
 
 
 def test_not_begun_in_time_is_expired_and_not_answered_in_time_is_unknown(device: Device) -> None:
@@ -196,8 +199,8 @@ def test_not_begun_in_time_is_expired_and_not_answered_in_time_is_unknown(device
     assert device.busy_with is None
     lifecycle.enable(device.uuid, OLGA)
     command = Command.objects.get(ended_at=None)
-    commands.taken([(command.host_id, command.id)])
-    commands.progressed([Progress(command.host_id, command.id, 10, "functions are made")])
+    placing.taken([(command.host_id, command.id)])
+    placing.progressed([Progress(command.host_id, command.id, 10, "functions are made")])
     late(end_by=datetime.now(UTC) + timedelta(hours=1))
     command.refresh_from_db()
     assert command.state == "started", "begun in time"
@@ -215,7 +218,7 @@ def test_not_begun_in_time_is_expired_and_not_answered_in_time_is_unknown(device
 def test_what_is_uninstalled_is_inactive(device: Device, before: str, after: str) -> None:
     with conductor.writing():
         Device.objects.update(state=before)
-    command = commands.ask("uninstall", device.uuid, OLGA, reason="to be sold")
+    command = placing.ask("uninstall", device.uuid, OLGA, reason="to be sold")
     with pytest.raises(Refused, match="is busy with uninstall"):
         lifecycle.enable(device.uuid, OLGA)
     said(command)
@@ -224,7 +227,7 @@ def test_what_is_uninstalled_is_inactive(device: Device, before: str, after: str
 
 def test_quarantine_outlives_an_uninstallation(device: Device) -> None:
     lifecycle.ask(Action.QUARANTINE, device.uuid, OLGA, "smoke")
-    said(commands.ask("uninstall", device.uuid, OLGA))
+    said(placing.ask("uninstall", device.uuid, OLGA))
     assert state(device) == ("quarantined", "smoke", "olga")
 
 
@@ -235,9 +238,9 @@ IMAGE = uuid4()
 def test_what_was_interrupted_is_not_offered(device: Device, op: str, more: dict[str, Any]) -> None:
     with conductor.writing():
         Device.objects.update(state="ready")
-    command = commands.ask(op, device.uuid, OLGA, **more)
+    command = placing.ask(op, device.uuid, OLGA, **more)
     if op == "program":
-        commands.prepared(command.id, {"id": str(IMAGE), "size": 3, "sha256": "a" * 64, "properties": {}})
+        placing.prepared(command.id, {"id": str(IMAGE), "size": 3, "sha256": "a" * 64, "properties": {}})
     said(command, "unknown", "interrupted; outcome unknown")
     assert state(device)[:2] == ("failed", f"{op}: interrupted; outcome unknown")
 
@@ -248,27 +251,27 @@ Ask = Callable[[Device], object]
 @pytest.mark.parametrize(
     ("ask", "reason", "text"),
     [
-        (lambda d: commands.ask("health", uuid4(), OLGA), Reason.UNKNOWN, "Device not found"),
-        (lambda d: commands.ask("attach", d.uuid, OLGA), Reason.INVALID, "it can be asked: uninstall"),
-        (lambda d: commands.ask("partition", d.uuid, OLGA), Reason.INVALID, "takes a layout"),
-        (lambda d: commands.ask("reset", d.uuid, OLGA, layout={"a": "b"}), Reason.INVALID, "takes a layout"),
-        (lambda d: commands.ask("program", d.uuid, OLGA), Reason.INVALID, "takes an image"),
-        (lambda d: commands.ask("reset", d.uuid, OLGA, reason="x" * 501), Reason.INVALID, "at most 500"),
-        (lambda d: commands.ask("partition", d.uuid, OLGA, layout={"a": "\0"}), Reason.INVALID, "short values"),
-        (lambda d: commands.ask("partition", d.uuid, OLGA, layout={"x" * 65: ""}), Reason.INVALID, "at most 64 char"),
+        (lambda d: placing.ask("health", uuid4(), OLGA), Reason.UNKNOWN, "Device not found"),
+        (lambda d: placing.ask("attach", d.uuid, OLGA), Reason.INVALID, "it can be asked: uninstall"),
+        (lambda d: placing.ask("partition", d.uuid, OLGA), Reason.INVALID, "takes a layout"),
+        (lambda d: placing.ask("reset", d.uuid, OLGA, layout={"a": "b"}), Reason.INVALID, "takes a layout"),
+        (lambda d: placing.ask("program", d.uuid, OLGA), Reason.INVALID, "takes an image"),
+        (lambda d: placing.ask("reset", d.uuid, OLGA, reason="x" * 501), Reason.INVALID, "at most 500"),
+        (lambda d: placing.ask("partition", d.uuid, OLGA, layout={"a": "\0"}), Reason.INVALID, "short values"),
+        (lambda d: placing.ask("partition", d.uuid, OLGA, layout={"x" * 65: ""}), Reason.INVALID, "at most 64 char"),
         (
-            lambda d: commands.ask("partition", d.uuid, OLGA, layout={str(n): "" for n in range(65)}),
+            lambda d: placing.ask("partition", d.uuid, OLGA, layout={str(n): "" for n in range(65)}),
             Reason.INVALID,
             "at most 64",
         ),
         (
-            lambda d: commands.ask("program", d.uuid, OLGA, image=IMAGE, deployable=uuid4()),
+            lambda d: placing.ask("program", d.uuid, OLGA, image=IMAGE, deployable=uuid4()),
             Reason.INVALID,
             "Say which deployable",
         ),
-        (lambda d: commands.ask_host("install", d.host.uuid, OLGA), Reason.INVALID, "it can be asked: rescan, logs"),
-        (lambda d: commands.ask_host("logs", d.host.uuid, OLGA, driver="x"), Reason.INVALID, "Only rescan"),
-        (lambda d: commands.ask_host("logs", uuid4(), OLGA), Reason.UNKNOWN, "Host not found"),
+        (lambda d: placing.ask_host("install", d.host.uuid, OLGA), Reason.INVALID, "it can be asked: rescan, logs"),
+        (lambda d: placing.ask_host("logs", d.host.uuid, OLGA, driver="x"), Reason.INVALID, "Only rescan"),
+        (lambda d: placing.ask_host("logs", uuid4(), OLGA), Reason.UNKNOWN, "Host not found"),
     ],
 )
 def test_asks_that_are_refused(device: Device, ask: Ask, reason: Reason, text: str) -> None:
@@ -282,13 +285,13 @@ def test_what_a_devices_state_or_driver_or_another_command_does_not_allow(device
     with conductor.writing():
         Device.objects.update(state="ready", acts="health reset uninstall")
     with pytest.raises(Refused, match="is ready: uninstall is possible when it is failed, inactive"):
-        commands.ask("uninstall", device.uuid, OLGA)
+        placing.ask("uninstall", device.uuid, OLGA)
     with pytest.raises(Refused, match="test_driver cannot program it"):
-        commands.ask("program", device.uuid, OLGA, image=IMAGE)
-    commands.ask("reset", device.uuid, OLGA)
+        placing.ask("program", device.uuid, OLGA, image=IMAGE)
+    placing.ask("reset", device.uuid, OLGA)
     with pytest.raises(Refused, match=r"busy with reset \(command "):
-        commands.ask("reset", device.uuid, OLGA)
-    assert commands.ask("health", device.uuid, OLGA).state == "queued"
+        placing.ask("reset", device.uuid, OLGA)
+    assert placing.ask("health", device.uuid, OLGA).state == "queued"
 
 
 def test_S1_nothing_destructive_is_ordered_while_a_witness_does_not_call_it_free(
@@ -306,40 +309,40 @@ def test_S1_nothing_destructive_is_ordered_while_a_witness_does_not_call_it_free
             ("program", {"image": IMAGE}),
         ):
             with pytest.raises(Refused) as refused:
-                commands.ask(op, device.uuid, OLGA, **more)
+                placing.ask(op, device.uuid, OLGA, **more)
             assert refused.value.reason == reason
-    commands.ask("health", device.uuid, OLGA)
+    placing.ask("health", device.uuid, OLGA)
 
 
 def test_an_image_is_fetched_before_its_host_hears_of_the_command(device: Device) -> None:
-    command = commands.ask("program", device.uuid, OLGA, image=IMAGE, source=Source.PERSON)
+    command = placing.ask("program", device.uuid, OLGA, image=IMAGE, source=Source.PERSON)
     assert (command.state, command.arguments["wanted"]) == ("preparing", {"bitstream_id": str(IMAGE)})
     assert command.arguments["deployable"] == "node_0000:01:00.0"
-    commands.progressed([Progress(command.host_id, command.id, 50)])
+    placing.progressed([Progress(command.host_id, command.id, 50)])
     assert said(command), "its host has never heard of it"
     image = {"id": str(IMAGE), "size": 3, "sha256": "a" * 64, "name": "adder"}
-    assert commands.prepared(command.id, image)
-    assert not commands.prepared(command.id, image)
+    assert placing.prepared(command.id, image)
+    assert not placing.prepared(command.id, image)
     command.refresh_from_db()
     assert (command.state, command.arguments["image"]) == ("queued", image)
     said(command)
     assert Deployable.objects.get().bitstream_id == IMAGE
-    said(again := commands.ask("program", device.uuid, OLGA, image=IMAGE))
-    commands.unprepared(again.id, "Glance has no such image")
-    outcomes.settle()
+    said(again := placing.ask("program", device.uuid, OLGA, image=IMAGE))
+    placing.unprepared(again.id, "Glance has no such image")
+    command_results.settle()
     again.refresh_from_db()
     assert (again.state, again.text) == ("refused", "Glance has no such image")
     assert Deployable.objects.get().bitstream_id == IMAGE, "nothing was touched"
-    third = commands.ask("program", device.uuid, OLGA, image=IMAGE)
-    commands.prepared(third.id, image)
+    third = placing.ask("program", device.uuid, OLGA, image=IMAGE)
+    placing.prepared(third.id, image)
     said(third, "failed", "the image is not for it")
     assert Deployable.objects.get().bitstream_id is None, "who knows what it holds now"
 
 
 def test_commands_that_ended_long_ago_are_forgotten_and_open_ones_are_not(device: Device) -> None:
     for _ in range(2):
-        said(commands.ask("health", device.uuid, OLGA))
-    commands.ask("health", device.uuid, OLGA)
+        said(placing.ask("health", device.uuid, OLGA))
+    placing.ask("health", device.uuid, OLGA)
     with conductor.writing():
         Command.objects.filter(id=Command.objects.order_by("id")[0].id).update(
             ended_at=datetime.now(UTC) - timedelta(days=31)
@@ -349,7 +352,7 @@ def test_commands_that_ended_long_ago_are_forgotten_and_open_ones_are_not(device
 
 
 def test_commands_of_a_device_that_is_gone_keep_its_name(device: Device) -> None:
-    open_one = commands.ask("health", device.uuid, OLGA)
+    open_one = placing.ask("health", device.uuid, OLGA)
     apply(device.host, answer(), seq=2)
     later = datetime.now(UTC) + timedelta(days=2)
     sweep.remove_missing(later)
@@ -363,9 +366,9 @@ def test_commands_of_a_device_that_is_gone_keep_its_name(device: Device) -> None
 
 def test_a_hosts_agent_looks_again_or_shows_its_log(db: None) -> None:
     host = a_host()
-    rescan = commands.ask_host("rescan", host.uuid, OLGA, driver="pci_driver", reason="new card")
+    rescan = placing.ask_host("rescan", host.uuid, OLGA, driver="pci_driver", reason="new card")
     assert (rescan.host_id, rescan.device, rescan.arguments) == (host.id, None, {"driver": "pci_driver"})
-    log = commands.ask_host("logs", host.uuid, OLGA)
+    log = placing.ask_host("logs", host.uuid, OLGA)
     said(log, detail={"log": "all is well"})
     assert log.detail == {"log": "all is well"}
     assert Host.objects.get().commands.count() == 2

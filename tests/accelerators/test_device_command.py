@@ -9,8 +9,8 @@ import sys
 import pytest
 from django.core.management import CommandError, call_command
 
-from accelerators import lifecycle, rules
-from accelerators.caller import Caller
+from accelerators.devices import admission_rules, lifecycle
+from accelerators.domain.caller import Caller
 from accelerators.models import Device, Event
 from tests.support.reports import a_host, answer, apply, card
 
@@ -70,7 +70,7 @@ def test_one_device_is_shown_with_what_happened_to_it() -> None:
 
 
 def test_rules_are_applied_from_here_too() -> None:
-    rules.create({"name": "all", "action": "ready"}, Caller("olga", "", frozenset(), ""))
+    admission_rules.create({"name": "all", "action": "ready"}, Caller("olga", "", frozenset(), ""))
     assert json.loads(said("admit", "--dry-run", "--json")[1]) == [{"rule": "all", "devices": 3}]
     assert Device.objects.filter(state="ready").count() == 0
     said("admit")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accelerators.diff import (
+from accelerators.domain.diff import (
     DEVICE_FIELDS,
     Changes,
     HostReport,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accelerators.groups import MAX_REQUESTS, GroupError, check_groups, check_name, plan, programs
+from accelerators.domain.groups import MAX_REQUESTS, GroupError, check_groups, check_name, plan, programs
 
 ANY = st.one_of(
     st.text(max_size=20), st.integers(), st.booleans(), st.none(), st.floats(allow_nan=False), st.lists(st.text())

@@ -11,12 +11,14 @@ import pytest
 from keystoneauth1.session import Session
 from keystoneauth1.token_endpoint import Token
 
-from accelerators import commands, conductor, fetching, images
-from accelerators.caller import Caller
-from accelerators.commands import Order
+from accelerators import conductor
+from accelerators.commands import placing
+from accelerators.commands.placing import Order
+from accelerators.domain.caller import Caller
+from accelerators.domain.errors import Reason, Refused
+from accelerators.domain.states import Source
+from accelerators.images import download, store
 from accelerators.models import Command, Device, Event, Image
-from accelerators.refusals import Reason, Refused
-from accelerators.states import Source
 from cyborgweb.settings.keys import Keys
 from drivers.configuration import ConfigurationError
 from placement_sync.glance import Glance as Client
@@ -31,7 +33,7 @@ Wait = Callable[..., Command]
 
 @pytest.fixture(autouse=True)
 def _here(settings: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetching, "_services", [])
+    monkeypatch.setattr(download, "_services", [])
     settings.KEYS = Keys(state_dir=str(tmp_path), image_max_bytes=4 * 1024 * 1024)  # type: ignore[attr-defined]
 
 
@@ -39,7 +41,7 @@ def _here(settings: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def cloud(monkeypatch: pytest.MonkeyPatch) -> Iterator[Glance]:
     with glance() as known:
         session = Session(Token(known.url, "secret"))
-        monkeypatch.setattr(fetching, "_services", [Client(lambda: session, known.url)])
+        monkeypatch.setattr(download, "_services", [Client(lambda: session, known.url)])
         yield known
 
 
@@ -52,13 +54,13 @@ def wait(db: None) -> Wait:
             n = Device.objects.count() + 1
             apply(a_host(f"cmp{n}"), answer(card(n, acts="program")))
             device = Device.objects.latest("id")
-            return commands.place([Order("program", device.uuid, arguments={"wanted": wanted})])[0]
+            return placing.place([Order("program", device.uuid, arguments={"wanted": wanted})])[0]
 
     return make
 
 
 def upload(content: bytes = BITS, **properties: str) -> Image:
-    return images.upload(iter([content[:9], content[9:]]), len(content), "shell", properties, OPERATOR, Source.API)
+    return store.upload(iter([content[:9], content[9:]]), len(content), "shell", properties, OPERATOR, Source.API)
 
 
 def given(command: Command) -> tuple[str, str]:
@@ -69,11 +71,11 @@ def given(command: Command) -> tuple[str, str]:
 
 def test_an_uploaded_image_is_a_checked_file_and_an_event() -> None:
     image = upload(**{"accel:function_id": "AFU-1"})
-    assert images.path(image.uuid).read_bytes() == BITS and images.is_here(image)
-    assert images.path(image.uuid).stat().st_mode & 0o777 == 0o600
+    assert store.path(image.uuid).read_bytes() == BITS and store.is_here(image)
+    assert store.path(image.uuid).stat().st_mode & 0o777 == 0o600
     assert image.sha256 == hashlib.sha256(BITS).hexdigest()
-    images.remove(image.uuid, OPERATOR, Source.API)
-    assert not Image.objects.exists() and not [*images.directory().iterdir()]
+    store.remove(image.uuid, OPERATOR, Source.API)
+    assert not Image.objects.exists() and not [*store.directory().iterdir()]
     assert [*Event.objects.order_by("id").values_list("action", "actor")] == [
         ("image.added", "rita"),
         ("image.removed", "rita"),
@@ -97,47 +99,47 @@ def test_uploads_that_are_refused_leave_nothing(
     size: int, chunks: list[bytes], name: str, properties: dict[str, str], says: str
 ) -> None:
     with pytest.raises(Refused, match=says) as refused:
-        images.upload(chunks, size, name, properties, OPERATOR, Source.API)
+        store.upload(chunks, size, name, properties, OPERATOR, Source.API)
     assert refused.value.reason == Reason.INVALID
-    assert not Image.objects.exists() and not [*images.directory().iterdir()]
+    assert not Image.objects.exists() and not [*store.directory().iterdir()]
 
 
 def test_a_full_disk_is_said_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(images.os, "fsync", full)
+    monkeypatch.setattr(store.os, "fsync", full)
     with pytest.raises(Refused, match="No space left on device") as refused:
         upload()
-    assert refused.value.reason == Reason.AWAY and not [*images.directory().iterdir()]
+    assert refused.value.reason == Reason.AWAY and not [*store.directory().iterdir()]
 
 
 def test_commands_are_given_uploaded_images_by_id_and_by_function(wait: Wait) -> None:
     image = upload(**{"accel:function_id": "AFU-1"})
     by_id, by_function = wait(bitstream_id=str(image.uuid)), wait(function_id="AFU-1")
     unknown, no_id = wait(function_id="AFU-2"), wait(bitstream_id="nope")
-    fetching.run()
+    download.run()
     assert given(by_id) == given(by_function) == ("queued", str(image.uuid))
-    assert by_id.arguments["image"] == images.as_ref(image)
+    assert by_id.arguments["image"] == store.as_ref(image)
     assert [unknown.answered_at, no_id.answered_at].count(None) == 2
     assert "no image with accel:function_id=AFU-2 is uploaded" in given(unknown)[1]
     assert "'nope' is no image's id" in given(no_id)[1]
     upload(**{"accel:function_id": "AFU-1"})
     several = wait(function_id="AFU-1")
-    fetching.run()
+    download.run()
     assert "several images have accel:function_id=AFU-1" in given(several)[1]
 
 
 def test_glances_image_is_fetched_once_checked_and_kept(wait: Wait, cloud: Glance) -> None:
     uuid = cloud.add(BITS, **{"accel:function_id": "AFU-7", "accel:device": "fake", "direct_url": "swift://secret"})
     by_id, by_function = wait(bitstream_id=uuid), wait(function_id="AFU-7")
-    fetching.run()
+    download.run()
     assert given(by_id) == given(by_function) == ("queued", uuid)
     assert by_id.arguments["image"]["properties"] == {"accel:function_id": "AFU-7", "accel:device": "fake"}
-    assert images.path(uuid).read_bytes() == BITS and Image.objects.get().sha256 == hashlib.sha256(BITS).hexdigest()
+    assert store.path(uuid).read_bytes() == BITS and Image.objects.get().sha256 == hashlib.sha256(BITS).hexdigest()
     cloud.fails_with = 503
     later = wait(bitstream_id=uuid)
-    fetching.run()
+    download.run()
     assert given(later) == ("queued", uuid) and cloud.calls["file from 0"] == 1
 
 
@@ -153,15 +155,15 @@ def test_glances_image_is_fetched_once_checked_and_kept(wait: Wait, cloud: Glanc
 )
 def test_images_of_glance_that_will_not_do(wait: Wait, cloud: Glance, more: dict[str, object], says: str) -> None:
     command = wait(bitstream_id=cloud.add(BITS, **more))
-    fetching.run()
-    assert says in given(command)[1] and command.outcome == "refused" and not [*images.directory().iterdir()]
+    download.run()
+    assert says in given(command)[1] and command.outcome == "refused" and not [*store.directory().iterdir()]
 
 
 def test_images_that_glance_does_not_have(wait: Wait, cloud: Glance, monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
         cloud.add(BITS, **{"accel:function_id": "twice"})
     nowhere, twice, none = wait(bitstream_id=str(uuid4())), wait(function_id="twice"), wait(function_id="none")
-    fetching.run()
+    download.run()
     assert "Glance has no image" in given(nowhere)[1]
     assert "several images have accel:function_id=twice" in given(twice)[1]
     assert "no image has accel:function_id=none" in given(none)[1]
@@ -169,9 +171,9 @@ def test_images_that_glance_does_not_have(wait: Wait, cloud: Glance, monkeypatch
     def no_cloud() -> None:
         raise ConfigurationError("No cloud is configured")
 
-    monkeypatch.setattr(fetching, "_services", [Client(no_cloud)])
+    monkeypatch.setattr(download, "_services", [Client(no_cloud)])
     lonely = wait(bitstream_id=str(uuid4()))
-    fetching.run()
+    download.run()
     assert "No cloud is configured" in given(lonely)[1]
 
 
@@ -179,50 +181,50 @@ def test_while_glance_is_away_commands_wait_and_say_why_and_a_transfer_goes_on(w
     uuid = cloud.add(BITS)
     command = wait(bitstream_id=uuid)
     cloud.fails_with = 503
-    fetching.run()
+    download.run()
     assert given(command)[0] == "preparing" and "waiting for the image service: " in given(command)[1]
     cloud.fails_with, cloud.cut = 0, 1024 * 1024
-    fetching.run()
+    download.run()
     assert given(command)[0] == "preparing" and "fetching image" in given(command)[1]
     cloud.cut = None
-    fetching.run()
+    download.run()
     assert given(command) == ("queued", uuid) and cloud.calls["file from 1048576"] == 1
-    assert images.path(uuid).read_bytes() == BITS
+    assert store.path(uuid).read_bytes() == BITS
 
 
 def test_a_slice_ends_and_the_next_goes_on(wait: Wait, cloud: Glance, monkeypatch: pytest.MonkeyPatch) -> None:
     uuid = cloud.add(BITS)
     command = wait(bitstream_id=uuid)
-    monkeypatch.setattr(fetching, "SLICE_S", 0.0)
-    offer, service = fetching._services[0].image(uuid), fetching._services[0]
-    assert fetching._fetch(service, offer, 0.0) == ("", 1024 * 1024)
+    monkeypatch.setattr(download, "SLICE_S", 0.0)
+    offer, service = download._services[0].image(uuid), download._services[0]
+    assert download._fetch(service, offer, 0.0) == ("", 1024 * 1024)
     cloud.ranges = False
-    assert fetching._fetch(service, offer, 0.0) == ("", 1024 * 1024)
+    assert download._fetch(service, offer, 0.0) == ("", 1024 * 1024)
     cloud.ranges = True
-    monkeypatch.setattr(fetching, "SLICE_S", 25.0)
-    fetching.run()
+    monkeypatch.setattr(download, "SLICE_S", 25.0)
+    download.run()
     assert given(command) == ("queued", uuid)
 
 
 def test_copies_are_dropped_the_longest_unused_first_and_uploads_never(
     wait: Wait, cloud: Glance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(images, "MAX_COPIES", 2)
+    monkeypatch.setattr(store, "MAX_COPIES", 2)
     own = upload()
     contents = [cloud.add(BITS[:n]) for n in (1, 2, 3, 4)]
     opened = wait(bitstream_id=contents[0])
-    fetching.run()
+    download.run()
     for uuid in contents[1:]:
         command = wait(bitstream_id=uuid)
-        fetching.run()
-        commands.refuse([command.pk], "enough")
+        download.run()
+        placing.refuse([command.pk], "enough")
         with conductor.writing():
             Command.objects.filter(pk=command.pk).update(ended_at=command.created_at)
     kept = {str(uuid) for uuid in Image.objects.values_list("uuid", flat=True)}
-    assert kept == {str(own.uuid), contents[0], contents[3]} == {file.name for file in images.directory().iterdir()}
+    assert kept == {str(own.uuid), contents[0], contents[3]} == {file.name for file in store.directory().iterdir()}
     with pytest.raises(Refused, match=f"Command {opened.uuid}"):
-        images.remove(UUID(contents[0]), OPERATOR, Source.API)
-    images.path(contents[3]).unlink()
+        store.remove(UUID(contents[0]), OPERATOR, Source.API)
+    store.path(contents[3]).unlink()
     again = wait(bitstream_id=contents[3])
-    fetching.run()
+    download.run()
     assert given(again) == ("queued", contents[3])

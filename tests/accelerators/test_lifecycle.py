@@ -13,13 +13,15 @@ from django.db import connection
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accelerators import binding, conductor, lifecycle, safety
-from accelerators.actions import Action, Standing, decide, drained, possible
-from accelerators.binding import Bind
-from accelerators.caller import Caller
+from accelerators import conductor, safety
+from accelerators.devices import lifecycle
+from accelerators.domain.actions import Action, Standing, decide, drained, possible
+from accelerators.domain.caller import Caller
+from accelerators.domain.errors import Reason, Refused
+from accelerators.domain.states import DeviceState, Drain, IllegalMove, Source
 from accelerators.models import AcceleratorRequest, Deployable, Device, DeviceProfile, Event, Intent
-from accelerators.refusals import Reason, Refused
-from accelerators.states import DeviceState, Drain, IllegalMove, Source
+from accelerators.requests import binding
+from accelerators.requests.binding import Bind
 from tests.support.reports import a_host, answer, apply, card
 from tests.support.webserver import until
 

@@ -15,24 +15,16 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from accelerators import (
-    attachments,
-    binding,
-    commands,
-    conductor,
-    fetching,
-    images,
-    lifecycle,
-    outcomes,
-    profiles,
-    rules,
-    sweep,
-)
-from accelerators.actions import Action
-from accelerators.attachments import Instance
-from accelerators.binding import Bind
-from accelerators.caller import Caller
-from accelerators.commands import Answer
+from accelerators import conductor
+from accelerators.audit.replay import Told, fold
+from accelerators.commands import placing
+from accelerators.commands.placing import Answer
+from accelerators.devices import admission_rules, lifecycle
+from accelerators.domain.actions import Action
+from accelerators.domain.caller import Caller
+from accelerators.domain.errors import Refused
+from accelerators.domain.states import Drain, Source
+from accelerators.images import download, store
 from accelerators.models import (
     AcceleratorRequest,
     AdmissionRule,
@@ -45,12 +37,13 @@ from accelerators.models import (
     Image,
 )
 from accelerators.models.commands import OPEN
-from accelerators.refusals import Refused
-from accelerators.replay import Told, fold
-from accelerators.states import Drain, Source
+from accelerators.requests import binding, profiles
+from accelerators.requests.binding import Bind
+from accelerators.workflows import attachments, command_results, sweep
+from accelerators.workflows.attachments import Instance
 from drivers.inventory import Device as Card
-from placement_sync import attaching
-from placement_sync import tasks as placement_tasks
+from placement_sync.jobs import attachments as attaching
+from placement_sync.jobs import providers as placement_tasks
 from placement_sync.reconcile import Observed
 from tests.placement.attaching import Cloud, a_cloud, due_now
 from tests.support.long import few_or_many
@@ -65,7 +58,7 @@ SIZES = st.integers(0, 3)
 
 def upload(content: bytes) -> UUID:
     """Have an image kept, as somebody uploads it; return its uuid."""
-    return images.upload([content], len(content), "an image", {}, NOVA, Source.API).uuid
+    return store.upload([content], len(content), "an image", {}, NOVA, Source.API).uuid
 
 
 def run_attachments() -> None:
@@ -81,9 +74,9 @@ def run_attachments() -> None:
 @pytest.fixture
 def cloud(settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cloud]:
     """Placement and Nova; images lie in a directory of the test's own, and there is room for two copies of Glance's."""
-    monkeypatch.setattr(images, "directory", lambda: tmp_path)
-    monkeypatch.setattr(images, "MAX_COPIES", 2)
-    monkeypatch.setattr(fetching, "_services", [])
+    monkeypatch.setattr(store, "directory", lambda: tmp_path)
+    monkeypatch.setattr(store, "MAX_COPIES", 2)
+    monkeypatch.setattr(download, "_services", [])
     with a_cloud(settings) as one:
         yield one
 
@@ -151,15 +144,15 @@ class Everything(RuleBasedStateMachine):
         there = list(AdmissionRule.objects.order_by("id"))
         if len(there) < 2:
             made = {"name": f"r-{uuid4()}", "driver": "test_*", "action": "ready", "enabled": enabled}
-            rules.create(made, NOVA)
+            admission_rules.create(made, NOVA)
         elif enabled:
-            rules.edit(data.draw(st.sampled_from(there)).uuid, {"action": "quarantined", "order": 7}, NOVA)
+            admission_rules.edit(data.draw(st.sampled_from(there)).uuid, {"action": "quarantined", "order": 7}, NOVA)
         else:
-            rules.delete(there[0].uuid, NOVA)
+            admission_rules.delete(there[0].uuid, NOVA)
 
     @rule()
     def the_rules_are_applied(self) -> None:
-        list(rules.apply(NOVA))
+        list(admission_rules.apply(NOVA))
 
     @rule(data=st.data(), project=st.sampled_from(["", "p2"]))
     def a_request_is_made_and_bound(self, data: st.DataObject, project: str) -> None:
@@ -179,24 +172,24 @@ class Everything(RuleBasedStateMachine):
     @rule(again=st.booleans(), size=st.integers(1, 3))
     def an_image_is_copied_from_glance(self, again: bool, size: int) -> None:
         known = Image.objects.filter(source="glance").first() if again else None
-        images.add_copy(known.uuid if known else uuid4(), "a copy", size, f"{size}" * 64, {})
+        store.add_copy(known.uuid if known else uuid4(), "a copy", size, f"{size}" * 64, {})
 
     @rule(data=st.data())
     def an_image_is_removed(self, data: st.DataObject) -> None:
         if there := list(Image.objects.order_by("id").values_list("uuid", flat=True)):
             with suppress(Refused):  # a command is to use it
-                images.remove(data.draw(st.sampled_from(there)), NOVA, Source.API)
+                store.remove(data.draw(st.sampled_from(there)), NOVA, Source.API)
 
     @rule(data=st.data(), uploads=st.booleans())
     def a_device_is_programmed_with_an_image(self, data: st.DataObject, uploads: bool) -> None:
         if devices := list(Device.objects.order_by("id").values_list("uuid", flat=True)):
             image = upload(b"three") if uploads else UUID(IMAGE["id"])
             with suppress(Refused):  # it is held, busy or not there
-                commands.ask("program", data.draw(st.sampled_from(devices)), NOVA, image=image)
+                placing.ask("program", data.draw(st.sampled_from(devices)), NOVA, image=image)
 
     @rule()
     def the_image_job_runs(self) -> None:
-        fetching.run()
+        download.run()
 
     @rule(data=st.data(), which=st.integers(0, 1), of_device=st.booleans(), begins=st.booleans())
     def an_attachment_is_asked_for(self, data: st.DataObject, which: int, of_device: bool, begins: bool) -> None:
@@ -241,9 +234,9 @@ class Everything(RuleBasedStateMachine):
         if waiting:
             command = data.draw(st.sampled_from(waiting))
             if command.state == "preparing":
-                commands.prepared(command.id, IMAGE)
-            commands.answer([Answer(command.host_id, command.id, outcome, "as it is")])
-            while outcomes.settle():
+                placing.prepared(command.id, IMAGE)
+            placing.answer([Answer(command.host_id, command.id, outcome, "as it is")])
+            while command_results.settle():
                 pass
 
     @rule()
@@ -252,7 +245,7 @@ class Everything(RuleBasedStateMachine):
             past = datetime.now(UTC) - timedelta(seconds=1)
             Command.objects.filter(OPEN, answered_at__isnull=True).update(start_by=past, end_by=past)
             AcceleratorRequest.objects.filter(state="BindStarted").update(deadline=past)
-        while outcomes.expire() | outcomes.settle() | binding.expire():
+        while command_results.expire() | command_results.settle() | binding.expire():
             pass
         sweep.remove_missing(datetime.now(UTC) + timedelta(days=2))
 
@@ -290,21 +283,21 @@ def test_X6_images_are_replayed_from_upload_and_use_to_removal(cloud: Cloud) -> 
     lifecycle.enable(device.uuid, NOVA)
     image = upload(b"bits")
     assert_events_say_it("image", image, "here")
-    command = commands.ask("program", device.uuid, NOVA, image=image)
-    fetching.run()
+    command = placing.ask("program", device.uuid, NOVA, image=image)
+    download.run()
     with pytest.raises(Refused):
-        images.remove(image, NOVA, Source.API)
+        store.remove(image, NOVA, Source.API)
     assert_events_say_it("image", image, "here")
-    commands.answer([Answer(command.host_id, command.pk, "succeeded", "as wanted")])
-    while outcomes.settle():
+    placing.answer([Answer(command.host_id, command.pk, "succeeded", "as wanted")])
+    while command_results.settle():
         pass
     assert Deployable.objects.get().bitstream_id == image
     assert_events_say_it("image", image, "here")
-    images.remove(image, NOVA, Source.API)
+    store.remove(image, NOVA, Source.API)
     assert_events_say_it("image", image, None)
-    copies = [images.add_copy(uuid4(), "a copy", 5, "5" * 64, {}).uuid for _ in range(3)]
+    copies = [store.add_copy(uuid4(), "a copy", 5, "5" * 64, {}).uuid for _ in range(3)]
     assert_events_say_it("image", copies[0], None)
-    images.add_copy(copies[2], "a copy that has changed", 6, "6" * 64, {})
+    store.add_copy(copies[2], "a copy that has changed", 6, "6" * 64, {})
     assert_events_say_it("image", copies[2], "here")
 
 

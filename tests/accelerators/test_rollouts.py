@@ -9,14 +9,17 @@ from typing import Any
 import pytest
 from django.db import connection
 
-from accelerators import commands, conductor, outcomes, rollouts, safety, seen, sweep, wishes
-from accelerators.caller import Caller
-from accelerators.commands import Answer
+from accelerators import conductor, safety
+from accelerators.commands import placing
+from accelerators.commands.placing import Answer
+from accelerators.domain import driver_status
+from accelerators.domain.caller import Caller
+from accelerators.domain.errors import Reason, Refused
+from accelerators.domain.states import RolloutOp, Source
 from accelerators.models import Command, Device, DriverWish, Event, Host, HostDriver, Rollout
-from accelerators.refusals import Reason, Refused
-from accelerators.rollouts import Pace
-from accelerators.states import RolloutOp, Source
-from accelerators.wishes import Change, check
+from accelerators.workflows import command_results, driver_config, driver_rollouts, sweep
+from accelerators.workflows.driver_config import Change, check
+from accelerators.workflows.driver_rollouts import Pace
 from drivers.inventory import DriverReport
 from tests.own.conftest import Fill, fill
 from tests.support.reports import a_host, answer, apply, card
@@ -40,7 +43,7 @@ def hosts(number: int, *said: DriverReport) -> list[Host]:
 def begin(op: RolloutOp, on: list[Host], driver: str = DRIVER, reason: str = "", **asked: Any) -> Rollout:
     """Start it and let the job do what it can."""
     change = {name: asked.pop(name) for name in ("enabled", "settings") if name in asked}
-    made = rollouts.start(
+    made = driver_rollouts.start(
         Change(op, driver, **change), on, OLGA, pace=Pace(**asked), reason=reason, source=Source.PERSON
     )
     return work(made)
@@ -48,7 +51,7 @@ def begin(op: RolloutOp, on: list[Host], driver: str = DRIVER, reason: str = "",
 
 def work(rollout: Rollout) -> Rollout:
     """The job, until it has nothing left to do."""
-    while rollouts.step():
+    while driver_rollouts.step():
         pass
     rollout.refresh_from_db()
     return rollout
@@ -63,8 +66,8 @@ def said(command: Command | None, outcome: str = "succeeded", text: str = "it ru
     host = Host.objects.get(pk=command.host_id)
     if outcome == "succeeded":
         apply(host, DriverReport(command.arguments["driver"], **stands), seq=host.applied_seq + 1)
-    commands.answer([Answer(command.host_id, command.id, outcome, text)])
-    while outcomes.settle():
+    placing.answer([Answer(command.host_id, command.id, outcome, text)])
+    while command_results.settle():
         pass
 
 
@@ -159,8 +162,8 @@ def test_a_rollout_that_does_not_stop_goes_through_all() -> None:
 def test_cancelled_the_rest_is_not_begun() -> None:
     on = hosts(3, DriverReport(DRIVER, state="absent"))
     rollout = begin(INSTALL, on, max_parallel=1)
-    rollouts.cancel(rollout, OLGA)
-    rollouts.cancel(rollout, OLGA)
+    driver_rollouts.cancel(rollout, OLGA)
+    driver_rollouts.cancel(rollout, OLGA)
     assert (work(rollout).state, rollout.ended_at) == ("cancelled", None)
     said(rollout.steps.get(state="ordered").command)
     assert states(work(rollout)) == ["done", "skipped", "skipped"]
@@ -175,7 +178,7 @@ def test_a_host_whose_agent_does_not_come_fails_with_that_reason() -> None:
     with conductor.writing():
         past = datetime.now(UTC) - timedelta(seconds=1)
         Command.objects.update(start_by=past, end_by=past)
-    outcomes.expire()
+    command_results.expire()
     assert states(work(rollout)) == ["failed"]
     assert rollout.steps.get().text == "the agent of cmp0 did not take it in time"
 
@@ -207,7 +210,7 @@ def test_S1_many_devices_are_asked_about_only_so_long(monkeypatch: pytest.Monkey
     asked: list[Device] = []
     monkeypatch.setitem(safety._witnesses, "nova", lambda device: asked.append(device) or safety.Testimony())
     (host,) = hosts(1, answer(card(1), card(2)))
-    monkeypatch.setattr(wishes, "PATIENCE_S", -1.0)
+    monkeypatch.setattr(driver_config, "PATIENCE_S", -1.0)
     with pytest.raises(Refused, match="was not found out in time: try again") as refused:
         begin(UNINSTALL, [host])
     assert (refused.value.reason, asked) == (Reason.AWAY, [])
@@ -242,7 +245,7 @@ def test_nothing_is_bound_to_a_device_while_its_driver_is_changed() -> None:
     device = Device.objects.get()
     begin(UPDATE, [host], settings={"a": 1})
     with pytest.raises(Refused, match="is busy with configure"):
-        commands.ask("reset", device.uuid, OLGA)
+        placing.ask("reset", device.uuid, OLGA)
     with pytest.raises(Refused, match="is being changed"):
         begin(UPDATE, [host], settings={"a": 2})
     said(Command.objects.get(), "failed")
@@ -291,8 +294,8 @@ def test_how_a_driver_stands_is_kept_beside_its_answer() -> None:
         "version": "3",
         "generation": 4,
     }
-    assert seen.state_of({"error": "x"}) == "failed"
-    assert seen.state_of({"error": ""}) == "ok"
+    assert driver_status.state_of({"error": "x"}) == "failed"
+    assert driver_status.state_of({"error": ""}) == "ok"
     rollout = begin(UPDATE, [host], enabled=True)
     assert Command.objects.get().arguments["wish"]["generation"] == 5, "above what the agent has, whoever said it"
     assert states(rollout) == ["ordered"]
@@ -336,23 +339,23 @@ def test_hosts_are_chosen_by_name_pattern_and_driver() -> None:
     one, two, three = hosts(3, DriverReport(DRIVER, state="absent"))
     apply(two, answer(card(1)), seq=2)
     begin(INSTALL, [three], driver="far_driver")
-    assert rollouts.choose(["cmp2", "cmp0"]) == [one, three]
-    assert rollouts.choose(selector={"all": True}) == [one, two, three]
-    assert rollouts.choose(selector={"name": "*[12]"}) == [two, three]
-    assert rollouts.choose(selector={"driver": DRIVER}) == [two]
-    assert rollouts.choose(selector={"driver": "far_driver", "name": "cmp*"}) == [three]
+    assert driver_rollouts.choose(["cmp2", "cmp0"]) == [one, three]
+    assert driver_rollouts.choose(selector={"all": True}) == [one, two, three]
+    assert driver_rollouts.choose(selector={"name": "*[12]"}) == [two, three]
+    assert driver_rollouts.choose(selector={"driver": DRIVER}) == [two]
+    assert driver_rollouts.choose(selector={"driver": "far_driver", "name": "cmp*"}) == [three]
     for names, selector in (([], None), (["cmp0"], {"all": True}), (["nope"], None), ([], {"name": "x*"})):
         with pytest.raises(Refused) as refused:
-            rollouts.choose(names, selector)
+            driver_rollouts.choose(names, selector)
         assert refused.value.reason == Reason.INVALID
     for selector in ({"all": False}, {"name": 7}, {"driver": ""}, {"zone": "a"}):
         with pytest.raises(Refused, match="A selector is"):
-            rollouts.choose(selector=selector)
+            driver_rollouts.choose(selector=selector)
 
 
 def test_old_ones_are_forgotten() -> None:
     (host,) = hosts(1, DriverReport(DRIVER, state="absent"))
     begin(UNINSTALL, [host])
-    assert not rollouts.forget()
-    assert rollouts.forget(datetime.now(UTC) + rollouts.REMEMBERED + timedelta(days=1))
+    assert not driver_rollouts.forget()
+    assert driver_rollouts.forget(datetime.now(UTC) + driver_rollouts.REMEMBERED + timedelta(days=1))
     assert not Rollout.objects.exists()

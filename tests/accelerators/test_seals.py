@@ -19,9 +19,10 @@ from django.core.management.base import CommandError
 from django.db import DatabaseError, connection
 from psycopg import sql
 
-from accelerators import conductor, proof, retention, sealing
+from accelerators import conductor
+from accelerators.audit import retention, sealing, verification
+from accelerators.domain.states import Source
 from accelerators.models import Event, Seal
-from accelerators.states import Source
 from cyborgweb.settings.keys import Keys
 from tests.support.reports import a_host, answer, apply, card
 
@@ -60,7 +61,7 @@ def forger() -> Iterator[Any]:
 
 
 def found() -> list[tuple[int, int, str]]:
-    return [(one.seal, one.event, one.text) for one in proof.verify().findings]
+    return [(one.seal, one.event, one.text) for one in verification.verify().findings]
 
 
 def named(name: str) -> int:
@@ -77,11 +78,11 @@ def test_what_is_committed_is_sealed_once_and_what_is_not_waits(transactional_db
         happen("b", "c")
         (first,) = seal()
         assert first.events == 1, "what came after the one that is not committed yet waits for it"
-        assert proof.verify().unsealed == 2
+        assert verification.verify().unsealed == 2
         late.commit()
     happen("d")
     assert sum(one.events for one in seal()) == 5 == Event.objects.count()
-    assert proof.verify().unsealed == 0 and not found()
+    assert verification.verify().unsealed == 0 and not found()
     before = Event.objects.get(subject_name="late")
     assert sealing.seal_of(before) == Seal.objects.get(number=2) and before.pk < named("b")
 
@@ -92,9 +93,9 @@ def test_any_number_of_events_is_sealed_piece_by_piece(transactional_db: None) -
     made = seal(4)
     assert [one.events for one in made] == [4, 4, 4, 2] and seal(4) == made
     assert [one.number for one in made] == [1, 2, 3, 4]
-    done = proof.verify()
+    done = verification.verify()
     assert (done.seals, done.events, done.findings) == (4, 14, [])
-    assert proof.verify(2, 3).events == 8
+    assert verification.verify(2, 3).events == 8
 
 
 FORGERIES: dict[str, tuple[str, str]] = {

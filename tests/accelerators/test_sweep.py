@@ -8,10 +8,11 @@ import psycopg
 import pytest
 from django.db import connection
 
-from accelerators import conductor, safety, sweep
+from accelerators import conductor, safety
 from accelerators.models import AcceleratorRequest, AttachHandle, Device, DeviceProfile, Event, Host, Intent
 from accelerators.safety import Testimony
-from accelerators.sweep import remove_missing
+from accelerators.workflows import sweep
+from accelerators.workflows.sweep import remove_missing
 from tests.support import emptying
 from tests.support.reports import a_host, answer, apply, card
 

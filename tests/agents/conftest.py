@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agents.gateway import Gateway
+from agents.gateway.app import Gateway
 from cyborgweb.settings.keys import Keys
 from tests.support.webserver import serving
 

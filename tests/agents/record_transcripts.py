@@ -144,7 +144,7 @@ def stage(directory: Path, story: Callable[[Recorder], None]) -> list[Line]:
     """Run a story between the gateway and an agent that joins it; return the frames."""
     os.environ |= {"CYBORG_STATE_DIR": str(directory), "CYBORG_LEASE_FLUSH_S": "0.1", "CYBORG_BEAT_S": "0.2"}
     os.environ.setdefault("DJANGO_SETTINGS_MODULE", "cyborgweb.settings.base")
-    from cyborgweb.postgres import Postgres
+    from cyborgweb.database.postgres import Postgres
 
     postgres = Postgres(directory / "postgres", os.environ.get("CYBORG_PG_BIN", ""), durable=False)
     postgres.start()
@@ -158,7 +158,7 @@ def stage(directory: Path, story: Callable[[Recorder], None]) -> list[Line]:
 
         call_command("migrate", verbosity=0)
         from agents import enrolment
-        from agents.gateway import Gateway
+        from agents.gateway.app import Gateway
         from cyborgweb.settings.keys import keys
         from tests.support.webserver import serving
 
@@ -195,11 +195,15 @@ def stage(directory: Path, story: Callable[[Recorder], None]) -> list[Line]:
 
 def operators_day(recorder: Recorder) -> None:
     """Every type of message, in order; each step waits until the agent has answered."""
-    from accelerators import binding, commands, fetching, images, lifecycle, outcomes
-    from accelerators.caller import Caller
+    from accelerators.commands import placing
+    from accelerators.devices import lifecycle
+    from accelerators.domain.caller import Caller
+    from accelerators.domain.states import Source
+    from accelerators.images import download, store
     from accelerators.models import AcceleratorRequest, Command, Deployable, Device, DeviceProfile, Host
-    from accelerators.states import Source
-    from agents import load, tasks, trust
+    from accelerators.requests import binding
+    from accelerators.workflows import command_results
+    from agents import key_revocation, tasks, telemetry
     from tests.support.webserver import until
 
     nova = Caller("nova", "u", frozenset({"admin"}), "p1", service=True)
@@ -207,8 +211,8 @@ def operators_day(recorder: Recorder) -> None:
     def work() -> bool:
         """Run the jobs; whether no command is open."""
         tasks.merge()
-        fetching.run()
-        while outcomes.settle():
+        download.run()
+        while command_results.settle():
             pass
         return not Command.objects.filter(ended_at__isnull=True).exists()
 
@@ -223,14 +227,14 @@ def operators_day(recorder: Recorder) -> None:
     for device in (first, second):
         lifecycle.enable(device.uuid, nova)
         ended()
-    image = images.upload([b"bits"], 4, "an image", {}, nova, Source.API)
-    commands.ask("program", second.uuid, nova, image=image.uuid)
+    image = store.upload([b"bits"], 4, "an image", {}, nova, Source.API)
+    placing.ask("program", second.uuid, nova, image=image.uuid)
     ended()
     for op in ("health", "reset"):
-        commands.ask(op, second.uuid, nova)
+        placing.ask(op, second.uuid, nova)
         ended()
     for op in ("rescan", "report", "logs"):
-        commands.ask_host(op, Host.objects.get().uuid, nova)
+        placing.ask_host(op, Host.objects.get().uuid, nova)
         ended()
     from accelerators import conductor
 
@@ -243,13 +247,13 @@ def operators_day(recorder: Recorder) -> None:
     assert AcceleratorRequest.objects.get().state == "Bound"
     binding.delete([request], nova)
     ended()
-    load.watch([Host.objects.get().id], 1.0, 30.0)
+    telemetry.watch([Host.objects.get().id], 1.0, 30.0)
     recorder.wait("Samples")
     recorder.probe()
-    trust.ask_rotation(trust.find("cmp1"), "olga")
+    key_revocation.ask_rotation(key_revocation.find("cmp1"), "olga")
     recorder.wait("NewKey")
     until(lambda: any(line["message"].get("of") == "NewKey" for line in recorder.lines))
-    trust.revoke(trust.find("cmp1"), "olga", "")
+    key_revocation.revoke(key_revocation.find("cmp1"), "olga", "")
     recorder.wait("Refuse")
 
 

@@ -13,10 +13,10 @@ from websockets.exceptions import InvalidStatus
 
 from accelerators.models import Device, Event, Host
 from agents import tasks, wire
-from agents.admission import LONGEST_S, MOST_S, Admission, Spread
-from agents.gateway import Gateway
+from agents.gateway.app import Gateway
+from agents.gateway.throttling import LONGEST_S, MOST_S, Admission, Spread
+from agents.gateway.writer import SpoolJob
 from agents.models import Spooled
-from agents.spool import SpoolJob
 from cyborgweb.settings.keys import Keys
 from drivers.inventory import DriverReport
 from tests.agents.conftest import House

@@ -11,13 +11,14 @@ from django.contrib.auth.models import User
 from django.db import connection
 from django.test import Client
 
-from accelerators import outcomes, rollouts
-from accelerators.caller import Caller
+from accelerators.domain.caller import Caller
+from accelerators.domain.states import RolloutOp, Source
 from accelerators.models import Command, Device, HostDriver, Rollout
-from accelerators.states import RolloutOp, Source
-from accelerators.wishes import Change
-from agents import courier, credentials, enrolment, tasks, wire
-from agents.gateway import Gateway
+from accelerators.workflows import command_results, driver_rollouts
+from accelerators.workflows.driver_config import Change
+from agents import credentials, enrolment, tasks, wire
+from agents.gateway import command_dispatch
+from agents.gateway.app import Gateway
 from cyborgweb.models import ApiToken
 from cyborgweb.settings.keys import Keys
 from drivers.inventory import DriverReport
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.django_db(transaction=True)
 
 @pytest.fixture
 def gateway(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gateway]:
-    monkeypatch.setattr(courier, "POLL_S", 0.1)
+    monkeypatch.setattr(command_dispatch, "POLL_S", 0.1)
     made = Gateway(Keys(lease_flush_s=0.05))
     yield made
     made.stop()
@@ -80,12 +81,12 @@ def test_a_driver_is_installed_and_nobody_reads_done_beside_old_rows(agent: Wire
         ask(socket, after)
         end(socket, heard, text="pci_driver is enabled", epoch=1, seq=2, hash=after.hash)
         until(lambda: Command.objects.filter(answered_at__isnull=False).exists())
-        outcomes.run()
-        rollouts.run()
+        command_results.run()
+        driver_rollouts.run()
         assert rita.call("GET", made["url"])["state"] == "running", "its report is not applied"
         tasks.merge()
-        outcomes.run()
-        rollouts.run()
+        command_results.run()
+        driver_rollouts.run()
         assert acknowledged(socket) == heard.number
         shown = rita.call("GET", made["url"])
         assert (shown["state"], shown["steps"][0]["text"]) == ("done", "pci_driver is enabled")
@@ -103,8 +104,8 @@ def test_an_agent_from_before_says_so(agent: WireAgent) -> None:
         made = rita.call("POST", "/api/rollouts/", op="update", driver="fake_driver", hosts=["cmp1"], enabled=False)
         end(socket, take(socket), "refused", "this release of the agent has no command 'configure': update it")
         until(lambda: Command.objects.filter(answered_at__isnull=False).exists())
-        outcomes.run()
-        rollouts.run()
+        command_results.run()
+        driver_rollouts.run()
         (step,) = rita.call("GET", made["url"])["steps"]
         assert (step["state"], step["text"].endswith("update it")) == ("failed", True)
 
@@ -118,7 +119,7 @@ def test_L2_a_worker_killed_at_any_statement_orders_each_host_once() -> None:
     for host in hosts:
         apply(host, DriverReport("pci_driver", state="absent"))
     olga = Caller("olga", "u", frozenset(), "p1")
-    rollout = rollouts.start(Change(RolloutOp.INSTALL, "pci_driver"), hosts, olga, source=Source.PERSON)
+    rollout = driver_rollouts.start(Change(RolloutOp.INSTALL, "pci_driver"), hosts, olga, source=Source.PERSON)
     assert not Command.objects.exists()
     kills = 0
     for statement in range(1, 500):
@@ -133,7 +134,7 @@ def test_L2_a_worker_killed_at_any_statement_orders_each_host_once() -> None:
 
         try:
             with connection.execute_wrapper(deadly):
-                rollouts.run()
+                driver_rollouts.run()
         except Killed:
             kills += 1
         else:

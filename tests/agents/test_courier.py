@@ -6,12 +6,16 @@ import random
 
 import pytest
 
-from accelerators import commands, conductor, hub, outcomes
-from accelerators.caller import Caller
+from accelerators import conductor
+from accelerators.commands import placing
+from accelerators.domain.caller import Caller
+from accelerators.domain.errors import Refused
 from accelerators.models import Command, Device, Event, Host
-from accelerators.refusals import Refused
-from agents import courier, credentials, enrolment, tasks, wire
-from agents.gateway import Gateway
+from accelerators.runtime import pubsub
+from accelerators.workflows import command_results
+from agents import credentials, enrolment, tasks, wire
+from agents.gateway import command_dispatch
+from agents.gateway.app import Gateway
 from agents.models import Agent
 from tests.agents.conftest import House
 from tests.support.reports import answer, card
@@ -24,8 +28,8 @@ OLGA = Caller("olga", "u", frozenset({"admin"}), "p1")
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(courier, "POLL_S", 0.1)
-    monkeypatch.setattr(courier, "AGAIN_S", 0.3)
+    monkeypatch.setattr(command_dispatch, "POLL_S", 0.1)
+    monkeypatch.setattr(command_dispatch, "AGAIN_S", 0.3)
 
 
 @pytest.fixture
@@ -41,7 +45,7 @@ def a_report(*devices: object, seq: int = 1) -> wire.Report:
 
 
 def logs() -> Command:
-    return commands.ask_host("logs", Host.objects.get().uuid, OLGA)
+    return placing.ask_host("logs", Host.objects.get().uuid, OLGA)
 
 
 def state(command: Command) -> str:
@@ -54,7 +58,7 @@ def test_a_command_is_told_taken_begun_answered_and_settled(agent: WireAgent) ->
         ask(socket, a_report(card(1, acts="reset")))
         tasks.merge()
         device = Device.objects.get()
-        command = commands.ask("reset", device.uuid, OLGA, reason="it hangs")
+        command = placing.ask("reset", device.uuid, OLGA, reason="it hangs")
         heard = take(socket)
         assert (heard.number, heard.id, heard.op) == (command.id, str(command.uuid), "reset")
         assert (heard.driver, heard.key) == ("test_driver", device.key)
@@ -67,10 +71,10 @@ def test_a_command_is_told_taken_begun_answered_and_settled(agent: WireAgent) ->
         ask(socket, report)
         end(socket, heard, epoch=1, seq=2, hash=report.hash)
         until(lambda: state(command) == "started" and command.answered_at)
-        outcomes.run()
+        command_results.run()
         assert state(command) == "started", "its report is not applied"
         tasks.merge()
-        outcomes.run()
+        command_results.run()
         assert acknowledged(socket) == command.id
         assert state(command) == "succeeded"
         end(socket, heard, "failed", "again")
@@ -89,7 +93,7 @@ def test_a_result_whose_report_is_applied_already_waits_for_nothing(agent: WireA
         until(lambda: Command.objects.filter(answered_at__isnull=False).exists())
         with conductor.writing():
             Host.objects.update(applied_hash="")
-        outcomes.run()
+        command_results.run()
         assert acknowledged(socket) == command.id
         command.refresh_from_db()
         assert command.detail == {"log": "well"}
@@ -126,7 +130,7 @@ def test_a_result_that_was_lost_on_the_way_is_acknowledged_when_it_comes_again(a
     with agent.speaking(OPS) as socket:
         end(socket, heard)
         until(lambda: state(command) and command.answered_at)
-    outcomes.run()
+    command_results.run()
     with agent.speaking(OPS) as socket:
         end(socket, heard)
         assert acknowledged(socket) == command.id
@@ -137,7 +141,7 @@ def test_C2_an_agent_that_is_older_than_commands_is_sent_none(agent: WireAgent) 
         socket.send('{"type":"Hello","agent_version":"0.1","boot_id":"b"}')
         command = logs()
         until(lambda: state(command) and command.answered_at)
-        outcomes.run()
+        command_results.run()
         assert state(command) == "refused"
         assert command.text == "the agent of cmp1 (release 0.1) takes no commands: update it"
         assert ask(socket, wire.Beat(1)) == wire.Ack(1, "Beat"), "nothing else was sent to it"
@@ -147,14 +151,14 @@ def test_C2_an_agent_that_is_older_than_commands_is_sent_none(agent: WireAgent) 
 
 
 def test_none_is_lost_when_rings_are(agent: WireAgent, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(courier, "AGAIN_S", 5.0)
+    monkeypatch.setattr(command_dispatch, "AGAIN_S", 5.0)
     dice = random.Random(1)
-    ring = hub.ring
-    monkeypatch.setattr(hub, "ring", lambda *said: ring(*said) if dice.random() < 0.5 else None)
+    ring = pubsub.ring
+    monkeypatch.setattr(pubsub, "ring", lambda *said: ring(*said) if dice.random() < 0.5 else None)
     with agent.speaking(OPS) as socket:
         with conductor.writing():
             host = Host.objects.get()
-            first = commands.place([commands.Order("logs", host=host.id) for _ in range(1200)])
+            first = placing.place([placing.Order("logs", host=host.id) for _ in range(1200)])
         rest = [logs() for _ in range(20)]
         numbers = {one.id for one in (*first, *rest)}
         heard: set[int] = set()
@@ -168,7 +172,7 @@ def test_X1_a_host_hears_and_says_nothing_of_anothers_commands(agent: WireAgent,
     join = credentials.parse_join_string(enrolment.make_token("cmp2", address="http://x", hours=1, created_by="t"))
     other = WireAgent(house.port, host="cmp2", node="cmp2", token=join.secret)
     with agent.speaking(OPS) as socket, other.speaking(OPS) as stranger:
-        command = commands.ask_host("logs", Host.objects.get(name="cmp1").uuid, OLGA)
+        command = placing.ask_host("logs", Host.objects.get(name="cmp1").uuid, OLGA)
         heard = take(socket)
         until(lambda: state(command) == "taken")
         stranger.send(wire.encode(wire.Progress(heard.number, 99)))

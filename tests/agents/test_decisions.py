@@ -17,8 +17,8 @@ from django.urls import reverse
 from accelerators.models import Event
 from agents import credentials
 from agents.models import Agent, JoinToken, Lease
-from cyborgweb import tls
 from cyborgweb.models import ApiToken
+from cyborgweb.server import tls
 from cyborgweb.settings.keys import Keys
 from tests.support.reports import a_host
 
@@ -127,7 +127,7 @@ def test_deciding_in_the_console(agents: list[Agent], client: Client) -> None:
 def test_a_join_token_pins_the_listeners_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keys = Keys(state_dir=str(tmp_path), agent_listen="127.0.0.1:9443")
     monkeypatch.setattr(tls, "keys", lambda: keys)
-    assert settings.AGENTS_DOOR == "cyborgweb.tls.door"
+    assert settings.AGENTS_DOOR == "cyborgweb.server.tls.door"
     joins = [
         credentials.parse_join_string(said("join_token", "cmp1", *more).splitlines()[-1])
         for more in (

@@ -10,8 +10,8 @@ from django.db.models.functions import Replace
 
 from accelerators.models import Device, Event, Host
 from agents import credentials, enrolment, tasks, wire
-from agents.gateway import Gateway
-from agents.leases import watch
+from agents.gateway.app import Gateway
+from agents.gateway.leases import watch
 from agents.models import Agent, JoinToken, Lease, Spooled
 from tests.agents.conftest import House
 from tests.support.reports import answer, card
@@ -237,6 +237,6 @@ def test_X5_a_report_the_database_refuses_costs_only_its_own_host(agent: WireAge
 def test_while_the_database_is_away_agents_are_told_to_come_back(
     agent: WireAgent, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agents.gateway.ADMIT_S", 0.05)
+    monkeypatch.setattr("agents.gateway.app.ADMIT_S", 0.05)
     monkeypatch.setattr(gateway._writer, "put", lambda job: None)  # what waiting for PostgreSQL looks like from here
     assert agent.refused() == (503, "database")

@@ -16,10 +16,10 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from accelerators.models import Event, Host
 from agents import enrolment, wire
-from agents.gateway import Gateway
+from agents.gateway.app import Gateway
+from agents.gateway.rejections import MAX_KEYS, Refusals
+from agents.gateway.writer import CommandJob
 from agents.models import Agent, Lease, Spooled
-from agents.refusals import MAX_KEYS, Refusals
-from agents.spool import CommandJob
 from cyborgweb.settings.keys import Keys
 from tests.agents.conftest import House
 from tests.agents.test_gateway import a_report, token
@@ -95,7 +95,7 @@ def test_sockets_that_say_nothing_take_no_others_place(
     oldest = wire.decode_from_gateway(sockets[1].recv(timeout=10))
     assert isinstance(oldest, wire.Refuse) and oldest.code == "superseded" and is_closed(sockets[1])
     goes_on(agent)
-    monkeypatch.setattr("agents.gateway.FIRST_S", 0.1)
+    monkeypatch.setattr("agents.gateway.app.FIRST_S", 0.1)
     with agent.connect() as silent:
         refusal = wire.decode_from_gateway(silent.recv(timeout=10))
         assert isinstance(refusal, wire.Refuse) and refusal.code == "silent" and is_closed(silent)
@@ -149,7 +149,7 @@ def test_however_many_names_are_forged_they_cost_one_statement() -> None:
 def test_the_writer_goes_on_after_what_nobody_expected(
     agent: WireAgent, gateway: Gateway, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("agents.spool.PAUSE_S", 0.01)
+    monkeypatch.setattr("agents.gateway.writer.PAUSE_S", 0.01)
     with agent.speaking() as socket:
         assert ask(socket, a_report(card(1))) == wire.Ack(1, "Report")
         served = gateway._writer._serve
@@ -166,11 +166,11 @@ def test_the_writer_goes_on_after_what_nobody_expected(
 
 
 def test_an_outage_piles_up_nothing(agent: WireAgent, gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agents.gateway.PROGRESS_S", 0.01)
+    monkeypatch.setattr("agents.gateway.app.PROGRESS_S", 0.01)
     other = WireAgent(agent.port, host="cmp2", node="cmp2", token=token("cmp2"))
     with agent.speaking() as socket:
         assert ask(socket, a_report(card(1))) == wire.Ack(1, "Report")
-        monkeypatch.setattr("agents.gateway.ADMIT_S", 0.1)  # from here on nobody is let in
+        monkeypatch.setattr("agents.gateway.app.ADMIT_S", 0.1)  # from here on nobody is let in
         writer, served = gateway._writer, gateway._writer._serve
 
         def away(_: Any) -> None:

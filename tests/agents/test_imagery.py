@@ -14,15 +14,18 @@ from uuid import uuid4
 
 import pytest
 
-from accelerators import commands, conductor, images
-from accelerators.caller import Caller
-from accelerators.commands import Order
+from accelerators import conductor
+from accelerators.commands import placing
+from accelerators.commands.placing import Order
+from accelerators.domain.caller import Caller
+from accelerators.domain.states import Source
+from accelerators.images import store
 from accelerators.models import Command, Device, Event, Image
-from accelerators.states import Source
 from agents import wire
-from agents.gateway import Gateway
+from agents.gateway.app import Gateway
 from agents.models import Agent
-from cyborgweb import asgi, tls
+from cyborgweb import asgi
+from cyborgweb.server import tls
 from cyborgweb.settings.keys import Keys
 from tests.support.reports import a_host, answer, apply, card
 from tests.support.webserver import serving, until
@@ -53,7 +56,7 @@ def port(gateway: Gateway) -> Iterator[int]:
 
 @pytest.fixture
 def image() -> Image:
-    return images.upload([BITS], len(BITS), "shell", {}, Caller("rita", "u", frozenset(), "p"), Source.API)
+    return store.upload([BITS], len(BITS), "shell", {}, Caller("rita", "u", frozenset(), "p"), Source.API)
 
 
 def enrolled(port: int, host: str = "cmp1", **more: Any) -> WireAgent:
@@ -65,8 +68,8 @@ def enrolled(port: int, host: str = "cmp1", **more: Any) -> WireAgent:
 def ordered(image: Image, host: str = "cmp1") -> Command:
     apply(a_host(host), answer(card(1)))
     with conductor.writing():
-        order = Order("program", Device.objects.get().uuid, arguments={"image": images.as_ref(image)})
-        return commands.place([order])[0]
+        order = Order("program", Device.objects.get().uuid, arguments={"image": store.as_ref(image)})
+        return placing.place([order])[0]
 
 
 def fetch(agent: WireAgent, image: object, authorization: str = "", method: str = "GET") -> tuple[int, bytes]:
@@ -128,10 +131,10 @@ def test_who_has_gone_costs_nothing_who_comes_too_often_is_sent_away_and_what_is
         raw.sendall(f"GET {wire.IMAGE_PATH}{image.uuid} HTTP/1.0\r\nAuthorization: {header}\r\n\r\n".encode())
         assert b" 200 OK" in raw.recv(512)
     until(lambda: fetch(agent, image.uuid) == (200, BITS))
-    monkeypatch.setattr("agents.imagery.AT_ONCE", 0)
+    monkeypatch.setattr("agents.gateway.image_server.AT_ONCE", 0)
     assert refused(agent, image.uuid) == (503, "busy")
     monkeypatch.undo()
-    images.path(image.uuid).unlink()
+    store.path(image.uuid).unlink()
     assert refused(agent, image.uuid) == (404, "no-image")
 
 

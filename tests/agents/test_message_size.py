@@ -14,8 +14,9 @@ from websockets.frames import CloseCode
 from websockets.sync.client import ClientConnection
 
 from accelerators.models import Event
-from agents import meters, wire
-from agents.gateway import Gateway
+from agents import wire
+from agents.gateway import metrics
+from agents.gateway.app import Gateway
 from cyborgweb.settings.keys import Keys
 from tests.agents.conftest import House
 from tests.agents.test_gateway import a_report, token
@@ -61,17 +62,17 @@ def test_a_message_as_large_as_the_limit_is_taken_and_a_larger_one_is_counted_an
     agent: WireAgent, gateway: Gateway
 ) -> None:
     assert LIMIT == wire.MAX_MESSAGE
-    before = meters.refused["too-large"]
+    before = metrics.refused["too-large"]
     with agent.connect() as socket:
         assert agent.welcome and agent.welcome.max_bytes == LIMIT
         assert ask(socket, a_beat(11, LIMIT)) == wire.Ack(11, "Beat")
-    assert meters.refused["too-large"] == before
+    assert metrics.refused["too-large"] == before
     # Bytes count, not characters: the second has about half as many characters as bytes.
     for count, large in enumerate((a_beat(12, LIMIT + 1), a_beat(12, LIMIT + 2, "ä")), 1):
         with agent.connect() as socket:
             socket.send(large)
             assert close_code(socket) == CloseCode.MESSAGE_TOO_BIG
-        until(lambda count=count: meters.refused["too-large"] == before + count)
+        until(lambda count=count: metrics.refused["too-large"] == before + count)
     assert "larger than 1048576 bytes" in (event := refusal("too-large")).reason
     assert f"frame with {LIMIT + 1} bytes" in event.reason and "CYBORG_MAX_MESSAGE_BYTES" in event.reason
     with agent.connect() as socket:
@@ -110,8 +111,8 @@ def test_frames_that_are_no_websocket_are_recorded_as_malformed(agent: WireAgent
 def test_an_agent_that_closes_because_of_a_large_message_is_not_taken_for_one_that_sent_it(
     agent: WireAgent, gateway: Gateway
 ) -> None:
-    before = meters.refused["too-large"]
+    before = metrics.refused["too-large"]
     with agent.connect() as socket:
         socket.close(CloseCode.MESSAGE_TOO_BIG, "frame with 1048577 bytes exceeds limit of 1048576 bytes")
     until(lambda: gateway.connected == 0)
-    assert meters.refused["too-large"] == before
+    assert metrics.refused["too-large"] == before

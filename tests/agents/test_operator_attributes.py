@@ -11,15 +11,15 @@ from django.contrib.auth.models import User
 from django.test import Client
 from websockets.sync.client import ClientConnection
 
-from accelerators import lifecycle
-from accelerators.caller import Caller
+from accelerators.devices import lifecycle
+from accelerators.domain.caller import Caller
+from accelerators.domain.provider_ids import provider_uuid
 from accelerators.models import Attribute, Deployable, Device, Intent
-from accelerators.providers import provider_uuid
 from agents import tasks as agent_tasks
 from agents import wire
-from agents.gateway import Gateway
+from agents.gateway.app import Gateway
 from cyborgweb.models import ApiToken
-from placement_sync import tasks as placement_tasks
+from placement_sync.jobs import providers as placement_tasks
 from placement_sync.reconcile import Observed
 from tests.agents.conftest import House
 from tests.agents.test_gateway import a_report, token

@@ -18,11 +18,12 @@ from msgspec import Raw
 from websockets.sync.client import ClientConnection
 
 from accelerators.models import Event, Host
-from agents import credentials, enrolment, load, meters, peers, samples, wire
-from agents.gateway import Gateway as Served
-from agents.load import HostLoad, Loads
+from agents import credentials, enrolment, telemetry, wire
+from agents.gateway import metrics, sample_cache, sample_rpc
+from agents.gateway.app import Gateway as Served
+from agents.gateway.sample_rpc import Ask, Door, Held
 from agents.models import Gateway, Lease
-from agents.peers import Ask, Door, Held
+from agents.telemetry import HostLoad, Loads
 from agents.wire import DeviceLoad, Samples, Watch
 from cyborgweb.settings.keys import Keys
 from tests.agents.conftest import House
@@ -41,14 +42,14 @@ def gateway(house: House) -> Iterator[Served]:
         await made(scope, receive, send)
 
     async def challenge(scope: Any, receive: Any, send: Any) -> None:
-        await (door if scope["path"] == peers.PATH else made.challenge)(scope, receive, send)
+        await (door if scope["path"] == sample_rpc.PATH else made.challenge)(scope, receive, send)
 
     house.gateway = served
     served.challenge = challenge  # type: ignore[attr-defined]
-    load.forget()
+    telemetry.forget()
     yield made
     made.stop()
-    load.forget()
+    telemetry.forget()
 
 
 def an_agent(port: int, host: str = "cmp1") -> WireAgent:
@@ -75,7 +76,7 @@ def heard(socket: ClientConnection, host: int, busy: float) -> HostLoad:
 
     def said() -> HostLoad | None:
         socket.send(says(busy))
-        loads = load.last({host})
+        loads = telemetry.last({host})
         return loads.hosts[host] if known(loads) == {host: busy} else None
 
     return until(said)  # type: ignore[no-any-return]
@@ -90,7 +91,9 @@ def asked(socket: ClientConnection) -> Watch:
 
 def greeted(gateway: Served) -> int:
     """The id of the host, once its Hello is heard and it can be asked."""
-    until(lambda: any(one.greeted for one in gateway.holders.by_host.values()) and gateway.board.name in samples.here)
+    until(
+        lambda: any(one.greeted for one in gateway.holders.by_host.values()) and gateway.board.name in sample_cache.here
+    )
     return Host.objects.get().id
 
 
@@ -114,8 +117,8 @@ def answering(socket: ClientConnection, busy: float) -> Iterator[None]:
 
 def in_another_process(gateway: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """From now on this process knows the gateway by its row alone."""
-    monkeypatch.delitem(samples.here, gateway.board.name)
-    load.forget()
+    monkeypatch.delitem(sample_cache.here, gateway.board.name)
+    telemetry.forget()
 
 
 def test_what_a_host_said_last_is_known_in_every_process_and_stored_in_none(
@@ -130,26 +133,26 @@ def test_what_a_host_said_last_is_known_in_every_process_and_stored_in_none(
         near = heard(socket, host, 40.0)
         assert near.devices == {"pci:0": {"utilization_percent": 40.0, "power_watts": 40.0}}
         with CaptureQueriesContext(connection) as statements:
-            assert known(load.last()) == {host: 40.0} and load.last({host + 1}) == Loads({})
+            assert known(telemetry.last()) == {host: 40.0} and telemetry.last({host + 1}) == Loads({})
         assert len(statements) == 0, "the registry is remembered"
         in_another_process(gateway, monkeypatch)
-        far = load.last({host})
+        far = telemetry.last({host})
         assert (known(far), far.silent, far.hosts[host].devices) == ({host: 40.0}, (), near.devices)
-        assert known(load.last()) == {host: 40.0} and load.last({host + 1}) == Loads({})
+        assert known(telemetry.last()) == {host: 40.0} and telemetry.last({host + 1}) == Loads({})
         assert Lease.objects.get().seen_at == lease
-    until(lambda: load.last() == Loads({}))
+    until(lambda: telemetry.last() == Loads({}))
 
 
 def test_the_fastest_wish_is_told_once_and_a_slower_one_after_it(agent: WireAgent, gateway: Served) -> None:
     with agent.speaking() as socket:
         host = greeted(gateway)
-        load.watch({host}, 10, 100)
+        telemetry.watch({host}, 10, 100)
         first = asked(socket)
         assert (first.every_s, first.for_s) == (10, pytest.approx(100, abs=5))
-        load.watch({host}, 1, 1.5)
+        telemetry.watch({host}, 1, 1.5)
         assert asked(socket).every_s == 1
         for _ in range(5):
-            load.watch({host}, 10, 100)  # told nothing: the faster wish serves it
+            telemetry.watch({host}, 10, 100)  # told nothing: the faster wish serves it
         again = asked(socket)
         assert again.every_s == 10 and 50 < again.for_s <= 100
 
@@ -166,33 +169,33 @@ def test_a_census_waits_for_those_who_answer_and_no_longer_than_it_may(
         until(lambda: Gateway.objects.exists())
         if far:
             in_another_process(gateway, monkeypatch)
-        silent = load.census({host}, 0.3)
+        silent = telemetry.census({host}, 0.3)
         assert silent.hosts == {} and silent.silent == (), "what was said before does not count"
-        assert asked(socket) == Watch(samples.LEAST_EVERY_S, 0.0)
+        assert asked(socket) == Watch(sample_cache.LEAST_EVERY_S, 0.0)
         found: list[Loads] = []
         with answering(socket, 70.0):
-            until(lambda: found.append(load.census({host}, 20)) or known(found[-1]))
+            until(lambda: found.append(telemetry.census({host}, 20)) or known(found[-1]))
         assert known(found[-1]) == {host: 70.0}
-        monkeypatch.setattr(samples, "MAX_CENSUSES", 0)
-        assert load.census({host}, 0.3).silent == (gateway.board.name,), "nobody was asked: no host is to blame"
-        assert load.last({host}).silent == ()
+        monkeypatch.setattr(sample_cache, "MAX_CENSUSES", 0)
+        assert telemetry.census({host}, 0.3).silent == (gateway.board.name,), "nobody was asked: no host is to blame"
+        assert telemetry.last({host}).silent == ()
 
 
 def test_X5_samples_without_measure_are_dropped_and_named_and_beats_go_on(agent: WireAgent, gateway: Served) -> None:
-    before = dict(meters.tally)
+    before = dict(metrics.tally)
     with agent.speaking() as socket:
         for _ in range(100):
             socket.send(says(1.0))
         assert ask(socket, wire.Beat(1)) == wire.Ack(1, "Beat")
-        assert meters.tally["shed"] - before["shed"] > 80 and meters.tally["taken"] - before["taken"] < 20
+        assert metrics.tally["shed"] - before["shed"] > 80 and metrics.tally["taken"] - before["taken"] < 20
     with agent.speaking() as socket:
         many = tuple(DeviceLoad(f"pci:{n}", {"power_watts": 1.0}) for n in range(4000))
         socket.send(wire.encode(Samples(many)))
         assert ask(socket, wire.Beat(2)) == wire.Ack(2, "Beat")
-        assert load.last() == Loads({})
+        assert telemetry.last() == Loads({})
     until(lambda: Event.objects.filter(action="agent.refused", host="cmp1", reason__contains="samples").exists())
     unheard = (" " + says(1.0), says(1.0).encode())
-    assert says(1.0).startswith(samples.BEGINNING) and wire.encode(Samples(())).startswith(samples.BEGINNING)
+    assert says(1.0).startswith(sample_cache.BEGINNING) and wire.encode(Samples(())).startswith(sample_cache.BEGINNING)
     nonsense = ('{"type":"Samples","loads":[{"key":"a","values":{"x":NaN}}]}', '{"type":"Samples","loads":[[]]}')
     for text in (*unheard, *nonsense):
         with agent.speaking() as socket:
@@ -205,62 +208,62 @@ def test_X5_samples_without_measure_are_dropped_and_named_and_beats_go_on(agent:
 def test_under_pressure_samples_are_shed_and_reports_are_not(
     agent: WireAgent, gateway: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = dict(meters.tally)
+    before = dict(metrics.tally)
     monkeypatch.setattr(gateway, "_pending_bytes", gateway.limits.pending_report_bytes // 8 + 1)
     with agent.speaking() as socket:
         socket.send(says(1.0))
         report = wire.Report(1, 1, wire.content_hash(()), ())
         assert ask(socket, report) == wire.Ack(1, "Report")
-        assert (meters.tally["taken"] - before["taken"], meters.tally["shed"] - before["shed"]) == (0, 1)
+        assert (metrics.tally["taken"] - before["taken"], metrics.tally["shed"] - before["shed"]) == (0, 1)
 
 
 def test_only_who_has_our_key_may_ask_a_gateway(gateway: Served, house: House, agent: WireAgent) -> None:
     def post(body: bytes, signed: str = "", method: str = "POST") -> int:
         link = http.client.HTTPConnection("127.0.0.1", house.port, timeout=10)
-        link.request(method, peers.PATH, body, {peers.HEADER: signed} if signed else {})
+        link.request(method, sample_rpc.PATH, body, {sample_rpc.HEADER: signed} if signed else {})
         status, said = (answer := link.getresponse()).status, json.loads(answer.read())
         link.close()
         assert status == 200 or said["error"]
         return status
 
-    def sign(body: bytes, salt: str = "agents.peers", now: float = 0.0) -> str:
+    def sign(body: bytes, salt: str = "agents.gateway.sample_rpc", now: float = 0.0) -> str:
         signer = TimestampSigner(salt=salt)
         if now:
             signer.timestamp = lambda: "1"  # type: ignore[method-assign]
-        return signer.sign(peers._digest(body))
+        return signer.sign(sample_rpc._digest(body))
 
     assert [post(b"{}"), post(b"{}", "x:1:y"), post(b"{}", sign(b"{}", "another"))] == [403] * 3
     assert post(b"{}", sign(b"{}", now=1.0)) == 403, "signed long ago"
     assert post(b"{}", sign(b"[]")) == 400
     assert post(b"[]", sign(b"[]")) == 400
-    assert post(b" " * (peers.MAX_ASK_BYTES + 1), sign(b" ")) == 413
+    assert post(b" " * (sample_rpc.MAX_ASK_BYTES + 1), sign(b" ")) == 413
     assert post(b"{}", sign(b"{}"), "GET") == 403
     assert post(b"{}", sign(b"{}")) == 200
-    assert peers.ask(f"http://127.0.0.1:{house.port}", Ask(), 5).gateway == gateway.board.name
+    assert sample_rpc.ask(f"http://127.0.0.1:{house.port}", Ask(), 5).gateway == gateway.board.name
 
 
 def test_a_gateway_that_does_not_answer_is_named_and_not_waited_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "DEADLINE_S", 0.2)
+    monkeypatch.setattr(telemetry, "DEADLINE_S", 0.2)
     with sockets.create_server(("127.0.0.1", 0)) as stuck:
         stuck.settimeout(5)
         Gateway.objects.create(name="far", url=f"http://127.0.0.1:{stuck.getsockname()[1]}")
-        load.forget()
-        assert load.last() == Loads({}, ("far",))
+        telemetry.forget()
+        assert telemetry.last() == Loads({}, ("far",))
         stuck.accept()[0].close()
-        assert load.last() == Loads({}, ("far",))
+        assert telemetry.last() == Loads({}, ("far",))
         stuck.settimeout(0.3)
         with pytest.raises(TimeoutError):
             stuck.accept()
-    load.forget()
+    telemetry.forget()
 
 
 def test_censuses_have_threads_of_their_own_and_who_was_never_asked_is_not_quiet(
     db: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(load, "AT_ONCE", 1)
-    monkeypatch.setattr(load, "DEADLINE_S", 0.2)
+    monkeypatch.setattr(telemetry, "AT_ONCE", 1)
+    monkeypatch.setattr(telemetry, "DEADLINE_S", 0.2)
     Gateway.objects.create(name="far", url="http://127.0.0.1:99999")
-    everybody, over = load.Everybody(), threading.Event()
+    everybody, over = telemetry.Everybody(), threading.Event()
     everybody._slow.submit(over.wait, 30)
     try:
         assert everybody.ask(Ask((1,), within_s=0.01)) == Loads({}, ("far",))
@@ -273,9 +276,9 @@ def test_censuses_have_threads_of_their_own_and_who_was_never_asked_is_not_quiet
 
 def test_samples_that_cannot_be_read_cost_only_their_own_host() -> None:
     held = [Held(1, 2.0, Raw(b"{}")), Held(2, 2.0, Raw(says(5.0).encode()))]
-    assert known(Loads(load._newest(held))) == {2: 5.0}
+    assert known(Loads(telemetry._newest(held))) == {2: 5.0}
 
 
 def test_without_gateways_nothing_is_known_at_once(db: None) -> None:
-    load.forget()
-    assert load.last() == load.watch({1}, 1, 10) == load.census({1}, 60) == Loads({})
+    telemetry.forget()
+    assert telemetry.last() == telemetry.watch({1}, 1, 10) == telemetry.census({1}, 60) == Loads({})

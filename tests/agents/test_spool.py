@@ -12,9 +12,9 @@ import pytest
 from accelerators import conductor
 from accelerators.models import Host
 from agents import credentials
-from agents.gateway import Gateway
+from agents.gateway.app import Gateway
+from agents.gateway.writer import AdmitJob, Job, SpoolJob
 from agents.models import Agent, Spooled
-from agents.spool import AdmitJob, Job, SpoolJob
 from cyborgweb.settings.keys import Keys
 from tests.support.reports import a_host
 from tests.support.wireagent import WireAgent

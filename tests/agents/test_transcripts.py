@@ -22,11 +22,13 @@ from websockets.asyncio.server import ServerConnection
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
 
-from accelerators import commands, conductor, outcomes
-from accelerators.commands import Order
+from accelerators import conductor
+from accelerators.commands import placing
+from accelerators.commands.placing import Order
 from accelerators.models import Command, Device
-from agents import credentials, tasks, trust, wire
-from agents.gateway import Gateway
+from accelerators.workflows import command_results
+from agents import credentials, key_revocation, tasks, wire
+from agents.gateway.app import Gateway
 from agents.models import Agent
 from cyborgweb.settings.keys import Keys
 from tests.agents.conftest import House
@@ -56,7 +58,7 @@ def reads(recorded: Line, said: Line) -> bool:
 
 @pytest.fixture
 def gateway(house: House, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gateway]:
-    monkeypatch.setattr("agents.spool.LOOK_S", 0.05)
+    monkeypatch.setattr("agents.gateway.writer.LOOK_S", 0.05)
     house.gateway = Gateway(Keys(lease_flush_s=0.05))
     yield house.gateway
     house.gateway.stop()
@@ -100,7 +102,7 @@ def test_C2_our_gateway_and_the_agent_of_another_release(path: Path, gateway: Ga
     head, lines = read(path)
     apply(a_host(), answer(card(1, acts="reset"), driver="pci_driver"))
     with conductor.writing():
-        (command,) = commands.place([Order("reset", Device.objects.get().uuid)])
+        (command,) = placing.place([Order("reset", Device.objects.get().uuid)])
     takes_commands, inbox = "Command" in head["agent_reads"], list[Line]()
     with dial(head, gateway, house.port) as socket:
         for line in lines:
@@ -111,15 +113,15 @@ def test_C2_our_gateway_and_the_agent_of_another_release(path: Path, gateway: Ga
                 if message.get("of") in (None, "Beat", "Report", "NewKey", "Result"):
                     hear(socket, head, message, inbox)
             elif message["type"] == "Rotate":
-                trust.ask_rotation(trust.find("cmp1"), "olga")
+                key_revocation.ask_rotation(key_revocation.find("cmp1"), "olga")
                 hear(socket, head, message, inbox)
             elif message["type"] == "Command":
                 hear(socket, head, message, inbox)
             elif message["type"] == "Refuse":
                 tasks.merge()
                 if not takes_commands:
-                    webserver.until(lambda: outcomes.settle() or Command.objects.get().ended_at)
-                trust.revoke(trust.find("cmp1"), "olga", "")
+                    webserver.until(lambda: command_results.settle() or Command.objects.get().ended_at)
+                key_revocation.revoke(key_revocation.find("cmp1"), "olga", "")
                 hear(socket, head, message, inbox)
     command.refresh_from_db()
     assert (command.state == "refused" and "takes no commands" in command.text) != takes_commands

@@ -27,10 +27,10 @@ from websockets.sync.client import ClientConnection
 
 from accelerators.models import Command
 from agents import credentials, enrolment, wire
-from agents.gateway import Gateway
+from agents.gateway.app import Gateway
 from agents.host import main as agent_main
-from agents.host.identity import load_or_make
-from agents.host.journal import open_journal
+from agents.host.connection.identity import load_or_make
+from agents.host.journal.journal import open_journal
 from agents.host.settings import allowed_acts, driver_tables, read_settings
 from cyborgweb.settings.keys import Keys
 from tests.agents.conftest import House
@@ -109,7 +109,7 @@ class RecordedAgent:
 
 @pytest.fixture
 def gateway(house: House, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gateway]:
-    monkeypatch.setattr("agents.spool.LOOK_S", 0.05)
+    monkeypatch.setattr("agents.gateway.writer.LOOK_S", 0.05)
     made = Gateway(Keys(lease_flush_s=0.05, beat_s=0.2))
     yield made
     made.stop()

@@ -17,15 +17,15 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from websockets.sync.client import ClientConnection
 
 from accelerators.models import Device, Event
-from agents import credentials, enrolment, tasks, trust, wire
-from agents.gateway import Gateway
-from agents.host.door import Gateway as Door
-from agents.host.identity import load_or_make
-from agents.host.journal import open_journal
-from agents.host.link import Link
+from agents import credentials, enrolment, key_revocation, tasks, wire
+from agents.gateway.app import Gateway
+from agents.host.connection.http import Gateway as Door
+from agents.host.connection.identity import load_or_make
+from agents.host.connection.link import Link
+from agents.host.journal.journal import open_journal
 from agents.models import Agent
-from cyborgweb import tls
 from cyborgweb.asgi import AgentsOnly
+from cyborgweb.server import tls
 from cyborgweb.settings.keys import Keys
 from tests.agents.conftest import House
 from tests.agents.host.standin import QUICK
@@ -49,8 +49,8 @@ def another(around: Callable[[Gateway], Any] | None = None, **options: Any) -> I
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agents.spool.LOOK_S", 0.05)
-    monkeypatch.setattr("agents.holders.PROBE_S", 0.2)
+    monkeypatch.setattr("agents.gateway.writer.LOOK_S", 0.05)
+    monkeypatch.setattr("agents.gateway.sessions.PROBE_S", 0.2)
 
 
 @pytest.fixture
@@ -90,10 +90,10 @@ def successor(agent: WireAgent, key: Ed25519PrivateKey) -> wire.NewKey:
 
 
 def test_X1_revoking_closes_the_socket_and_the_door(agent: WireAgent, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agents.spool.LOOK_S", 1000.0)  # the ring alone is enough
+    monkeypatch.setattr("agents.gateway.writer.LOOK_S", 1000.0)  # the ring alone is enough
     with agent.speaking() as socket:
         ask(socket, a_report(card(1)))
-        assert trust.revoke(trust.find("cmp1"), "olga", "stolen from the rack")
+        assert key_revocation.revoke(key_revocation.find("cmp1"), "olga", "stolen from the rack")
         told = heard(socket, wire.Refuse)
         assert (told.code, is_closed(socket)) == ("revoked", True)
         assert "stolen from the rack" in told.reason
@@ -102,21 +102,21 @@ def test_X1_revoking_closes_the_socket_and_the_door(agent: WireAgent, monkeypatc
     assert agent.refused() == (403, "revoked")
     tasks.merge()
     assert Device.objects.count() == 1, "what was acknowledged is not lost"
-    assert not trust.revoke(trust.find("cmp1"), "olga", "again")
+    assert not key_revocation.revoke(key_revocation.find("cmp1"), "olga", "again")
     event = Event.objects.get(action="agent.revoked")
     assert (event.host, event.actor, event.changes) == ("cmp1", "olga", {"barred": [None, "revoked"]})
 
 
 def test_X1_a_ring_that_is_lost_costs_no_more_than_seconds(agent: WireAgent, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accelerators.hub.ring", lambda *_: None)
+    monkeypatch.setattr("accelerators.runtime.pubsub.ring", lambda *_: None)
     with agent.connect() as socket:
-        trust.revoke(trust.find("cmp1"), "t", "")
+        key_revocation.revoke(key_revocation.find("cmp1"), "t", "")
         assert sent_away(socket) == "revoked"
 
 
 def test_a_revoked_host_comes_back_with_a_new_token_and_a_new_key_only(agent: WireAgent) -> None:
     agent.connect().close()
-    trust.revoke(trust.find("cmp1"), "t", "")
+    key_revocation.revoke(key_revocation.find("cmp1"), "t", "")
     made_by_a_start = enrolment.make_token("cmp1", address="http://x", hours=1, created_by=enrolment.MACHINE)
     fresh = replace(agent, key=Ed25519PrivateKey.generate())
     fresh.token = credentials.parse_join_string(made_by_a_start).secret
@@ -150,7 +150,7 @@ def test_two_living_holders_of_one_key_are_both_refused_until_a_person_decides(a
     event = Event.objects.get(action="agent.clone")
     assert event.changes["boot_id"] == ["boot-1", "boot-2"]
     assert event.changes["address"] == ["127.0.0.1", "127.0.0.1"]
-    assert trust.admit(trust.find("cmp1"), "olga")
+    assert key_revocation.admit(key_revocation.find("cmp1"), "olga")
     with agent.speaking() as socket:
         assert ask(socket, wire.Beat(1)) == wire.Ack(1, "Beat")
 
@@ -168,7 +168,7 @@ def test_a_restart_or_a_reboot_is_no_clone(agent: WireAgent, monkeypatch: pytest
         assert ask(again, wire.Beat(2)) == wire.Ack(2, "Beat")
         assert sent_away(dead) == "superseded"
         dead = again
-    monkeypatch.setattr("agents.holders.PROBE_S", 1000.0)
+    monkeypatch.setattr("agents.gateway.sessions.PROBE_S", 1000.0)
     with replace(agent, epoch=4).speaking() as last:
         heard(dead, wire.Probe)
         dead.close()  # that is an answer, too
@@ -192,13 +192,13 @@ def test_a_clone_at_another_gateway(agent: WireAgent, alive: bool) -> None:
 def test_a_key_is_changed_over_the_socket(agent: WireAgent, caplog: pytest.LogCaptureFixture) -> None:
     key = Ed25519PrivateKey.generate()
     agent.connect().close()
-    trust.ask_rotation(trust.find("cmp1"), "olga")  # while it is away
+    key_revocation.ask_rotation(key_revocation.find("cmp1"), "olga")  # while it is away
     with agent.speaking() as socket:
         heard(socket, wire.Rotate)
         assert ask(socket, successor(agent, key)) == wire.Ack(0, "NewKey")
         assert ask(socket, a_report(card(1))) == wire.Ack(1, "Report"), "the connection goes on"
         again = Ed25519PrivateKey.generate()
-        trust.ask_rotation(trust.find("cmp1"), "olga")
+        key_revocation.ask_rotation(key_revocation.find("cmp1"), "olga")
         heard(socket, wire.Rotate)
         assert ask(socket, successor(replace(agent, key=key), again)) == wire.Ack(0, "NewKey")
     assert agent.refused() == (403, "token-expired"), "the former key's token went with it"
@@ -213,7 +213,7 @@ def test_nobody_else_changes_a_key(agent: WireAgent) -> None:
     with agent.speaking() as socket:
         socket.send(wire.encode(own))
         assert sent_away(socket) == "rotation", "nobody asked for it"
-    trust.ask_rotation(trust.find("cmp1"), "olga")
+    key_revocation.ask_rotation(key_revocation.find("cmp1"), "olga")
     for forged in ("signature", "proof", "public_key"):
         with agent.speaking() as socket:
             heard(socket, wire.Rotate)
@@ -263,10 +263,10 @@ def test_the_real_agent_changes_its_key_over_tls(tmp_path: Path) -> None:
     with another(lambda made: AgentsOnly(made, pin), ssl_certfile=pem, ssl_keyfile=pem) as port:
         with linked(tmp_path / "host", Door(f"https://127.0.0.1:{port}", pin, token())):
             before = until(lambda: Agent.objects.exclude(boot_id="").first()).public_key
-            trust.ask_rotation(trust.find("cmp1"), "olga")
+            key_revocation.ask_rotation(key_revocation.find("cmp1"), "olga")
             after = until(lambda: Agent.objects.exclude(public_key=before).first()).public_key
             until(lambda: stored_key(tmp_path / "host") == [after])
-            trust.revoke(trust.find("cmp1"), "olga", "")
+            key_revocation.revoke(key_revocation.find("cmp1"), "olga", "")
             until(lambda: Event.objects.filter(action="agent.refused", reason__contains="revoked").exists())
         with linked(tmp_path / "host", Door(f"https://127.0.0.1:{port}", pin, token())):
             until(lambda: Agent.objects.filter(barred="").exclude(public_key=after).exists())

@@ -7,14 +7,16 @@ from collections.abc import Iterator
 import pytest
 from websockets.sync.client import ClientConnection
 
-from accelerators import commands, conductor, delegation
-from accelerators.commands import Order
+from accelerators import conductor
+from accelerators.commands import placement_delegation, placing
+from accelerators.commands.placing import Order
 from accelerators.models import Command, Host
-from agents import courier, credentials, enrolment, wire
-from agents.gateway import Gateway
+from agents import credentials, enrolment, wire
+from agents.gateway import command_dispatch
+from agents.gateway.app import Gateway
 from agents.models import Agent
 from cyborgweb.settings.keys import Keys
-from placement_sync import writers
+from placement_sync.jobs import writer_election
 from tests.agents.conftest import House
 from tests.support.webserver import until
 from tests.support.wireagent import OPS, WireAgent, ask, take
@@ -43,31 +45,34 @@ def heard(socket: ClientConnection) -> wire.Message | wire.Unknown:
 def test_who_can_write_is_told_the_epoch_at_its_hello_and_at_every_change(agent: WireAgent) -> None:
     with writing(agent) as socket:
         assert heard(socket) == wire.Writer(0)
-        writers.switch("agents", "olga")
+        writer_election.switch("agents", "olga")
         assert heard(socket) == wire.Writer(1)
         host = Host.objects.get()
-        until(lambda: not delegation.hands([host.id])[host.id].lacks)
+        until(lambda: not placement_delegation.hands([host.id])[host.id].lacks)
         with conductor.writing():
-            commands.place([Order("placement", host=host.id, arguments={"writer": 1, "payload": "{}"})])
+            placing.place([Order("placement", host=host.id, arguments={"writer": 1, "payload": "{}"})])
         command = take(socket)
         assert (command.op, command.writer, command.payload, command.driver) == ("placement", 1, "{}", "")
         until(lambda: Command.objects.get().state == "taken")
 
 
 def test_a_lost_ring_is_made_good_by_the_next_look(agent: WireAgent, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(courier, "POLL_S", 0.1)
-    monkeypatch.setattr("accelerators.hub.ring", lambda *_: None)
+    monkeypatch.setattr(command_dispatch, "POLL_S", 0.1)
+    monkeypatch.setattr("accelerators.runtime.pubsub.ring", lambda *_: None)
     with writing(agent) as socket:
         assert heard(socket) == wire.Writer(0)
-        writers.switch("agents", "olga")
+        writer_election.switch("agents", "olga")
         assert heard(socket) == wire.Writer(1)
 
 
 def test_C2_who_knows_nothing_of_it_is_told_nothing(agent: WireAgent) -> None:
     with writing(agent, None) as socket:
         until(lambda: Agent.objects.get().ops)
-        writers.switch("agents", "olga")
+        writer_election.switch("agents", "olga")
         assert ask(socket, wire.Beat(1)) == wire.Ack(1, "Beat")
         host = Host.objects.get()
-        assert delegation.hands([host.id])[host.id].lacks == "its agent (release 9.9) knows nothing of it: update it"
-    assert delegation.hands([0])[0].lacks == "no agent has ever joined from there"
+        assert (
+            placement_delegation.hands([host.id])[host.id].lacks
+            == "its agent (release 9.9) knows nothing of it: update it"
+        )
+    assert placement_delegation.hands([0])[0].lacks == "no agent has ever joined from there"

@@ -10,8 +10,10 @@ from uuid import NAMESPACE_DNS, UUID, uuid3, uuid4
 import msgspec
 import pytest
 
-from accelerators import commands, conductor, outcomes
+from accelerators import conductor
+from accelerators.commands import placing
 from accelerators.models import Command, Deployable, Device, Event, Intent
+from accelerators.workflows import command_results
 from drivers.inventory import Deployable as Part
 from tests.api.conftest import Call, reason
 from tests.support.reports import a_host, answer, apply, card
@@ -100,8 +102,8 @@ def test_a_device_that_has_to_be_installed_is_enabled_when_that_is_done(call: Ca
         assert status(call, device) == "maintaining"
     command = Command.objects.get()
     assert (command.op, command.actor, command.reason) == ("install", "admin member reader of p1", "enabled")
-    commands.answer([commands.Answer(command.host_id, command.id, "succeeded")])
-    outcomes.settle()
+    placing.answer([placing.Answer(command.host_id, command.id, "succeeded")])
+    command_results.settle()
     assert status(call, device) == "enabled"
     call("POST", f"/v2/devices/{device.uuid}/disable")
     assert call("POST", f"/v2/devices/{device.uuid}/enable").status_code == 204

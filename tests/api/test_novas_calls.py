@@ -13,8 +13,9 @@ from uuid import uuid4
 
 import pytest
 
-from accelerators import conductor, lifecycle
-from accelerators.caller import Caller
+from accelerators import conductor
+from accelerators.devices import lifecycle
+from accelerators.domain.caller import Caller
 from accelerators.models import AcceleratorRequest, AttachHandle, Deployable, Device, DeviceProfile
 from tests.api.conftest import Call
 from tests.support.reports import a_host, answer, apply, card

@@ -16,14 +16,19 @@ import pytest
 from django.db import connection
 from msgspec import structs
 
-from accelerators import attributes, commands, conductor, fetching, images, outcomes, programming, traits
+from accelerators import conductor
 from accelerators.api.v2 import deployables
-from accelerators.caller import Caller
-from accelerators.commands import Answer
+from accelerators.commands import placing, programming
+from accelerators.commands.placing import Answer
+from accelerators.domain import traits
+from accelerators.domain.caller import Caller
+from accelerators.domain.errors import Reason, Refused
+from accelerators.domain.states import Source
+from accelerators.images import download, store
+from accelerators.inventory import attributes
 from accelerators.models import Attribute, Command, Deployable, Event, Host, Image, Intent
-from accelerators.refusals import Reason, Refused
-from accelerators.states import Source
-from agents.gateway import Gateway
+from accelerators.workflows import command_results
+from agents.gateway.app import Gateway
 from agents.models import Agent
 from cyborgweb import asgi
 from cyborgweb.settings.keys import Keys
@@ -42,11 +47,11 @@ Offered = Callable[..., str]
 @pytest.fixture(autouse=True)
 def _here(settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings.KEYS = Keys(state_dir=str(tmp_path))
-    monkeypatch.setattr(fetching, "_services", [])
+    monkeypatch.setattr(download, "_services", [])
 
 
 def upload(**properties: str) -> Image:
-    return images.upload([BITS], len(BITS), "shell", properties, OPERATOR, Source.API)
+    return store.upload([BITS], len(BITS), "shell", properties, OPERATOR, Source.API)
 
 
 def program(image: object) -> list[dict[str, object]]:
@@ -63,10 +68,10 @@ def hosts(outcome: str = "succeeded", text: str = "") -> Iterator[None]:
 
     def work() -> None:
         while not over.wait(0.01):
-            fetching.run()
+            download.run()
             for command in Command.objects.filter(state="queued", answered_at__isnull=True):
-                commands.answer([Answer(command.host_id, command.pk, outcome, text)])
-            outcomes.settle()
+                placing.answer([Answer(command.host_id, command.pk, outcome, text)])
+            command_results.settle()
         connection.close()
 
     over = threading.Event()

@@ -13,10 +13,11 @@ from django.contrib.auth.models import User
 from django.core.management import CommandError, call_command
 from django.test import Client
 
-from accelerators import images, traits
 from accelerators.api.own import images as own
+from accelerators.domain import traits
+from accelerators.images import store
 from accelerators.models import Image
-from agents.gateway import Gateway
+from agents.gateway.app import Gateway
 from cyborgweb import asgi
 from cyborgweb.models import ApiToken
 from cyborgweb.settings.keys import Keys
@@ -56,7 +57,7 @@ def test_an_image_larger_than_other_bodies_is_streamed_to_the_disk() -> None:
     assert shown["sha256"] == hashlib.sha256(LARGE).hexdigest() and shown["size"] == len(LARGE)
     assert shown["properties"] == {"accel:function_id": "AFU-1", "vendor": "a=b"}
     assert (shown["name"], shown["source"], shown["by"]) == ("shell", "upload", "rita's")
-    assert images.path(shown["uuid"]).read_bytes() == LARGE
+    assert store.path(shown["uuid"]).read_bytes() == LARGE
 
 
 @pytest.mark.django_db
@@ -93,7 +94,7 @@ def test_uploads_that_are_refused(client: Client, asked: dict[str, Any], status:
     response = send(client, **asked)
     assert response.status_code == status, response.content
     assert says in json.loads(response.content)["error"]["message"]
-    assert not Image.objects.exists() and not [*images.directory().iterdir()]
+    assert not Image.objects.exists() and not [*store.directory().iterdir()]
 
 
 @pytest.mark.django_db

@@ -14,7 +14,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from drivers.process import die_with_parent
+from drivers.isolation.process import die_with_parent
 from tests.bench.figures import Row, table
 from tests.bench.lab import Generator, Lab
 from tests.bench.orders import CannotMeasure

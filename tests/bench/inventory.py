@@ -5,9 +5,11 @@ from __future__ import annotations
 from django.contrib.auth.models import User
 from django.db import connection
 
-from accelerators import conductor, merge, profiles
-from accelerators.diff import HostReport
+from accelerators import conductor
+from accelerators.domain.diff import HostReport
+from accelerators.inventory import merge
 from accelerators.models import DeviceProfile
+from accelerators.requests import profiles
 from cyborgweb.models import ApiToken
 from drivers.inventory import DriverReport
 from tests.bench import fixtures, messages

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from cyborgweb.postgres import Postgres
+from cyborgweb.database.postgres import Postgres
 from tests.bench.orders import ROOT, CannotMeasure, Ordered
 
 CORES = sorted(os.sched_getaffinity(0))
@@ -67,7 +67,9 @@ class Lab:
         from django.core.management import call_command
 
         django.setup()
-        logging.getLogger("accelerators.hub").setLevel(logging.WARNING)  # we stop the database while it listens
+        logging.getLogger("accelerators.runtime.pubsub").setLevel(
+            logging.WARNING
+        )  # we stop the database while it listens
         call_command("migrate", verbosity=0, interactive=False, skip_checks=True)
 
     def stop_database(self) -> None:

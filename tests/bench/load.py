@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from agents import wire
-from agents.host.pace import Backoff, Pace
+from agents.host.backoff import Backoff, Pace
 from tests.bench import callers, messages, visible
 from tests.bench.orders import obey
 from tests.bench.peer import Address, Key, Peer, Refused, address, connect, key_of

@@ -17,7 +17,7 @@ from typing import IO, Any
 import msgspec
 import uvloop
 
-from drivers.process import die_with_parent
+from drivers.isolation.process import die_with_parent
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -17,7 +17,7 @@ import msgspec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from agents import credentials, wire
-from agents.host import door
+from agents.host.connection import http
 from tests.bench import messages
 
 UPGRADE = (
@@ -59,7 +59,7 @@ class Address:
 def address(port: int, fingerprint: str = "") -> Address:
     """As the agent connects there; it checks the certificate as the agent does."""
     scheme = "https" if fingerprint else "http"
-    return Address(port, fingerprint, door.tls(door.Gateway(f"{scheme}://127.0.0.1:{port}", fingerprint)))
+    return Address(port, fingerprint, http.tls(http.Gateway(f"{scheme}://127.0.0.1:{port}", fingerprint)))
 
 
 def key_of(number: int) -> Key:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 
-from drivers.process import die_with_parent
+from drivers.isolation.process import die_with_parent
 from tests.drivers.hotplug import LIBRARY, Bus
 
 

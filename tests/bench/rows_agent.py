@@ -13,7 +13,7 @@ def rows(whole: Whole, seconds: float, progress: Callable[[str], None]) -> list[
     """Three figures: memory of the agent, of its largest driver, and what all together burn."""
     progress(f"the agent and its drivers at rest, for {seconds:.0f} s")
     agent = whole.child("agents.host.main")
-    drivers = [pid for pid in children(agent) if "drivers.child" in command(pid)]
+    drivers = [pid for pid in children(agent) if "drivers.isolation.driver_main" in command(pid)]
     everyone = [agent, *drivers]
     before, began = [cpu_s(pid) for pid in everyone], monotonic()
     sleep(seconds)

@@ -16,8 +16,8 @@ from django.test import RequestFactory
 from rest_framework.request import Request
 
 from accelerators.api.v2.requests import RequestList
-from cyborgweb.identity import CallerAuthentication
-from cyborgweb.policy import RulePermission
+from cyborgweb.auth.authentication import CallerAuthentication
+from cyborgweb.auth.policy import RulePermission
 from tests.bench import fixtures, inventory, rows_requests
 from tests.bench.callers import REQUESTS
 from tests.bench.figures import Row, cpu_s, median

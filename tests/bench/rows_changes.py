@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from time import monotonic, sleep
 
-from accelerators import profiles
+from accelerators.requests import profiles
 from tests.bench.figures import Row
 from tests.bench.lab import Lab
 from tests.bench.orders import CannotMeasure

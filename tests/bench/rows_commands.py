@@ -1,7 +1,7 @@
 """Rows of the commands: from a row's commit until its agent has it, and whether any is lost where rings are.
 
-The rows are made here as everybody makes them, by `accelerators.commands`; the product's web process delivers them. A
-ring that is to be lost goes to a channel on which nobody listens.
+The rows are made here as everybody makes them, by `accelerators.commands.placing`; the product's web process
+delivers them. A ring that is to be lost goes to a channel on which nobody listens.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ from time import monotonic, sleep
 
 from django.db import connection, transaction
 
-from accelerators import commands, conductor, hub
-from accelerators.commands import Order
+from accelerators import conductor
+from accelerators.commands import placing
+from accelerators.commands.placing import Order
+from accelerators.runtime import pubsub
 from tests.bench import fixtures
 from tests.bench.figures import Row, median
 from tests.bench.lab import Generator
@@ -73,7 +75,7 @@ def _place(host: int) -> tuple[int, float]:
     committed: list[float] = []
     with conductor.writing():
         transaction.on_commit(lambda: committed.append(monotonic()))
-        (made,) = commands.place([Order("rescan", host=host, actor="bench")])
+        (made,) = placing.place([Order("rescan", host=host, actor="bench")])
     return made.id, committed[0]
 
 
@@ -87,16 +89,16 @@ def _latency(arrivals: Arrivals, placed: dict[int, float], which: str, bound: fl
 
 
 def _lost(arrivals: Arrivals, hosts: list[int], many: int, chance: random.Random) -> Row:
-    channel, again, unheard, began = hub.CHANNEL, arrivals.again, 0, monotonic()
+    channel, again, unheard, began = pubsub.CHANNEL, arrivals.again, 0, monotonic()
     placed: dict[int, float] = {}
     try:
         for _ in range(many):
             heard = chance.random() < 0.5
-            hub.CHANNEL = channel if heard else NOWHERE
+            pubsub.CHANNEL = channel if heard else NOWHERE
             placed |= [_place(chance.choice(hosts))]
             unheard += not heard
     finally:
-        hub.CHANNEL = channel
+        pubsub.CHANNEL = channel
     rate = many / (monotonic() - began)
     last = arrivals.until(placed)
     lost = len(placed.keys() - arrivals.first.keys())

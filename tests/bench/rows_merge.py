@@ -14,7 +14,7 @@ from time import perf_counter, process_time
 from django.db import connection, transaction
 
 from agents import tasks
-from agents.spool import COPY, COPY_TYPES
+from agents.gateway.writer import COPY, COPY_TYPES
 from tests.bench import fixtures, messages
 from tests.bench.figures import Row, median
 

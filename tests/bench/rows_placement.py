@@ -21,11 +21,12 @@ from django.db import connection
 from keystoneauth1.identity import V3Password
 from keystoneauth1.session import Session
 
-from accelerators import conductor, merge
-from accelerators.diff import HostReport
+from accelerators import conductor
+from accelerators.domain.diff import HostReport
+from accelerators.inventory import merge
 from accelerators.models import Host
 from drivers.inventory import DriverReport
-from placement_sync import tasks
+from placement_sync.jobs import providers as tasks
 from placement_sync.models import Tree, WrittenProvider
 from tests.bench import fixtures, messages
 from tests.bench.figures import Row

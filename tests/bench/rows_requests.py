@@ -1,7 +1,7 @@
 """Rows of the requests' life: create, bind, read, unbind, delete by eight clients, at three depths.
 
-Through the one-command server, through granian's two WSGI workers, and `accelerators.binding` alone; the last also with
-many requests of others in the tables, to see that it stays as fast.
+Through the one-command server, through granian's two WSGI workers, and `accelerators.requests.binding` alone; the
+last also with many requests of others in the tables, to see that it stays as fast.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from uuid import uuid4
 
 from django.db import connection
 
-from accelerators import binding
 from accelerators.api.v2 import arguments
 from accelerators.api.v2.requests import REQUESTS
 from accelerators.api.v2.versions import MINIMUM
-from accelerators.caller import Caller
+from accelerators.domain.caller import Caller
+from accelerators.requests import binding
 from tests.bench import inventory
 from tests.bench.callers import PROFILE
 from tests.bench.figures import Row, cpu_s
@@ -37,7 +37,7 @@ def whole(product: Whole, generator: Generator, seconds: float, progress: Callab
     """One figure: through the product as its one command starts it."""
     progress(f"{CYCLE}, through the one-command server")
     offers, tokens = inventory.offer(10), inventory.tokens()
-    web = [product.child("cyborgweb.web")]
+    web = [product.child("cyborgweb.server.web")]
     return [_through(generator, product.port, web, tokens, offers, seconds, 25.0, "the one-command server")]
 
 
@@ -76,7 +76,7 @@ def _through(
 
 
 def in_process(offers: Offers, others: int, seconds: float, progress: Callable[[str], None]) -> list[Row]:
-    """Two figures: `accelerators.binding` by itself, and the same among `others`."""
+    """Two figures: `accelerators.requests.binding` by itself, and the same among `others`."""
     progress(f"{CYCLE}, in process, with no others and with {others}")
     inventory.clear()
     _turn(offers, 1.0)
@@ -90,7 +90,7 @@ def in_process(offers: Offers, others: int, seconds: float, progress: Callable[[
     )
     note = f"{CLIENTS} threads of one process; its own CPU, PostgreSQL's apart"
     return [
-        Row(CYCLE, rate, "/s", "accelerators.binding: 200/s", 1.0, 200.0, rate / 200.0, cpu, note),
+        Row(CYCLE, rate, "/s", "accelerators.requests.binding: 200/s", 1.0, 200.0, rate / 200.0, cpu, note),
         Row(
             f"the same among {others} other requests", filled, "/s", "among none", 0.8, rate, filled / rate, spent, note
         ),

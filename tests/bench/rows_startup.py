@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
 
-from cyborgweb.postgres import Postgres
+from cyborgweb.database.postgres import Postgres
 from tests.bench.figures import Row, median
 from tests.bench.orders import ROOT
 from tests.bench.promises import FIRST_START, SECOND_START
@@ -41,7 +41,9 @@ def rows(starts: int, progress: Callable[[str], None]) -> list[Row]:
 
 
 def _make_row(name: str, against: str, times: list[float], bound: float) -> Row:
-    note = f"python -m cyborgweb.serve, as `make up` runs it; of {len(times)}, the longest {max(times):.1f} s"
+    note = (
+        f"python -m cyborgweb.server.supervisor, as `make up` runs it; of {len(times)}, the longest {max(times):.1f} s"
+    )
     return Row(name, median(times), "s", against, bound, note=note)
 
 
@@ -52,7 +54,11 @@ def _time_start(state: Path) -> float:
     with said.open("wb") as log:
         began = monotonic()
         process = subprocess.Popen(
-            [sys.executable, "-m", "cyborgweb.serve", "--leash"], stdout=log, stderr=log, cwd=ROOT, env=environment
+            [sys.executable, "-m", "cyborgweb.server.supervisor", "--leash"],
+            stdout=log,
+            stderr=log,
+            cwd=ROOT,
+            env=environment,
         )
     try:
         port = int(wait_for(lambda: CONSOLE.search(said.read_text()), "its console's address", process, PATIENCE_S)[1])

@@ -16,7 +16,7 @@ from typing import Any
 import psycopg
 from django.db import connection
 
-from agents.spool import COPY, COPY_TYPES
+from agents.gateway.writer import COPY, COPY_TYPES
 from tests.bench import fixtures, messages
 from tests.bench.figures import Row, cpu_s, median
 from tests.bench.lab import SERVER_CORE, Generator, Lab, Server, on_cores, serving

@@ -1,8 +1,8 @@
 """The server under test in its own process: the product's server program, with the product in it or with a ceiling.
 
 `python -m tests.bench.server APPLICATION --fd N`. The ceilings stand under the product's name, so everything that
-`cyborgweb.web` decides (event loop, protocol, limits) is the same for all of them. As APPLICATION `granian` it is
-granian, with granian's own arguments.
+`cyborgweb.server.web` decides (event loop, protocol, limits) is the same for all of them. As APPLICATION `granian`
+it is granian, with granian's own arguments.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import msgspec
 
 from agents import credentials, wire
 from cyborgweb.settings.keys import keys
-from drivers.process import die_with_parent
+from drivers.isolation.process import die_with_parent
 
 CHALLENGE = msgspec.json.encode(credentials.Challenge("n" * 24, 30.0, wire.VERSIONS))
 WELCOME = wire.encode(wire.Welcome(8.0, 1, "0" * 40, wire.MAX_MESSAGE))
@@ -75,7 +75,7 @@ def main() -> None:
         stand_in.application = CEILINGS[name]
         stand_in.begin = stand_in.end = lambda *_: None
         sys.modules["cyborgweb.asgi"] = stand_in
-    from cyborgweb import web
+    from cyborgweb.server import web
 
     web.main()
 

@@ -1,7 +1,7 @@
 """The product's settings for servers of the bench: the ceilings answer beside it, and granian's workers die with it."""
 
 from cyborgweb.settings.base import *  # noqa: F403
-from drivers.process import die_with_parent
+from drivers.isolation.process import die_with_parent
 
 die_with_parent()
 ROOT_URLCONF = "tests.bench.views"

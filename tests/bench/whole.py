@@ -45,12 +45,16 @@ class Whole:
 
 @contextmanager
 def running(lab: Lab, **settings: str) -> Iterator[Whole]:
-    """From `python -m cyborgweb.serve` to its end; it dies with us."""
+    """From `python -m cyborgweb.server.supervisor` to its end; it dies with us."""
     said = lab.home / "serve.log"
     environment = os.environ | FREE_PORTS | {"PYTHONUNBUFFERED": "1"} | settings
     with said.open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "cyborgweb.serve", "--leash"], stdout=log, stderr=log, cwd=ROOT, env=environment
+            [sys.executable, "-m", "cyborgweb.server.supervisor", "--leash"],
+            stdout=log,
+            stderr=log,
+            cwd=ROOT,
+            env=environment,
         )
     try:
         found = wait_for(lambda: CONSOLE.search(said.read_text()), "its console's address", process)

@@ -21,7 +21,7 @@ from django.contrib.auth.models import User  # noqa: E402  (needs Django's regis
 from accelerators import conductor  # noqa: E402
 from accelerators.models import AcceleratorRequest, AdmissionRule, AttachHandle, Device, DeviceProfile, Host  # noqa: E402
 from agents.models import Agent, JoinToken, Lease  # noqa: E402
-from cyborgweb import roles  # noqa: E402
+from cyborgweb.auth import roles  # noqa: E402
 from cyborgweb.models import ApiToken  # noqa: E402
 from drivers.inventory import (  # noqa: E402
     Attribute,

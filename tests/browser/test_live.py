@@ -11,7 +11,7 @@ import psycopg
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
-from cyborgweb.postgres import socket_folder
+from cyborgweb.database.postgres import socket_folder
 from tests.browser.conftest import Desk, Hardware
 from tests.support.webserver import until
 from tests.system.product import Product

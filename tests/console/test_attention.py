@@ -11,9 +11,11 @@ from django.db import connection
 from django.test import Client
 from django.test.utils import CaptureQueriesContext
 
-from accelerators import conductor, ticks
+from accelerators import conductor
 from accelerators.models import AcceleratorRequest, AttachHandle, Device, DeviceProfile, Intent
-from cyborgweb.pages import attention, capacity, work
+from accelerators.runtime import jobs
+from cyborgweb.monitoring import backlog
+from cyborgweb.pages import alerts, capacity
 from tests.console.conftest import Fill
 from tests.support.reports import a_host, answer, apply, card
 
@@ -26,9 +28,9 @@ QUIET = dict.fromkeys(
 
 def words(devices: dict[str, int] | None = None, down: int = 0, failing: int = 0, **doing: Any) -> list[str]:
     """The needs of a house, each as one line."""
-    hosts, now = {"down": down}, work.Work(**(QUIET | doing))
-    house = attention.House(hosts, Counter(devices or {}), now, [], failing, 0, NOW)
-    return [f"{need.tone} {need.word}: {need.what} {need.then}" for need in attention.needs(house)]
+    hosts, now = {"down": down}, backlog.Work(**(QUIET | doing))
+    house = alerts.House(hosts, Counter(devices or {}), now, [], failing, 0, NOW)
+    return [f"{need.tone} {need.word}: {need.what} {need.then}" for need in alerts.needs(house)]
 
 
 def test_nothing_wrong_needs_nobody() -> None:
@@ -45,14 +47,14 @@ def test_the_worst_comes_first_and_what_waits_for_a_decision_last() -> None:
 
 
 def test_who_is_behind_is_named_with_the_error_and_stuck_outdoes_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ticks, "_jobs", dict(ticks._jobs))
-    late = work.Telling(3, 0, NOW - timedelta(minutes=4), "503 from Placement")
+    monkeypatch.setattr(jobs, "_jobs", dict(jobs._jobs))
+    late = backlog.Telling(3, 0, NOW - timedelta(minutes=4), "503 from Placement")
     assert words(intents={"provider": late}) == []  # no cloud is configured: nobody is told
-    ticks.register("placement", "none", cluster="work", intent="provider")
+    jobs.register("placement", "none", cluster="work", intent="provider")
     assert words(intents={"provider": late}) == [
         "warn behind: Placement is behind by 4 min, 3 to tell: 503 from Placement"
     ]
-    stuck = work.Telling(3, 1, NOW, "x" * 300)
+    stuck = backlog.Telling(3, 1, NOW, "x" * 300)
     (line,) = words(intents={"provider": stuck})
     assert line.startswith("bad stuck: 1 intent failed ten times and more: xxx") and line.endswith("x…")
 

@@ -15,13 +15,16 @@ from django.test import Client
 from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 
-from accelerators import bulks, commands, conductor, lifecycle
-from accelerators.actions import Action
-from accelerators.caller import Caller
-from accelerators.lifecycle import Seen
+from accelerators import conductor
+from accelerators.commands import placing
+from accelerators.devices import lifecycle
+from accelerators.devices.lifecycle import Seen
+from accelerators.domain.actions import Action
+from accelerators.domain.caller import Caller
+from accelerators.domain.errors import Refused
+from accelerators.domain.states import Drain
 from accelerators.models import Bulk, Command, Device, Event, Host
-from accelerators.refusals import Refused
-from accelerators.states import Drain
+from accelerators.workflows import bulk_actions
 from tests.console.conftest import Fill
 from tests.support.reports import answer, apply, card
 
@@ -52,7 +55,7 @@ def do(client: Client, bulk: Bulk, verb: str, **sent: Any) -> str:
 
 def work(most: int = 1000) -> None:
     """The job, until there is nothing left."""
-    assert any(not bulks.step() for _ in range(most)), "there is always more"
+    assert any(not bulk_actions.step() for _ in range(most)), "there is always more"
 
 
 def free(client: Client) -> QuerySet[Device]:
@@ -139,7 +142,7 @@ def test_what_is_bound_after_the_question_is_left_alone(operator: Client, fill: 
     with conductor.writing():
         Device.objects.update(state="ready")
     bulk = choose(operator, "drain")
-    bulks.confirm(bulk, "", held_too=False)
+    bulk_actions.confirm(bulk, "", held_too=False)
     bulk.refresh_from_db()
     assert bulk.refused > 0 and bulk.moved > 0
     assert {item.why for item in bulk.items.filter(outcome="refused")} == {"held"}
@@ -165,7 +168,7 @@ def test_a_dry_run_asks_everybody_and_changes_nothing(operator: Client, fill: Fi
 def test_a_large_set_is_a_job_that_survives_being_killed_and_can_be_stopped(
     operator: Client, fill: Fill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bulks, "SLICE", 10)
+    monkeypatch.setattr(bulk_actions, "SLICE", 10)
     fill(60)
     with conductor.writing():
         Device.objects.update(state="inactive")
@@ -178,12 +181,12 @@ def test_a_large_set_is_a_job_that_survives_being_killed_and_can_be_stopped(
         real(*said)
         raise Killed
 
-    assert bulks.step()
+    assert bulk_actions.step()
     with monkeypatch.context() as patched, pytest.raises(Killed):
         patched.setattr(lifecycle, "store", killed)
-        bulks.step()
+        bulk_actions.step()
     assert Device.objects.filter(state="quarantined").count() == 10
-    assert bulks.step()
+    assert bulk_actions.step()
     bulk.refresh_from_db()
     assert bulk.worked == 20 and "20 of 60" in operator.get(reverse_now(bulk)).content.decode()
     assert "40 not done" in do(operator, bulk, "cancel")
@@ -254,16 +257,20 @@ def test_who_may_only_look_asks_for_nothing_and_nobody_confirms_anothers_set(ope
 @pytest.mark.django_db
 def test_bounds_and_what_is_kept(operator: Client, fill: Fill, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(10)
-    monkeypatch.setattr(bulks, "MOST", 9)
+    monkeypatch.setattr(bulk_actions, "MOST", 9)
     every = Device.objects.all()
     with pytest.raises(Refused, match="More than 9 devices are chosen"):
-        bulks.choose(Action.ENABLE, Drain.MAINTENANCE, every, OLGA)
+        bulk_actions.choose(Action.ENABLE, Drain.MAINTENANCE, every, OLGA)
     with pytest.raises(Refused, match="No device is chosen"):
-        bulks.choose(Action.ENABLE, Drain.MAINTENANCE, every.none(), OLGA)
-    bulk = bulks.choose(Action.ENABLE, Drain.MAINTENANCE, every.filter(address__lte="0000:02:00.0"), OLGA)
+        bulk_actions.choose(Action.ENABLE, Drain.MAINTENANCE, every.none(), OLGA)
+    bulk = bulk_actions.choose(Action.ENABLE, Drain.MAINTENANCE, every.filter(address__lte="0000:02:00.0"), OLGA)
     assert [item.stood for item in bulk.items.all()] == [item.device.stands for item in bulk.items.all()]
     assert "A reason is at most 500" in do(operator, bulk, "confirm", reason="x" * 501, typed="3")
-    assert not bulks.forget() and bulks.forget(datetime.now(UTC) + timedelta(days=2)) and not Bulk.objects.exists()
+    assert (
+        not bulk_actions.forget()
+        and bulk_actions.forget(datetime.now(UTC) + timedelta(days=2))
+        and not Bulk.objects.exists()
+    )
     assert operator.get(reverse("admin:accelerators_bulk_changelist")).status_code == 200
     assert operator.get(reverse("admin:accelerators_bulkitem_changelist")).status_code == 200
     assert re.search(
@@ -286,7 +293,7 @@ def test_agents_are_asked_about_many_and_what_is_held_is_never_reset(operator: C
     held = {d.pk for d in devices if d.deployables.filter(attach_handles__request__isnull=False).exists()}
     assert 0 < len(held) < 10
     busy = next(device for device in devices if device.pk not in held)
-    commands.ask("reset", busy.uuid, OLGA)
+    placing.ask("reset", busy.uuid, OLGA)
     bulk = choose(operator, "reset", Device.objects.filter(pk__in=[device.pk for device in devices]))
     asked = operator.get(page(bulk))
     coming = {one.text: one.number for _, one in asked.context["forecast"]}

@@ -9,9 +9,11 @@ from django.contrib.auth.models import Permission, User
 from django.test import Client
 from django.urls import reverse
 
-from accelerators import commands, conductor, outcomes
-from accelerators.caller import Caller
+from accelerators import conductor
+from accelerators.commands import placing
+from accelerators.domain.caller import Caller
 from accelerators.models import Command, Device, Event, Host
+from accelerators.workflows import command_results
 from tests.console.conftest import Fill
 from tests.support.reports import answer, apply, card
 from tests.support.statements import statements
@@ -48,14 +50,14 @@ def asks(client: Client, row: Device | Host) -> set[str]:
 
 
 def begun(device: Device, percent: int = 40, text: str = "unbinding it") -> Command:
-    command = commands.ask("health", device.uuid, OLGA, reason="looks ill")
-    commands.progressed([commands.Progress(command.host_id, command.id, percent, text)])
+    command = placing.ask("health", device.uuid, OLGA, reason="looks ill")
+    placing.progressed([placing.Progress(command.host_id, command.id, percent, text)])
     return command
 
 
 def ended(command: Command, outcome: str = "succeeded", text: str = "it is well", **detail: str) -> None:
-    commands.answer([commands.Answer(command.host_id, command.id, outcome, text, detail)])
-    outcomes.settle()
+    placing.answer([placing.Answer(command.host_id, command.id, outcome, text, detail)])
+    command_results.settle()
 
 
 def test_the_page_says_what_installing_would_do_before_anybody_enables_it(operator: Client, device: Device) -> None:

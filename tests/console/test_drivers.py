@@ -7,8 +7,8 @@ from django.contrib.auth.models import Permission, User
 from django.test import Client
 from django.urls import reverse
 
-from accelerators import rollouts
 from accelerators.models import Command, HostDriver, Rollout
+from accelerators.workflows import driver_rollouts
 from drivers.inventory import DriverReport
 from tests.accelerators.test_rollouts import said, work
 from tests.support.reports import a_host, answer, apply, card
@@ -104,4 +104,4 @@ def test_the_lists_take_as_many_statements_for_many_hosts_as_for_few(operator: C
     for n in range(3, 30):
         apply(a_host(f"cmp{n}"), DriverReport("pci_driver", state="absent"), answer(card(1)))
     assert statements(operator, LIST) == few <= 12
-    assert not rollouts.step()
+    assert not driver_rollouts.step()

@@ -12,12 +12,14 @@ from django.test import Client
 from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 
-from accelerators import conductor, lifecycle, sealing
-from accelerators.actions import Action
-from accelerators.caller import Caller, request_id
+from accelerators import conductor
+from accelerators.audit import sealing
+from accelerators.devices import lifecycle
+from accelerators.domain.actions import Action
+from accelerators.domain.caller import Caller, request_id
+from accelerators.domain.states import Source
 from accelerators.models import Device, Event, Seal
 from accelerators.models.records import saying
-from accelerators.states import Source
 from cyborgweb.models import ApiToken
 from tests.console.conftest import Fill
 

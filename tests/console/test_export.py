@@ -19,13 +19,16 @@ from django.db import close_old_connections
 from django.test import Client, RequestFactory
 from django.urls import reverse
 
-from accelerators import bulks, commands, conductor, rollouts, rules, wishes
-from accelerators.admin import export
-from accelerators.admin.listing import Listing
-from accelerators.caller import Caller
+from accelerators import conductor
+from accelerators.commands import placing
+from accelerators.devices import admission_rules
+from accelerators.domain.caller import Caller
+from accelerators.domain.states import Drain, Source
 from accelerators.models import Attachment, Device, Event, Host
 from accelerators.models.drivers import RolloutOp
-from accelerators.states import Drain, Source
+from accelerators.ui import export
+from accelerators.ui.changelist import Listing
+from accelerators.workflows import bulk_actions, driver_config, driver_rollouts
 from cyborgweb.models import Delivery, Maintenance, Subscription
 from placement_sync.models import Discrepancy, Tree
 from tests.console.conftest import Fill
@@ -130,12 +133,12 @@ def fill_the_other_lists(hosts: list[Host]) -> None:
     """Make a row of each list that `fill` leaves empty. There are two hosts, as a rollout to one orders it at once."""
     caller = Caller("olga", "u1", frozenset({"admin"}), "p1")
     device = Device.objects.order_by("id")[0]
-    bulks.choose("maintenance", Drain.MAINTENANCE, Device.objects.all(), caller, "all of them")
-    change = wishes.Change(RolloutOp.INSTALL, "pci_driver")
-    rollouts.start(change, hosts, caller, reason="ticket 4711", source=Source.API)
-    rules.create({"name": "all of rack 2", "driver": "pci_driver", "action": "ready"}, caller)
+    bulk_actions.choose("maintenance", Drain.MAINTENANCE, Device.objects.all(), caller, "all of them")
+    change = driver_config.Change(RolloutOp.INSTALL, "pci_driver")
+    driver_rollouts.start(change, hosts, caller, reason="ticket 4711", source=Source.API)
+    admission_rules.create({"name": "all of rack 2", "driver": "pci_driver", "action": "ready"}, caller)
     with conductor.writing():
-        commands.place([commands.Order("health", device.uuid, actor="olga")])
+        placing.place([placing.Order("health", device.uuid, actor="olga")])
         conductor.intend("provider", {str(hosts[0].uuid): {}})
         attached = Attachment.objects.create(instance=uuid4(), project_id="p1", host=hosts[0].name, actor="olga")
         about: dict[str, Any] = {"subject": (attached.uuid, str(attached)), "changes": {"state": [None, "asked"]}}

@@ -10,8 +10,8 @@ from django.test import Client
 from django.urls import reverse
 
 from accelerators import conductor
-from accelerators.admin.listing import BoundedPaginator
 from accelerators.models import AcceleratorRequest, AttachHandle, Deployable, Device, DeviceProfile, Event, Host, Intent
+from accelerators.ui.changelist import BoundedPaginator
 from agents.models import Agent, JoinToken
 from cyborgweb.models import ApiToken
 from tests.console.conftest import Fill

@@ -13,7 +13,7 @@ from django.urls import reverse
 
 from accelerators import conductor
 from accelerators.models import Device, Event, Host, Intent
-from agents import load
+from agents import telemetry
 from agents.models import Lease, Spooled
 from drivers.inventory import DriverReport, Fault
 from tests.console.conftest import Fill
@@ -26,7 +26,7 @@ INDEX = "/admin/"
 
 def test_P3_it_costs_at_most_ten_statements_at_any_size(operator: Client, fill: Fill) -> None:
     fill(300)
-    load.forget()  # the list of gateways is read once in a while: here, whichever test ran before
+    telemetry.forget()  # the list of gateways is read once in a while: here, whichever test ran before
     with CaptureQueriesContext(connection) as captured:
         assert operator.get(INDEX).status_code == 200
     assert len(captured) <= 10
@@ -102,7 +102,7 @@ def test_who_may_not_view_devices_sees_a_sentence_and_no_numbers(client: Client,
     assert "devices" not in page.context
     assert "may log in but not see" in page.content.decode()
     guest.user_permissions.add(Permission.objects.get(codename="view_device"))
-    load.forget()
+    telemetry.forget()
     with CaptureQueriesContext(connection) as captured:
         assert "devices" in client.get(INDEX).context
     assert len(captured) <= 10

@@ -12,10 +12,12 @@ from django.db.models import Model
 from django.test import Client
 from msgspec.structs import replace
 
-from accelerators import binding, commands, conductor, outcomes
-from accelerators.admin import cards, marks
-from accelerators.caller import Caller
-from accelerators.commands import Answer
+from accelerators import conductor
+from accelerators.admin import device_summaries
+from accelerators.commands import placing
+from accelerators.commands.placing import Answer
+from accelerators.domain.caller import Caller
+from accelerators.domain.states import Source
 from accelerators.models import (
     AcceleratorRequest,
     AttachHandle,
@@ -26,7 +28,9 @@ from accelerators.models import (
     Host,
     Intent,
 )
-from accelerators.states import Source
+from accelerators.requests import binding
+from accelerators.ui import badges
+from accelerators.workflows import command_results
 from agents.models import Agent
 from placement_sync.models import Discrepancy, Kind
 from tests.support.reports import a_heard_host, a_host, answer, apply, card
@@ -38,7 +42,7 @@ OTHER = '{"bus": "02", "device": "00", "domain": "0000", "function": "%x"}'
 
 
 def url(row: Model) -> str:
-    return marks.page(row._meta.model_name, row.pk)  # type: ignore[arg-type]
+    return badges.page(row._meta.model_name, row.pk)  # type: ignore[arg-type]
 
 
 def text(client: Client, row: Model) -> str:
@@ -95,7 +99,7 @@ def test_handles_are_free_held_being_bound_reserved_missing_or_lost() -> None:
         AttachHandle.objects.filter(deployable__device=second).order_by("-id").update(attach_type="MDEV")
 
     def states() -> list[list[str]]:
-        return [[unit.state for unit in one.units] for one in cards.of(host.devices.order_by("key"))]
+        return [[unit.state for unit in one.units] for one in device_summaries.of(host.devices.order_by("key"))]
 
     assert states()[0] == ["held", "missing and held", "missing", "missing"]
     assert states()[1][:2] == ["being bound", "free"]
@@ -113,7 +117,7 @@ def test_of_many_handles_those_that_matter_are_shown_and_all_are_counted() -> No
     with conductor.writing():
         handle = AttachHandle.objects.order_by("id").last()
         AcceleratorRequest.objects.update(attach_handle=handle)
-    (shown,) = cards.of(list(host.devices.all()), 3)
+    (shown,) = device_summaries.of(list(host.devices.all()), 3)
     assert [unit.state for unit in shown.units] == ["free", "free", "held"]
     assert (shown.held, shown.counts.total(), shown.hidden.total()) == (1, 8, 5)
 
@@ -174,10 +178,10 @@ def test_the_device_shows_what_its_driver_answered_last(operator: Client) -> Non
     with conductor.writing():
         Device.objects.update(acts="health")
     for limit in ("80", "90"):
-        command = commands.ask("health", device.uuid, NOVA)
+        command = placing.ask("health", device.uuid, NOVA)
         detail = {"signals": json.dumps([{"name": "temperature", "value": "71", "unit": "°C", "limit": limit}])}
-        commands.answer([Answer(command.host_id, command.pk, "succeeded", "ok", detail)])
-        outcomes.settle()
+        placing.answer([Answer(command.host_id, command.pk, "succeeded", "ok", detail)])
+        command_results.settle()
     page = text(operator, device)
     assert "<td>temperature</td><td>71 °C</td><td>90</td>" in page
     assert "<td>80</td>" not in page
@@ -188,9 +192,9 @@ def test_what_a_driver_answers_in_other_shapes_is_not_shown_and_breaks_nothing(o
     with conductor.writing():
         Device.objects.update(acts="health")
     for said in ("[1, 2]", "{", '{"a": 1}'):
-        command = commands.ask("health", device.uuid, NOVA)
-        commands.answer([Answer(command.host_id, command.pk, "succeeded", "", {"signals": said})])
-        outcomes.settle()
+        command = placing.ask("health", device.uuid, NOVA)
+        placing.answer([Answer(command.host_id, command.pk, "succeeded", "", {"signals": said})])
+        command_results.settle()
         assert operator.get(url(device)).status_code == 200
 
 
@@ -220,10 +224,10 @@ def test_the_course_of_a_bind_is_told_with_its_durations(operator: Client) -> No
     command = Command.objects.get(op="attach")
     with conductor.writing():
         Command.objects.update(taken_at=datetime.now(UTC), started_at=datetime.now(UTC))
-    commands.answer([Answer(command.host_id, command.pk, "succeeded", "the mdev is there")])
+    placing.answer([Answer(command.host_id, command.pk, "succeeded", "the mdev is there")])
     with conductor.writing():  # a test is one transaction, and in one all is answered at its begin
         Command.objects.update(answered_at=datetime.now(UTC))
-    outcomes.settle()
+    command_results.settle()
     assert words() == ["requested", "bind started", "attach: taken", "attach: begun", "attach: succeeded", "bound"]
     page = operator.get(url(request))
     assert re.fullmatch(r"bound after (\d+ ms|[\d.]+ s)", page.context["took"])

@@ -7,7 +7,7 @@ from django.contrib.auth.models import Permission, User
 from django.test import Client
 from django.urls import reverse
 
-from cyborgweb import roles
+from cyborgweb.auth import roles
 from cyborgweb.models import SavedView
 from tests.console.conftest import Fill
 
@@ -70,7 +70,7 @@ def test_a_name_is_saved_once_and_many_are_refused(operator: Client, monkeypatch
     for query in ("stale=yes", "stale=no"):
         operator.post(KEEP, {"name": "mine", "query": query})
     assert SavedView.objects.get().query == "stale=no"
-    monkeypatch.setattr("cyborgweb.pages.lists.MOST", 1)
+    monkeypatch.setattr("cyborgweb.pages.saved_views.MOST", 1)
     for name in ("second", "", "x" * 65, "\0"):
         operator.post(KEEP, {"name": name, "query": ""})
     assert SavedView.objects.count() == 1

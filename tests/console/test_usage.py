@@ -14,9 +14,9 @@ from django.urls import reverse
 
 from accelerators import conductor
 from accelerators.models import Device, Host
-from agents import load
-from agents.load import HostLoad, Loads
+from agents import telemetry
 from agents.models import Agent, Lease
+from agents.telemetry import HostLoad, Loads
 from tests.console.conftest import Fill
 
 pytestmark = pytest.mark.django_db
@@ -42,9 +42,9 @@ def busy(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         at = time.time() - 2
         return Loads({pk: HostLoad(pk, at, {one.key: VALUES}) for pk, one in devices.items() if one}, tuple(silent))
 
-    monkeypatch.setattr(load, "last", lambda hosts=None: said(hosts))
-    monkeypatch.setattr(load, "watch", said)
-    monkeypatch.setattr(load, "census", said)
+    monkeypatch.setattr(telemetry, "last", lambda hosts=None: said(hosts))
+    monkeypatch.setattr(telemetry, "watch", said)
+    monkeypatch.setattr(telemetry, "census", said)
     return silent
 
 
@@ -107,7 +107,7 @@ def test_who_takes_one_census_too_many_is_told_so(
         texts.append(operator.post(CENSUS, {"count": "1"}).content.decode())
         return Loads({})
 
-    monkeypatch.setattr(load, "census", another)
+    monkeypatch.setattr(telemetry, "census", another)
     operator.post(CENSUS, {"count": "1"})
     assert ["2 censuses are under way" in text for text in texts] == [True, False]
 
@@ -144,8 +144,8 @@ def test_why_there_are_no_samples(
 ) -> None:
     (host,) = fill(1)
     nothing = Loads({}, ("web-2",) if what == "away" else ())
-    monkeypatch.setattr(load, "last", lambda hosts=None: nothing)
-    monkeypatch.setattr(load, "watch", lambda *_: nothing)
+    monkeypatch.setattr(telemetry, "last", lambda hosts=None: nothing)
+    monkeypatch.setattr(telemetry, "watch", lambda *_: nothing)
     if what == "down":
         Lease.objects.all().delete()
     elif what == "barred":

@@ -1,4 +1,5 @@
-"""A driver that does what each question says, run as `drivers.child` runs any other. Used by `test_protocol`.
+"""A driver that does what each question says, run as `drivers.isolation.driver_main` runs any other. Used by
+`test_protocol`.
 
 `settings["see"]` is an expression for what it discovers, `ask.layout["do"]` one for its plan; of a device whose load is
 asked for, `key` itself is one.
@@ -10,18 +11,19 @@ import sys
 from pathlib import Path
 from typing import ClassVar
 
-from drivers import catalogue, child
+from drivers import catalogue
 from drivers.base import Driver, Findings, Settings
 from drivers.inventory import Sample
+from drivers.isolation import driver_main
+from drivers.isolation.runner import DriverProcess
 from drivers.machine import Machine
-from drivers.runner import DriverProcess
-from drivers.steps import Act, Ask, Plan, Vitals
+from drivers.plan import Act, Ask, Plan, Vitals
 
 WORDS = """
 import os, socket, subprocess, threading, time
 from drivers.errors import *
 from drivers.inventory import *
-from drivers.steps import *
+from drivers.plan import *
 from drivers.base import Findings
 def throw(error): raise error
 def to(path, **more): return Plan((Step("a step", Write(path, "1"), **more),))
@@ -67,4 +69,4 @@ def actor(see: str = "Findings()", deadline_s: float = 10.0) -> DriverProcess:
 
 if __name__ == "__main__":
     catalogue.load = lambda name: Actor()
-    sys.exit(child.main())
+    sys.exit(driver_main.main())

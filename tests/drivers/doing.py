@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from drivers.base import Driver, Settings
 from drivers.errors import Busy, DriverError, Failed, from_os
-from drivers.steps import Act, Ask, Check, Plan, Step, stray
+from drivers.plan import Act, Ask, Check, Plan, Step, stray
 from tests.support.modelmachine import ModelMachine
 
 ROUNDS = 4

@@ -13,7 +13,7 @@ import time
 import pyudev
 
 from drivers.inventory import DriverReport
-from drivers.runner import DriverProcess
+from drivers.isolation.runner import DriverProcess
 
 LIBRARY = ctypes.CDLL("libumockdev.so.0")
 LIBRARY.umockdev_testbed_new.restype = ctypes.c_void_p

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from drivers.claims import settle
 from drivers.inventory import AttachHandle, Backend, Deployable, Device, DriverReport
-from drivers.pci import PciDriver
+from drivers.pci.functions import PciDriver
+from drivers.pci.ownership import settle
 
 ADDRESSES = [f"0000:3b:00.{function}" for function in range(4)]
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from drivers.errors import Invalid
-from drivers.fake import FakeDriver, moving
+from drivers.fake.driver import FakeDriver, moving
 from drivers.inventory import Attribute, Device, Sample
 from drivers.machine import Machine
-from drivers.steps import Ask
+from drivers.plan import Ask
 
 
 def look(control: Path | None = None, node: str = "node-1.example") -> tuple[Device, ...]:

@@ -10,11 +10,11 @@ from typing import Any, get_args
 import pytest
 
 from drivers.errors import KINDS, Busy, DriverError, Gone, Invalid
-from drivers.fake import BOOT_ID, FakeDriver
+from drivers.fake.driver import BOOT_ID, FakeDriver
 from drivers.inventory import AttachHandle, Device, Sample
+from drivers.isolation.runner import DriverProcess
 from drivers.machine import Machine
-from drivers.runner import DriverProcess
-from drivers.steps import Act, Ask, Check, Image, Plan, Signal, stray
+from drivers.plan import Act, Ask, Check, Image, Plan, Signal, stray
 from tests.drivers.test_fake import change
 
 KEY = "fake_driver:0000:0c:00.0"

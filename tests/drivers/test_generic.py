@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from drivers.base import Findings
-from drivers.claims import settle
 from drivers.errors import Busy, DriverError, Failed, Gone, Invalid, Unsupported
 from drivers.generic import GenericDriver
+from drivers.generic.backend import Kind
 from drivers.generic.driver import Look
-from drivers.generic.kind import Kind
 from drivers.inventory import Device, DriverReport, Service
 from drivers.machine import Machine
-from drivers.steps import Ask, Image
+from drivers.pci.ownership import settle
+from drivers.plan import Ask, Image
 from tests.drivers.doing import Doer
 from tests.support import modelkinds
 from tests.support.modelmachine import ModelMachine

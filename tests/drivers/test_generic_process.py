@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from drivers.runner import DriverProcess
+from drivers.isolation.runner import DriverProcess
 
 
 @asynccontextmanager

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from drivers.errors import Busy, Denied, DriverError, Failed, Gone, Invalid, Timeout, Unsupported
-from drivers.hand import Hand, _problem
-from drivers.steps import Image
+from drivers.isolation.host_writer import Hand, _problem
+from drivers.plan import Image
 
 SLOT = "/sys/class/firmware/secure-update0"
 
@@ -103,7 +103,7 @@ def test_a_worker_that_is_killed_leaves_the_outcome_unknown(tmp_path: Path) -> N
 
 
 def test_a_worker_that_starts_and_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("drivers.hand.START_S", 0.05)
+    monkeypatch.setattr("drivers.isolation.host_writer.START_S", 0.05)
 
     async def story() -> None:
         hand = Hand({"/sys": "/nowhere"}, ("sleep", "60"))

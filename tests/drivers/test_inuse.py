@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from drivers.errors import DriverError
-from drivers.inuse import used_by_host
+from drivers.pci.host_usage import used_by_host
 from tests.drivers.tree import Host
 
 DISK, OTHER = "0000:00:02.0", "0000:00:05.0"

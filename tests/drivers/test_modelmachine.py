@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from drivers.errors import Busy, Denied, DriverError, Failed, Gone, Invalid, Timeout, Unsupported
-from drivers.steps import Image
+from drivers.plan import Image
 from tests.support import modelkinds
 from tests.support.modelmachine import ModelMachine
 

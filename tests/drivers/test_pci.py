@@ -10,11 +10,11 @@ import pytest
 
 from drivers.base import Findings
 from drivers.errors import Busy, Gone, Invalid
-from drivers.inuse import used_by_host
 from drivers.inventory import Attribute, Device, Fault
 from drivers.machine import Machine
-from drivers.pci import PciDriver
-from drivers.steps import Ask
+from drivers.pci.functions import PciDriver
+from drivers.pci.host_usage import used_by_host
+from drivers.plan import Ask
 from tests.drivers.tree import Host
 
 T4 = "0000:3b:00.0"

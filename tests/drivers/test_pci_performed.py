@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from drivers import sriov
-from drivers.child import Ready
 from drivers.errors import DriverError
 from drivers.inventory import DriverReport
-from drivers.pci import PciDriver
-from drivers.steps import Act, Ask, Plan, Vitals
+from drivers.isolation.driver_main import Ready
+from drivers.pci import sriov
+from drivers.pci.functions import PciDriver
+from drivers.plan import Act, Ask, Plan, Vitals
 from tests.agents.host.workshop import CARD, HOME, Workshop, command, workshop
 from tests.support.modelmachine import ModelMachine
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from drivers import pci
 from drivers.errors import Busy, DriverError, Failed, Gone, Invalid, Unsupported
 from drivers.inventory import Device
-from drivers.pci import PciDriver
-from drivers.steps import Act, Ask
+from drivers.pci import functions
+from drivers.pci.functions import PciDriver
+from drivers.plan import Act, Ask
 from tests.drivers.doing import Doer
 from tests.support.modelmachine import ModelMachine
 
@@ -269,7 +269,7 @@ def test_a_neighbour_in_the_group_that_is_free_is_in_nobody_s_way(host: ModelMac
 
 
 def test_many_are_bound_in_plans_of_bounded_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pci, "MAX_STEPS", 12)
+    monkeypatch.setattr(functions, "MAX_STEPS", 12)
     host = ModelMachine(tmp_path)
     host.load("nvme", "1b36:0010")
     host.pci(CARD, *DISK, group=7, vfs=8)

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from drivers.errors import KINDS
-from drivers.runner import DriverProcess
-from drivers.steps import Ask, Plan
+from drivers.isolation.runner import DriverProcess
+from drivers.plan import Ask, Plan
 from tests.drivers.actor import WRITES, actor
 
 VFS = "/sys/bus/pci/devices/0000:3b:00.0/sriov_numvfs"
@@ -213,8 +213,8 @@ def test_what_a_driver_cannot_do_is_unsupported() -> None:
 
 def test_a_kernel_without_the_walls_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
     code = (
-        "import sys\nfrom drivers import child, confine\n"
-        "confine.LANDLOCK_CREATE_RULESET = 100_000\nconfine.NATIVE.clear()\nsys.exit(child.main())"
+        "import sys\nfrom drivers.isolation import driver_main, sandbox\n"
+        "sandbox.LANDLOCK_CREATE_RULESET = 100_000\nsandbox.NATIVE.clear()\nsys.exit(driver_main.main())"
     )
     process = DriverProcess("fake_driver", "n", {}, command=[sys.executable, "-c", code, "fake_driver"])
 

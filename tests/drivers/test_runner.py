@@ -16,8 +16,8 @@ import pytest
 
 from drivers.errors import Failed
 from drivers.inventory import DriverReport
-from drivers.runner import DriverProcess
-from drivers.steps import Ask
+from drivers.isolation.runner import DriverProcess
+from drivers.plan import Ask
 from tests.support.webserver import PATIENCE
 
 MAX_RSS_KB = 26 * 1024
@@ -120,7 +120,7 @@ def test_a_refusal_costs_no_process() -> None:
 
 
 def test_a_broken_driver_waits_and_then_starts_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("drivers.runner.FIRST_PAUSE_S", 0.2)
+    monkeypatch.setattr("drivers.isolation.runner.FIRST_PAUSE_S", 0.2)
     starts = tmp_path / "starts"
 
     async def story() -> None:
@@ -141,7 +141,7 @@ def test_a_broken_driver_waits_and_then_starts_again(tmp_path: Path, monkeypatch
 def test_a_driver_that_broke_five_times_is_started_no_more_until_it_is_released(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("drivers.runner.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("drivers.isolation.runner.FIRST_PAUSE_S", 0.01)
     starts = tmp_path / "starts"
 
     async def story() -> None:
@@ -165,8 +165,8 @@ def test_a_driver_that_broke_five_times_is_started_no_more_until_it_is_released(
 
 
 def test_breaks_that_lie_far_apart_are_forgiven(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("drivers.runner.FIRST_PAUSE_S", 0.0)
-    monkeypatch.setattr("drivers.runner.WITHIN_S", 0.0)
+    monkeypatch.setattr("drivers.isolation.runner.FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr("drivers.isolation.runner.WITHIN_S", 0.0)
     reports = ask(lambda: DriverProcess("x", "n", {}, command=["/nonexistent/python"]), times=6)
     assert {report.error for report in reports} == {reports[0].error}
     assert "started again" in reports[0].error
@@ -297,7 +297,7 @@ def test_a_driver_process_is_small_and_idle(name: str, settings: dict[str, objec
 def test_a_driver_dies_with_an_agent_that_is_killed() -> None:
     code = (
         "import asyncio, os, signal\n"
-        "from drivers.runner import DriverProcess\n"
+        "from drivers.isolation.runner import DriverProcess\n"
         "async def story():\n"
         "    process = DriverProcess('fake_driver', 'n', {})\n"
         "    await process.discover()\n"

@@ -9,8 +9,8 @@ import pytest
 
 from drivers.errors import Failed
 from drivers.inventory import Sample
-from drivers.runner import DriverProcess
-from drivers.steps import Ask
+from drivers.isolation.runner import DriverProcess
+from drivers.plan import Ask
 from tests.drivers.actor import actor
 from tests.drivers.test_protocol import tell
 from tests.drivers.test_runner import script
@@ -84,7 +84,7 @@ def test_how_a_device_is_can_be_said_whatever_its_load_does(does: str) -> None:
 
 
 def test_a_device_that_hangs_is_left_out_and_everything_else_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("drivers.runner.SAMPLES_S", 1.0)
+    monkeypatch.setattr("drivers.isolation.runner.SAMPLES_S", 1.0)
     process = actor()
 
     async def story() -> None:
@@ -98,7 +98,7 @@ def test_a_device_that_hangs_is_left_out_and_everything_else_is_answered(monkeyp
 
 
 def test_each_device_of_a_slow_driver_has_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("drivers.runner.SAMPLES_S", 0.5)
+    monkeypatch.setattr("drivers.isolation.runner.SAMPLES_S", 0.5)
     process = actor()
 
     async def story() -> None:
@@ -152,9 +152,9 @@ else:
 def test_a_process_that_breaks_over_its_load_loses_nothing_by_it(
     monkeypatch: pytest.MonkeyPatch, body: str, reason: str, same: bool
 ) -> None:
-    monkeypatch.setattr("drivers.runner.SAMPLES_S", 0.3)
-    monkeypatch.setattr("drivers.runner.CATCH_UP_S", 5.0 if same else 0.3)
-    monkeypatch.setattr("drivers.runner.BREAKS", 2)
+    monkeypatch.setattr("drivers.isolation.runner.SAMPLES_S", 0.3)
+    monkeypatch.setattr("drivers.isolation.runner.CATCH_UP_S", 5.0 if same else 0.3)
+    monkeypatch.setattr("drivers.isolation.runner.BREAKS", 2)
     process = script(body)
 
     async def story() -> None:

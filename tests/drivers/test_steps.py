@@ -10,7 +10,7 @@ import pytest
 
 from drivers.errors import Denied
 from drivers.machine import Machine
-from drivers.steps import Plan, Step, Write, stray, within
+from drivers.plan import Plan, Step, Write, stray, within
 
 FUNCTION = "/sys/bus/pci/devices/0000:3b:00.0"
 GLOBS = ("/sys/bus/pci/devices/*:*:*.*/sriov_numvfs", "/state/*/[a-z]*")

@@ -18,8 +18,8 @@ import pytest
 
 from drivers.generic import settings as generic
 from drivers.inventory import Sample
-from drivers.runner import DriverProcess
-from drivers.steps import Ask
+from drivers.isolation.runner import DriverProcess
+from drivers.plan import Ask
 from tests.support import kernel
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,7 +98,9 @@ def test_a_stranger_has_a_driver_that_works(tmp_path: Path, monkeypatch: pytest.
 
 async def seen_by_the_runner(stranger: Stranger) -> None:
     """As the agent has it: confined, over the pipe."""
-    process = DriverProcess("npu", "cmp1", {}, command=[f"{stranger.bin}/python", "-I", "-m", "drivers.child", "npu"])
+    process = DriverProcess(
+        "npu", "cmp1", {}, command=[f"{stranger.bin}/python", "-I", "-m", "drivers.isolation.driver_main", "npu"]
+    )
     try:
         report = await process.discover()
         shown = [(device.key, device.to_install) for device in report.devices]

@@ -11,11 +11,11 @@ import json
 import sys
 from collections.abc import Callable
 
-from agents.host.watch import Watch
+from agents.host.discovery.change_watcher import Watch
 from drivers.inventory import Device
-from drivers.process import die_with_parent
-from drivers.runner import DriverProcess
-from drivers.steps import Act, Ask
+from drivers.isolation.process import die_with_parent
+from drivers.isolation.runner import DriverProcess
+from drivers.plan import Act, Ask
 from tests.support.kernel import Kernel
 
 CARD = "0000:01:00.0"

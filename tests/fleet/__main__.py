@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from drivers.process import die_with_parent
+from drivers.isolation.process import die_with_parent
 from tests.bench.orders import CannotMeasure
 from tests.fleet import verdict
 from tests.fleet.installation import Installation, installed

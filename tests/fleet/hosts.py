@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from agents import wire
-from agents.host.pace import Backoff, Owed, Pace
+from agents.host.backoff import Backoff, Owed, Pace
 from drivers.inventory import DriverReport
 from tests.bench import messages
 from tests.bench.orders import obey
@@ -103,7 +103,7 @@ class Host:
         self._changed.set()
 
     async def run(self) -> None:
-        """Connect, talk, connect again, as `agents.host.link` does."""
+        """Connect, talk, connect again, as `agents.host.connection.link` does."""
         backoff, clock = Backoff(self.pace), asyncio.get_running_loop().time
         while True:
             began, after = clock(), 0.0

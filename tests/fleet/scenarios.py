@@ -86,14 +86,14 @@ def web_restart(run: Run) -> list[Line]:
     """kill -9 of the web process while reports come in."""
     run.there.power_on()
     run.settled()
-    before = run.there.whole.child("cyborgweb.web")
+    before = run.there.whole.child("cyborgweb.server.web")
     run.ask("unrest", changes_per_s=run.there.count / 5)
     run.watch(run.hold_s / 4)
-    run.there.kill("cyborgweb.web")
+    run.there.kill("cyborgweb.server.web")
     run.watch(run.hold_s)
     run.ask("unrest")
     done = run.settled()
-    after = run.there.whole.child("cyborgweb.web")
+    after = run.there.whole.child("cyborgweb.server.web")
     return [Line("another web", f"process {before}, then {after}", done and before != after)]
 
 

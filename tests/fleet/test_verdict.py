@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from agents import wire
-from agents.host.pace import Owed, Pace
+from agents.host.backoff import Owed, Pace
 from tests.fleet import verdict
 from tests.fleet.__main__ import TEACHES
 from tests.fleet.hosts import Doings, Host, open_files

@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from drivers.process import die_with_parent
+from drivers.isolation.process import die_with_parent
 from tests.mutants import state
 from tests.mutants.areas import ROOT
 from tests.mutants.choosing import Recorded

@@ -25,54 +25,76 @@ class Area:
 AREAS = (
     Area(
         "binding",
-        ("accelerators/binding.py", "accelerators/binding_sql.py", "accelerators/programming.py"),
+        (
+            "accelerators/requests/binding.py",
+            "accelerators/requests/binding_sql.py",
+            "accelerators/commands/programming.py",
+        ),
         ("tests/api/test_requests.py", "tests/accelerators/test_bind_commands.py", "tests/api/test_program.py"),
     ),
     Area(
         "diff and merge",
-        ("accelerators/diff.py", "accelerators/merge.py", "accelerators/inventory_sql.py", "accelerators/sweep.py"),
+        (
+            "accelerators/domain/diff.py",
+            "accelerators/inventory/merge.py",
+            "accelerators/inventory/merge_sql.py",
+            "accelerators/workflows/sweep.py",
+        ),
         ("tests/accelerators/test_diff.py", "tests/accelerators/test_apply.py", "tests/accelerators/test_sweep.py"),
     ),
     Area(
         "life cycle and admission",
         (
-            "accelerators/actions.py",
-            "accelerators/admission.py",
-            "accelerators/lifecycle.py",
-            "accelerators/rules.py",
-            "accelerators/states.py",
+            "accelerators/domain/actions.py",
+            "accelerators/domain/admission.py",
+            "accelerators/devices/lifecycle.py",
+            "accelerators/devices/admission_rules.py",
+            "accelerators/domain/states.py",
         ),
         ("tests/accelerators/test_lifecycle.py", "tests/accelerators/test_admission.py", "tests/own/test_lifecycle.py"),
     ),
     Area(
         "groups",
-        ("accelerators/groups.py", "accelerators/profiles.py", "accelerators/traits.py"),
+        ("accelerators/domain/groups.py", "accelerators/requests/profiles.py", "accelerators/domain/traits.py"),
         ("tests/accelerators/test_groups.py", "tests/api/test_profiles.py"),
     ),
     Area(
         "capacity",
-        ("accelerators/candidates.py", "accelerators/units.py", "accelerators/usage.py"),
+        (
+            "accelerators/requests/candidates.py",
+            "accelerators/devices/partitioning.py",
+            "accelerators/requests/capacity.py",
+        ),
         ("tests/own/test_usage.py", "tests/own/test_units.py"),
     ),
     Area(
         "safety",
-        ("accelerators/safety.py", "accelerators/conductor.py", "accelerators/intents.py"),
+        ("accelerators/safety.py", "accelerators/conductor.py", "accelerators/outbox.py"),
         ("tests/accelerators/test_lifecycle.py", "tests/placement/test_witness.py"),
     ),
     Area(
         "sealing and verification",
-        ("accelerators/chain.py", "accelerators/proof.py", "accelerators/retention.py", "accelerators/sealing.py"),
+        (
+            "accelerators/domain/hash_chain.py",
+            "accelerators/audit/verification.py",
+            "accelerators/audit/retention.py",
+            "accelerators/audit/sealing.py",
+        ),
         ("tests/accelerators/test_seals.py",),
     ),
     Area(
         "commands",
-        ("accelerators/commands.py", "accelerators/commands_sql.py", "accelerators/outcomes.py"),
+        (
+            "accelerators/commands/placing.py",
+            "accelerators/commands/sql.py",
+            "accelerators/workflows/command_results.py",
+        ),
         ("tests/accelerators/test_commands.py", "tests/accelerators/test_command_races.py"),
     ),
     Area(
         "reconcile and allocations",
         (
-            "placement_sync/claims.py",
+            "placement_sync/allocations.py",
             "placement_sync/client.py",
             "placement_sync/mapping.py",
             "placement_sync/reconcile.py",
@@ -82,12 +104,22 @@ AREAS = (
     ),
     Area(
         "holder checks",
-        ("placement_sync/nova.py", "placement_sync/watcher.py", "placement_sync/witness.py"),
+        (
+            "placement_sync/nova/client.py",
+            "placement_sync/nova/deleted_instances.py",
+            "placement_sync/jobs/holder_checks.py",
+        ),
         ("tests/placement/test_witness.py", "tests/placement/test_watcher.py"),
     ),
     Area(
         "gateway and writer",
-        ("agents/gateway.py", "agents/spool.py", "agents/holders.py", "agents/leases.py", "agents/admission.py"),
+        (
+            "agents/gateway/app.py",
+            "agents/gateway/writer.py",
+            "agents/gateway/sessions.py",
+            "agents/gateway/leases.py",
+            "agents/gateway/throttling.py",
+        ),
         ("tests/agents/test_gateway.py", "tests/agents/test_spool.py", "tests/agents/test_writer.py"),
     ),
     Area(
@@ -97,19 +129,19 @@ AREAS = (
     ),
     Area(
         "journal",
-        ("agents/host/journal.py", "agents/host/ledger.py"),
+        ("agents/host/journal/journal.py", "agents/host/journal/command_log.py"),
         ("tests/agents/host/test_journal.py", "tests/agents/host/test_commands.py"),
     ),
     Area(
         "executor and plan steps",
         (
-            "agents/host/executor.py",
-            "agents/host/orders.py",
-            "agents/host/perform.py",
-            "agents/host/recovery.py",
-            "drivers/steps.py",
-            "drivers/hand.py",
-            "drivers/touch.py",
+            "agents/host/execution/executor.py",
+            "agents/host/execution/command_semantics.py",
+            "agents/host/execution/plan_runner.py",
+            "agents/host/execution/recovery.py",
+            "drivers/plan.py",
+            "drivers/isolation/host_writer.py",
+            "drivers/isolation/write_worker.py",
         ),
         (
             "tests/agents/host/test_executor.py",
@@ -121,17 +153,17 @@ AREAS = (
     ),
     Area(
         "preflight",
-        ("agents/host/fence.py",),
+        ("agents/host/execution/preflight.py",),
         ("tests/agents/host/test_fence.py",),
     ),
     Area(
         "ownership and host usage",
-        ("drivers/claims.py", "drivers/inuse.py", "drivers/binding.py"),
+        ("drivers/pci/ownership.py", "drivers/pci/host_usage.py", "drivers/pci/binding.py"),
         ("tests/drivers/test_claims.py", "tests/drivers/test_inuse.py", "tests/drivers/test_pci.py"),
     ),
     Area(
         "policy and roles",
-        ("cyborgweb/policy.py", "cyborgweb/roles.py", "cyborgweb/rules.py"),
+        ("cyborgweb/auth/policy.py", "cyborgweb/auth/roles.py", "cyborgweb/auth/policy_rules.py"),
         ("tests/web/test_policy.py", "tests/web/test_roles.py", "tests/web/test_console_roles.py"),
     ),
     Area(

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from drivers.process import die_with_parent
+from drivers.isolation.process import die_with_parent
 from tests.mutants import swapping
 from tests.mutants.areas import PRODUCT
 from tests.mutants.template import Template

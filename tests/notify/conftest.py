@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from accelerators.caller import Caller
-from accelerators.states import Source
+from accelerators.domain.caller import Caller
+from accelerators.domain.states import Source
+from cyborgweb.models.event_types import Kind
+from cyborgweb.models.notify import Delivery, Subscription
 from cyborgweb.notify import subscriptions
-from cyborgweb.notify.kinds import Kind
-from cyborgweb.notify.models import Delivery, Subscription
 from tests.notify.receiver import Receiver, receiving
 
 OLGA = Caller("olga", "7", frozenset({"admin"}), "p1")

@@ -12,12 +12,12 @@ from django.db import connection
 from django.test import Client
 from django.test.utils import CaptureQueriesContext
 
-from accelerators.caller import Caller
+from accelerators.domain.caller import Caller
+from accelerators.domain.states import Source
 from accelerators.models import Event
-from accelerators.states import Source
-from cyborgweb import maintenance, roles
+from cyborgweb.auth import read_only, roles
+from cyborgweb.models.notify import Delivery, Subscription
 from cyborgweb.notify import sender, subscriptions
-from cyborgweb.notify.models import Delivery, Subscription
 from tests.notify.conftest import OLGA, Subscribe
 from tests.notify.receiver import Receiver
 from tests.own.conftest import Ask, message, results
@@ -203,15 +203,15 @@ def test_an_inbox_is_read_while_everything_is_read_only(ask: Ask) -> None:
     mine = Subscription.objects.get(uuid=made(ask, INBOX)["uuid"])
     for number in range(2):
         mine.deliveries.create(kind="device.failed", reader=mine.person, event=number)
-    maintenance.switch(True, OLGA, "", Source.PERSON)
-    maintenance._heard(None)
+    read_only.switch(True, OLGA, "", Source.PERSON)
+    read_only._heard(None)
     try:
         message(ask("/api/subscriptions/", "member", "p1", "POST", INBOX), 503)
         one = results(ask("/api/inbox/", "member"))[0]
         assert ask(f"{at(one)}read/", "member", "p1", "POST").status_code == 200
         assert json.loads(ask("/api/inbox/read_all/", "member", "p1", "POST").content) == {"read": 1}
     finally:
-        maintenance._heard(None)
+        read_only._heard(None)
 
 
 def test_p3_lists_take_at_most_five_statements(ask: Ask, subscribe: Subscribe) -> None:

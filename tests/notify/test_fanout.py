@@ -12,13 +12,15 @@ import pytest
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
-from accelerators import binding, conductor, lifecycle
-from accelerators.binding import Bind
-from accelerators.caller import Caller
+from accelerators import conductor
+from accelerators.devices import lifecycle
+from accelerators.domain.caller import Caller
+from accelerators.domain.states import Source
 from accelerators.models import AcceleratorRequest, Device, DeviceProfile, Event
-from accelerators.states import Source
+from accelerators.requests import binding
+from accelerators.requests.binding import Bind
+from cyborgweb.models.notify import Delivery, Reader, Subscription
 from cyborgweb.notify import fanout
-from cyborgweb.notify.models import Delivery, Reader, Subscription
 from tests.notify.conftest import LONG_AGO, OLGA, Subscribe
 from tests.support.reports import a_host, answer, apply, card
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from cyborgweb.models.event_types import Kind
 from cyborgweb.notify import mail, sender, webhook
-from cyborgweb.notify.kinds import Kind
 from tests.notify.conftest import Subscribe
 from tests.notify.receiver import Receiver
 

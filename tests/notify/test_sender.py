@@ -14,9 +14,9 @@ from django.db import connection, connections
 from django.test.utils import CaptureQueriesContext
 
 from accelerators.models import Event
+from cyborgweb.models.notify import Delivery, Subscription
 from cyborgweb.notify import mail as letters
 from cyborgweb.notify import sender, subscriptions, webhook
-from cyborgweb.notify.models import Delivery, Subscription
 from cyborgweb.notify.webhook import Outcome
 from tests.notify.conftest import LONG_AGO, OLGA, Subscribe, due_now
 from tests.notify.receiver import Receiver

@@ -13,7 +13,8 @@ from django.contrib.auth.models import User
 from django.http import HttpResponse
 from django.test import Client
 
-from accelerators import commands, conductor
+from accelerators import conductor
+from accelerators.commands import placing
 from accelerators.models import (
     AcceleratorRequest,
     AttachHandle,
@@ -99,7 +100,7 @@ def fill(db: None) -> Fill:
             Image.objects.create(name="shell", size=1, sha256="0" * 64, source="upload")
             facts = {"month": "2026-01", "tx": 0, "event": 0, "events": 0, "sealed_at": datetime.now(UTC)}
             Seal.objects.get_or_create(number=1, defaults=facts | {"digest": "0" * 64, "hash": "0" * 64})
-            commands.place([commands.Order("rescan", host=host.id, actor="olga") for host in hosts])
+            placing.place([placing.Order("rescan", host=host.id, actor="olga") for host in hosts])
         seen = dict.fromkeys(("since", "seen_at"), datetime.now(UTC))
         for host in hosts:
             about = {"host": host, "device": host.devices.first(), "provider_name": host.name, "said": "It is loose."}

@@ -7,10 +7,11 @@ import json
 import pytest
 from django.test import Client
 
-from accelerators import conductor, sealing
+from accelerators import conductor
 from accelerators.api.own import instances
+from accelerators.audit import sealing
+from accelerators.domain.states import Source
 from accelerators.models import AcceleratorRequest, Event
-from accelerators.states import Source
 from tests.own.conftest import INSTANCES, Ask, Fill, message, results
 
 pytestmark = pytest.mark.django_db

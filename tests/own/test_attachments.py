@@ -12,8 +12,8 @@ from django.contrib.auth.models import User
 from django.core.management import CommandError, call_command
 from django.test import Client
 
-from accelerators import hotplug
-from accelerators.hotplug import Handle
+from accelerators.domain import libvirt_xml
+from accelerators.domain.libvirt_xml import Handle
 from accelerators.models import AcceleratorRequest, Attachment, Device, Event
 from tests.own.conftest import Ask, message, results
 from tests.placement import attaching as lab
@@ -182,11 +182,11 @@ def test_what_libvirt_wants() -> None:
         NOBODY, "PCI", '{"bus": "3b", "device": "00", "domain": "0x0000", "function": "1", "managed": "false"}'
     )
     hostile = [Handle(NOBODY, "PCI", info) for info in ("[]", "null", "no JSON", '{"bus": {}}')]
-    assert hotplug.elements([node, test, odd, *hostile]) == []
-    (first, second) = hotplug.elements([mdev, own])
+    assert libvirt_xml.elements([node, test, odd, *hostile]) == []
+    (first, second) = libvirt_xml.elements([mdev, own])
     assert first == (
         f'<hostdev mode="subsystem" type="mdev" model="vfio-pci"><source><address uuid="{NOBODY}" /></source></hostdev>'
     )
     assert 'managed="no"' in second and 'bus="0x3b"' in second
-    assert "There is nothing to plug" in hotplug.sentence([test], "cmp1")
-    assert hotplug.sentence([], "cmp1") == ""
+    assert "There is nothing to plug" in libvirt_xml.sentence([test], "cmp1")
+    assert libvirt_xml.sentence([], "cmp1") == ""

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from accelerators import commands, conductor, outcomes, programming
+from accelerators import conductor
 from accelerators.api.own.commands import WAITERS, _turns
+from accelerators.commands import placing, programming
 from accelerators.models import Command, Device, Event, Host
+from accelerators.workflows import command_results
 from tests.own.conftest import Ask, Fill, message, results
 from tests.own.test_pages import forms, page
 from tests.support.reports import answer, apply, card
@@ -64,12 +66,12 @@ def test_a_command_is_ordered_and_followed_to_its_end(ask: Ask, device: Device) 
     row = Command.objects.get()
     tag = ask("/api/commands/")["ETag"]
     assert ask("/api/commands/", **{"If-None-Match": tag}).status_code == 304
-    commands.progressed([commands.Progress(row.host_id, row.id, 50, "making them")])
+    placing.progressed([placing.Progress(row.host_id, row.id, 50, "making them")])
     assert ask("/api/commands/", **{"If-None-Match": tag}).status_code == 200
     followed = get(ask, command["url"])
     assert (followed["state"], followed["percent"], followed["progress"]) == ("started", 50, "making them")
-    commands.answer([commands.Answer(row.host_id, row.id, "failed", "no memory for them", {"left": "2"})])
-    outcomes.settle()
+    placing.answer([placing.Answer(row.host_id, row.id, "failed", "no memory for them", {"left": "2"})])
+    command_results.settle()
     followed = get(ask, command["url"])
     assert (followed["state"], followed["text"], followed["detail"]) == ("failed", "no memory for them", {"left": "2"})
     assert followed["ended_at"] and get(ask, f"/api/devices/{device.uuid}/")["busy_with"] is None
@@ -169,8 +171,8 @@ def test_the_end_can_be_waited_for(ask: Ask, device: Device, monkeypatch: pytest
         """Who waits for news lets the agent end it."""
 
         def wait(self, seconds: float) -> None:
-            commands.answer([commands.Answer(row.host_id, row.id, "succeeded", "it is well")])
-            outcomes.settle()
+            placing.answer([placing.Answer(row.host_id, row.id, "succeeded", "it is well")])
+            command_results.settle()
 
         clear = set = lambda self: None
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from accelerators import binding, conductor
-from accelerators.caller import Caller
+from accelerators import conductor
+from accelerators.domain.caller import Caller
+from accelerators.domain.states import DeviceState
 from accelerators.models import AcceleratorRequest, AdmissionRule, Device, Event
-from accelerators.states import DeviceState
+from accelerators.requests import binding
 from tests.own.conftest import Ask, Fill, message, results
 from tests.own.test_pages import forms, page
 from tests.support.reports import a_host, answer, apply, card

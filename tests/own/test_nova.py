@@ -16,7 +16,7 @@ from keystoneauth1.session import Session
 
 from accelerators.api.own.instances import Instance, Known
 from drivers.configuration import ConfigurationError
-from placement_sync.nova import AT_ONCE, GONE, REMEMBERED_S, Nova, Unusable, servers
+from placement_sync.nova.client import AT_ONCE, GONE, REMEMBERED_S, Nova, Unusable, servers
 from tests.support.webserver import until
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from django.test import Client
 
-from cyborgweb import openapi
+from cyborgweb.api import openapi
 from tests.own.conftest import Ask, Fill
 
 COMMITTED = Path(__file__).resolve().parents[2] / "docs" / "openapi.yaml"

@@ -11,11 +11,14 @@ import pytest
 from django.db import connection
 from msgspec.structs import replace
 
-from accelerators import commands, conductor, outcomes, units
-from accelerators.caller import Caller
-from accelerators.commands import Answer
+from accelerators import conductor
+from accelerators.commands import placing
+from accelerators.commands.placing import Answer
+from accelerators.devices import partitioning
+from accelerators.domain.caller import Caller
+from accelerators.domain.errors import Reason, Refused
 from accelerators.models import AcceleratorRequest, AttachHandle, Command, Device, DeviceProfile, Event, Host
-from accelerators.refusals import Reason, Refused
+from accelerators.workflows import command_results
 from drivers.inventory import Device as Card
 from tests.own.conftest import INSTANCES, Ask, message, results
 from tests.support.reports import a_host, answer, apply, card
@@ -58,8 +61,8 @@ def patch(ask: Ask, one: Device, status: int = 202, by: str = "admin", **said: A
 
 def ended(command: Command, outcome: str = "succeeded", text: str = "") -> None:
     """Its agent answers, after a report that is applied."""
-    commands.answer([Answer(command.host_id, command.id, outcome, text)])
-    while outcomes.settle():
+    placing.answer([Answer(command.host_id, command.id, outcome, text)])
+    while command_results.settle():
         pass
 
 
@@ -263,12 +266,12 @@ def test_pages_of_free_units_follow_each_other_in_few_statements(ask: Ask, djang
 @pytest.mark.django_db(transaction=True)
 def test_of_two_operators_at_once_exactly_one_wins(ask: Ask) -> None:
     reported(divisible(1, 2))
-    target, start = units.Target(device(1).uuid), threading.Barrier(2)
+    target, start = partitioning.Target(device(1).uuid), threading.Barrier(2)
 
-    def more(_: int) -> units.Result:
+    def more(_: int) -> partitioning.Result:
         start.wait(30)
         try:
-            (result,) = units.change([target], units.Change(2, generation=0), OLGA)
+            (result,) = partitioning.change([target], partitioning.Change(2, generation=0), OLGA)
             return result
         finally:
             connection.close()
@@ -278,4 +281,4 @@ def test_of_two_operators_at_once_exactly_one_wins(ask: Ask) -> None:
     assert won.command == Command.objects.get() and won.command.arguments["layout"] == {"vfs": "4"}
     assert lost.reason is Reason.CONFLICT and "is at generation 1 now, not 0" in lost.refused
     with pytest.raises(Refused, match="generation 1 now, not 0"):
-        units.update(device(1).uuid, {"vfs": "8"}, OLGA, generation=0)
+        partitioning.update(device(1).uuid, {"vfs": "8"}, OLGA, generation=0)

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from accelerators import outcomes
 from accelerators.models import Command
-from agents import courier, credentials, enrolment, tasks, wire
-from agents.gateway import Gateway
+from accelerators.workflows import command_results
+from agents import credentials, enrolment, tasks, wire
+from agents.gateway import command_dispatch
+from agents.gateway.app import Gateway
 from cyborgweb.settings.keys import Keys
 from drivers.inventory import Device as Card
 from tests.agents.conftest import House
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.django_db(transaction=True)
 @pytest.fixture
 def agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[WireAgent]:
     """It may join; a gateway serves it."""
-    monkeypatch.setattr(courier, "POLL_S", 0.1)
+    monkeypatch.setattr(command_dispatch, "POLL_S", 0.1)
     house = House()
     house.gateway = Gateway(Keys(lease_flush_s=0.05))
     join = credentials.parse_join_string(enrolment.make_token("cmp1", address="http://x", hours=1, created_by="t"))
@@ -64,11 +65,11 @@ def test_two_backends_are_divided_one_refuses_and_nobody_reads_done_beside_old_u
         end(socket, heard["4"], epoch=1, seq=2, hash=report.hash)
         end(socket, heard["3"], "failed", "0000:02:00.0 can have at most 1 virtual functions, not 3: change vfs")
         until(lambda: Command.objects.filter(answered_at__isnull=False).count() == 2)
-        outcomes.run()
+        command_results.run()
         states, numbers = seen(ask)
         assert (states["4"], numbers) == ("taken", {"a": 2, "b": 1}), "its report is not applied"
         tasks.merge()
-        outcomes.run()
+        command_results.run()
         assert {acknowledged(socket), acknowledged(socket)} == {one.number for one in heard.values()}
         assert seen(ask) == ({"4": "succeeded", "3": "failed"}, {"a": 4, "b": 1})
     said = json.loads(ask(f"/api/commands/{made[1]['command']}/").content)

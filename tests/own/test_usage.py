@@ -14,13 +14,14 @@ import pytest
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
-from accelerators import candidates, conductor
+from accelerators import conductor
+from accelerators.domain.errors import Refused
 from accelerators.models import AcceleratorRequest, AttachHandle, Deployable, Device, DeviceProfile, Host
-from accelerators.refusals import Refused
-from agents import load
-from agents.gateway import Gateway
-from agents.load import HostLoad, Loads
+from accelerators.requests import candidates
+from agents import telemetry
+from agents.gateway.app import Gateway
 from agents.models import Agent, Lease
+from agents.telemetry import HostLoad, Loads
 from cyborgweb.asgi import Http
 from cyborgweb.settings.keys import Keys
 from tests.own.conftest import Ask, Fill, message, results
@@ -62,8 +63,8 @@ def heard(monkeypatch: pytest.MonkeyPatch) -> Heard:
     def census(hosts: Collection[int], within_s: float) -> Loads:
         return Loads({pk: known[pk] for pk in hosts if pk in known and pk not in mute}, tuple(away))
 
-    monkeypatch.setattr(load, "last", last)
-    monkeypatch.setattr(load, "census", census)
+    monkeypatch.setattr(telemetry, "last", last)
+    monkeypatch.setattr(telemetry, "census", census)
     return say
 
 
@@ -324,7 +325,7 @@ def test_only_so_many_censuses_at_once(ask: Ask, heard: Heard, monkeypatch: pyte
         meanwhile.append(ask(CENSUS, method="POST", data={}))
         return Loads({})
 
-    monkeypatch.setattr(load, "census", another)
+    monkeypatch.setattr(telemetry, "census", another)
     for _ in range(2):
         meanwhile.clear()
         assert ask(CENSUS, method="POST", data={}).status_code == 200

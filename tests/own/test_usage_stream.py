@@ -13,8 +13,8 @@ from django.contrib.auth.models import User
 from django.test import Client
 
 from accelerators.models import Device
-from agents import credentials, enrolment, load, wire
-from agents.gateway import Gateway
+from agents import credentials, enrolment, telemetry, wire
+from agents.gateway.app import Gateway
 from agents.wire import DeviceLoad, Samples, Watch
 from cyborgweb.asgi import BoundedThreads, Http
 from cyborgweb.live import usage
@@ -58,11 +58,11 @@ def device(house: House) -> Iterator[Device]:
     house.gateway = Gateway(Keys(lease_flush_s=0.05))
     house.http = Http(house.gateway, house.threads, house.threads)
     house.http.usage = Usage(house.threads, Pace(event=0.05, judge=0.1))
-    load.forget()
+    telemetry.forget()
     yield a_heard_host("cmp1", 2).devices.get(key=KEY)
     house.http.usage.stop()
     house.gateway.stop()
-    load.forget()
+    telemetry.forget()
 
 
 @pytest.fixture

@@ -12,10 +12,13 @@ from typing import Any
 from keystoneauth1.session import Session as KeystoneSession
 from keystoneauth1.token_endpoint import Token
 
-from accelerators import attachments, conductor, lifecycle
-from accelerators.caller import Caller
+from accelerators import conductor
+from accelerators.devices import lifecycle
+from accelerators.domain.caller import Caller
 from accelerators.models import AcceleratorRequest, Attachment, Deployable, Device, DeviceProfile, Intent
-from placement_sync import attaching, tasks
+from accelerators.workflows import attachments
+from placement_sync.jobs import attachments as attaching
+from placement_sync.jobs import providers
 from placement_sync.reconcile import Observed
 from tests.placement.session import Session
 from tests.placement.trouble import Troubled
@@ -89,7 +92,7 @@ def cards(count: int = 1, handles: int = 2, **changes: Any) -> None:
     with conductor.writing():
         DeviceProfile.objects.create(name="one", groups=[{"resources:FPGA": "1"}])
         DeviceProfile.objects.create(name="two", groups=[{"resources:FPGA": "2", "trait:CUSTOM_TEST": "required"}])
-    tasks.step()
+    providers.step()
 
 
 def provider(number: int = 0) -> str:

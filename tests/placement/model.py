@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from placement_sync.claims import Consumer
+from placement_sync.allocations import Consumer
 from placement_sync.client import Conflict
 from placement_sync.reconcile import Inventory, Observed
 

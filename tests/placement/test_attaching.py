@@ -8,14 +8,20 @@ from typing import Any
 
 import pytest
 
-from accelerators import attachments, binding, commands, conductor, lifecycle, outcomes, ticks
-from accelerators.binding import Bind
-from accelerators.caller import Caller
-from accelerators.candidates import Candidate, choose
+from accelerators import conductor
+from accelerators.commands import placing
+from accelerators.devices import lifecycle
+from accelerators.domain.caller import Caller
+from accelerators.domain.errors import Reason, Refused
 from accelerators.models import AcceleratorRequest, Attachment, Command, Device, DeviceProfile, Event, Intent
-from accelerators.refusals import Reason, Refused
-from placement_sync import faults, tasks, watcher
+from accelerators.requests import binding
+from accelerators.requests.binding import Bind
+from accelerators.requests.candidates import Candidate, choose
+from accelerators.runtime import jobs
+from accelerators.workflows import attachments, command_results
+from placement_sync.jobs import discrepancies, providers
 from placement_sync.models import Discrepancy, Look, Tree, Vanished
+from placement_sync.nova import deleted_instances
 from tests.placement import attaching as lab
 from tests.placement.attaching import LONG_AGO, OLGA, ROOT, VM, Cloud, ask, cards, held, provider, state, there, work
 
@@ -38,7 +44,7 @@ def refused(reason: Reason, **said: Any) -> str:
 
 
 def test_it_is_claimed_bound_and_told_and_given_back(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(ticks._jobs, "notices", ticks.Job("notices", "unused", "work", intent="notice"))
+    monkeypatch.setitem(jobs._jobs, "notices", jobs.Job("notices", "unused", "work", intent="notice"))
     cards()
     row = ask(reason="he asked for it")
     assert (row.state, row.host, row.project_id, held()) == ("asked", "cmp1", "p1", [])
@@ -283,8 +289,8 @@ def test_what_the_host_has_to_make_is_waited_for(cloud: Cloud, outcome: str) -> 
     work(8)
     assert (state(row), row.step, held()) == ("attaching", "binding", ["BindStarted"])
     command = Command.objects.get(op="attach")
-    commands.answer([commands.Answer(command.host_id, command.id, outcome, "there is no room", {})])
-    outcomes.settle()
+    placing.answer([placing.Answer(command.host_id, command.id, outcome, "there is no room", {})])
+    command_results.settle()
     work()
     if outcome == "succeeded":
         assert (state(row), held()) == ("attached", ["Bound"])
@@ -304,10 +310,10 @@ def test_when_the_instance_is_gone_so_is_the_attachment(cloud: Cloud) -> None:
         AcceleratorRequest.objects.update(updated_at=LONG_AGO)
     cloud.nova.shown.clear()
     del cloud.placement.model.allocated[ROOT, "VCPU"][VM], cloud.placement.model.allocated[provider(), "FPGA"][VM]
-    watcher.step()
+    deleted_instances.step()
     Vanished.objects.update(since=LONG_AGO)
     Look.objects.all().delete()
-    watcher.step()
+    deleted_instances.step()
     assert held() == []
     work()
     assert state(row) == "detached"
@@ -332,10 +338,10 @@ def test_a_resize_that_drops_the_claim_is_found(cloud: Cloud) -> None:
         AcceleratorRequest.objects.update(updated_at=LONG_AGO)
     model = cloud.placement.model
     model.allocate(VM, {"allocations": {ROOT: {"resources": {"VCPU": 8}}}, "consumer_generation": model.written[VM]})
-    faults.reread(Tree.objects.values_list("pk", flat=True))
+    discrepancies.reread(Tree.objects.values_list("pk", flat=True))
     Tree.objects.update(looked_at=LONG_AGO, compared_at=LONG_AGO)
-    tasks.step()
-    faults.step()
+    providers.step()
+    discrepancies.step()
     (found,) = Discrepancy.objects.all()
     assert (found.label, str(found.instance), str(found.provider)) == ("attached but unclaimed", VM, provider())
     attachments.detach(row.uuid, OLGA)
@@ -343,7 +349,7 @@ def test_a_resize_that_drops_the_claim_is_found(cloud: Cloud) -> None:
     assert (state(row), cloud.has()) == ("detached", {})
     assert model.allocated[ROOT, "VCPU"] == {VM: 8}
     Tree.objects.update(compare_at=LONG_AGO)
-    faults.step()
+    discrepancies.step()
     assert not Discrepancy.objects.exists()
 
 

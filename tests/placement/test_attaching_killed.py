@@ -12,10 +12,11 @@ from django.db import transaction
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accelerators import attachments
 from accelerators.models import AcceleratorRequest, Attachment, Event, Intent
-from placement_sync import attaching, claims
-from placement_sync.claims import Change, Consumer, Share
+from accelerators.workflows import attachments
+from placement_sync import allocations
+from placement_sync.allocations import Change, Consumer, Share
+from placement_sync.jobs import attachments as attaching
 from tests.placement import attaching as lab
 from tests.placement.attaching import OLGA, ROOT, VM, Cloud, ask, cards, due_now, provider, state, there
 from tests.placement.session import Session
@@ -185,7 +186,7 @@ class Counter:
             self.other()
         taken = change.generation == self.generation
         if taken and not fate & 2:
-            body = claims.body(seen, shares, change)
+            body = allocations.body(seen, shares, change)
             self.allocations = {rp: one["resources"] for rp, one in body["allocations"].items()}
             self.generation += 1
         heard = taken and not fate & 6
@@ -210,10 +211,10 @@ def test_claims_are_added_once_and_taken_back_once(has: dict[str, int], fates: l
     claim, release = None, None
 
     def claim_(seen: Consumer, last: Change | None) -> Change | None:
-        return claims.claiming(seen, SHARES, last)
+        return allocations.claiming(seen, SHARES, last)
 
     def release_(seen: Consumer, last: Change | None) -> Change | None:
-        return claims.releasing(seen, SHARES, has, last)
+        return allocations.releasing(seen, SHARES, has, last)
 
     claim_.__name__ = "claim"
     done = False

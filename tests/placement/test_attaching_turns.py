@@ -12,12 +12,14 @@ import pytest
 from django.db import transaction
 from keystoneauth1.exceptions import ConnectFailure
 
-from accelerators import attachments, conductor, ticks
-from accelerators.caller import Caller
+from accelerators import conductor
+from accelerators.domain.caller import Caller
+from accelerators.domain.errors import Reason, Refused
 from accelerators.models import AcceleratorRequest, Attachment, Device, Intent
-from accelerators.refusals import Reason, Refused
-from placement_sync import claims
-from placement_sync.claims import Change, Consumer, Share
+from accelerators.runtime import jobs
+from accelerators.workflows import attachments
+from placement_sync import allocations
+from placement_sync.allocations import Change, Consumer, Share
 from placement_sync.client import Conflict
 from tests.placement import attaching as lab
 from tests.placement.attaching import LONG_AGO, OLGA, VM, Cloud, ask, cards, held, provider, state, work
@@ -140,7 +142,7 @@ def test_pci_and_another_kind_that_were_chosen_at_once(cloud: Cloud) -> None:
 @database
 def test_it_is_detached_though_nova_is_switched_off_meanwhile(cloud: Cloud, settings: Any) -> None:
     cards(handles=4)
-    assert ticks.has_taker("attachment"), "whatever is configured"
+    assert jobs.has_taker("attachment"), "whatever is configured"
     rows = [ask()]
     work()
     rows.append(ask())
@@ -199,5 +201,5 @@ def test_x4_strangers_do_not_learn_which_instances_there_are(cloud: Cloud) -> No
 def test_a_consumer_that_was_made_again_counts_from_the_beginning() -> None:
     """The generation is that of the record, and the amounts are not."""
     again = Consumer(VM, 3, {"r": {"VCPU": 1}}, "p", "u")
-    assert claims.claiming(again, SHARES, Change(3, {"a": 2}, {"a": 3})) == Change(3, {"a": 0}, {"a": 1})
-    assert claims.releasing(again, SHARES, {}, Change(3, {"a": 2}, {"a": 1})) is None
+    assert allocations.claiming(again, SHARES, Change(3, {"a": 2}, {"a": 3})) == Change(3, {"a": 0}, {"a": 1})
+    assert allocations.releasing(again, SHARES, {}, Change(3, {"a": 2}, {"a": 1})) is None

@@ -9,16 +9,18 @@ from django.contrib.auth.models import User
 from django.test import Client
 from django.urls import reverse
 
-from accelerators import binding, conductor, lifecycle
-from accelerators.binding import Bind
-from accelerators.caller import Caller
+from accelerators import conductor
+from accelerators.devices import lifecycle
+from accelerators.domain.caller import Caller
+from accelerators.domain.errors import Reason, Refused
 from accelerators.models import AcceleratorRequest, AttachHandle, Deployable, Device, DeviceProfile
-from accelerators.refusals import Reason, Refused
+from accelerators.requests import binding
+from accelerators.requests.binding import Bind
 from cyborgweb.models import ApiToken
 from drivers.inventory import AttachHandle as Handle
 from drivers.inventory import Attribute
 from drivers.inventory import Deployable as Part
-from placement_sync import store
+from placement_sync.jobs import repository
 from tests.support.reports import a_host, answer, apply, card
 
 pytestmark = pytest.mark.django_db
@@ -36,7 +38,7 @@ def node() -> AttachHandle:
 
 
 def test_placement_is_told_of_none(node: AttachHandle) -> None:
-    (part,) = store.parts(a_host())
+    (part,) = repository.parts(a_host())
     assert part.name == "node_0000:02:00.0" and part.total == 1
 
 
@@ -68,7 +70,7 @@ def test_it_is_shown_as_such(node: AttachHandle, client: Client) -> None:
 def test_a_card_that_becomes_a_node_is_taken_out_of_placement(node: AttachHandle) -> None:
     attributes = (Attribute("rc", "FPGA"),)
     apply(a_host(), answer(card(1, deployables=(NODE,)), card(2, deployables=(named("02", attributes),))), seq=2)
-    assert store.parts(a_host()) == []
+    assert repository.parts(a_host()) == []
 
 
 def named(bus: str, attributes: tuple[Attribute, ...]) -> Part:

@@ -11,11 +11,13 @@ import pytest
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
-from accelerators import binding, conductor, lifecycle
-from accelerators.binding import Bind
-from accelerators.caller import Caller
+from accelerators import conductor
+from accelerators.devices import lifecycle
+from accelerators.domain.caller import Caller
 from accelerators.models import AcceleratorRequest, Deployable, Device, DeviceProfile, Event
-from placement_sync import faults, tasks
+from accelerators.requests import binding
+from accelerators.requests.binding import Bind
+from placement_sync.jobs import discrepancies, providers
 from placement_sync.models import Discrepancy, Kind, Tree, WrittenProvider
 from placement_sync.reconcile import Observed
 from tests.placement.session import Session
@@ -80,8 +82,8 @@ def look() -> None:
     with conductor.writing():
         AcceleratorRequest.objects.update(updated_at=LONG_AGO)
     Tree.objects.update(looked_at=LONG_AGO, compared_at=LONG_AGO)
-    tasks.step()
-    while faults.step():
+    providers.step()
+    while discrepancies.step():
         pass
 
 
@@ -116,15 +118,15 @@ def test_a_bound_request_without_an_allocation_is_unclaimed_until_it_has_one() -
     assert (row.kind, str(row.instance), row.device) == (Kind.UNCLAIMED, instance, Device.objects.get())
     assert instance in row.said
     assert "Shelve and unshelve" in row.said
-    (found,) = faults.of([row.device_id])
+    (found,) = discrepancies.of([row.device_id])
     assert (found.kind, found.host, found.instance) == ("attached but unclaimed", "cmp1", instance)
-    assert faults.at(row.host_id) == [found]
+    assert discrepancies.at(row.host_id) == [found]
     event = Event.objects.get(action="discrepancy.appeared")
     assert (event.subject, event.host, event.changes["instance"]) == (row.device.uuid, "cmp1", [None, instance])
 
     allocate(provider(), instance)
     Tree.objects.update(compare_at=LONG_AGO)
-    faults.step()
+    discrepancies.step()
     assert shown() == []
     assert Event.objects.get(action="discrepancy.mended").changes["discrepancy"] == ["attached but unclaimed", None]
 
@@ -134,7 +136,7 @@ def test_a_deleted_allocation_moves_no_generation_and_is_found_all_the_same() ->
     there.model.allocated.clear()
     look()
     assert shown() == []
-    faults.reread(Tree.objects.values_list("pk", flat=True))
+    discrepancies.reread(Tree.objects.values_list("pk", flat=True))
     look()
     assert [kind for kind, _ in shown()] == ["unclaimed"]
 
@@ -163,13 +165,13 @@ def test_a_claim_without_a_request_is_a_fault_at_the_second_look() -> None:
     look()
     assert shown() == []
     a_minute_passes()
-    faults.step()
+    discrepancies.step()
     (row,) = Discrepancy.objects.all()
     assert (row.kind, str(row.instance)) == (Kind.UNATTACHED, stranger)
     assert f"allocation unset --provider {provider()} {stranger}" in row.said
     del there.model.allocated[provider(), "FPGA"][stranger]
     Tree.objects.update(compare_at=LONG_AGO)
-    faults.step()
+    discrepancies.step()
     assert shown() == []
     assert Tree.objects.get().compare_at is None
 
@@ -182,7 +184,7 @@ def test_a_claim_that_is_bound_meanwhile_is_none() -> None:
     (request,) = binding.create("one", NOVA)
     binding.bind([Bind(request, "cmp1", provider(), late)], NOVA)
     a_minute_passes()
-    faults.step()
+    discrepancies.step()
     assert shown() == []
 
 
@@ -222,10 +224,10 @@ def test_while_placement_is_away_nothing_appears_and_nothing_goes() -> None:
     assert len(shown()) == 1
     there.away = True
     Tree.objects.update(compare_at=LONG_AGO)
-    assert not faults.step()
+    assert not discrepancies.step()
     assert len(shown()) == 1
     there.seen.clear()
-    assert not faults.step(), "not before its next time"
+    assert not discrepancies.step(), "not before its next time"
     assert there.seen == []
 
 
@@ -246,5 +248,5 @@ def _statements() -> int:
     Tree.objects.update(compared_at=None)
     there.seen.clear()
     with CaptureQueriesContext(connection) as asked:
-        faults.step()
+        discrepancies.step()
     return len(asked)

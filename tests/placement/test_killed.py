@@ -14,13 +14,17 @@ from django.db import transaction
 from keystoneauth1.session import Session as KeystoneSession
 from keystoneauth1.token_endpoint import Token
 
-from accelerators import binding, conductor, intents, lifecycle, sweep
-from accelerators.binding import Bind
-from accelerators.caller import Caller
+from accelerators import conductor, outbox
+from accelerators.devices import lifecycle
+from accelerators.domain.caller import Caller
+from accelerators.domain.provider_ids import provider_uuid
 from accelerators.models import AcceleratorRequest, Attribute, Device, DeviceProfile, Event, Host, Intent
-from accelerators.providers import provider_uuid
-from placement_sync import tasks, tell, watcher
+from accelerators.requests import binding
+from accelerators.requests.binding import Bind
+from accelerators.workflows import sweep
+from placement_sync.jobs import providers
 from placement_sync.models import Look, Vanished
+from placement_sync.nova import deleted_instances, notices_job
 from placement_sync.reconcile import Observed
 from tests.placement.model import Model
 from tests.placement.session import Session
@@ -115,7 +119,7 @@ def changed() -> None:
     for name, root in ROOTS.items():
         model().providers[root] = Observed(root, name, "", 0)
     ready("cmp1", 0, 1, 2, 3)
-    tasks.step()
+    providers.step()
     model().allocated |= {(uuid_of(2), "FPGA"): {"vm-2": 1}, (uuid_of(3), "FPGA"): {"vm-3": 2}}
     apply(a_host("cmp1"), answer(card(0, handles=2), card(3, handles=2)), seq=2)
     assert not sweep.remove_missing(datetime.now(UTC) + timedelta(days=2))
@@ -133,7 +137,7 @@ def again() -> None:
 def in_step() -> None:
     """Until nothing is due any more."""
     due_now()
-    while tasks.step():
+    while providers.step():
         pass
 
 
@@ -147,7 +151,7 @@ def test_placement_is_right_whatever_call_it_happened_at() -> None:
         wanted, held = shown(), model().allocated
         transaction.set_rollback(True)
     assert set(wanted) == {*map(uuid_of, (0, 2, 3, 4, 5)), *ROOTS.values()}
-    for where in at_every_call(tasks.run, lambda: copy.deepcopy(before), (Trouble.KILLED, Trouble.LOST)):
+    for where in at_every_call(providers.run, lambda: copy.deepcopy(before), (Trouble.KILLED, Trouble.LOST)):
         in_step()
         assert not Intent.objects.filter(kind="provider"), where
         assert (shown(), model().allocated) == (wanted, held), where
@@ -158,7 +162,7 @@ def test_placement_is_right_whatever_call_it_happened_at() -> None:
 def _writes_nothing_more(where: str) -> None:
     before, writes = copy.deepcopy(model().providers), model().writes
     again()
-    tasks.step()
+    providers.step()
     assert (model().providers, model().writes) == (before, writes), where
 
 
@@ -166,7 +170,7 @@ def _what_was_written_is_known(where: str) -> None:
     """What the killed one wrote is taken for ours: it goes when it is not wanted any more."""
     have(4, trait0="CUSTOM_LATER", rc="PGPU")
     again()
-    tasks.step()
+    providers.step()
     now = model().providers[uuid_of(4)]
     assert (set(now.inventories), now.traits) == ({"PGPU"}, {"CUSTOM_LATER"}), where
 
@@ -185,16 +189,16 @@ def told(nova: Nova) -> dict[str, str]:
 
 def test_nova_hears_of_each_request_once_or_more(nova: Nova) -> None:
     wanted = told(nova)
-    for where in at_every_call(tell.run, keystone):
+    for where in at_every_call(notices_job.run, keystone):
         due_now()
-        tell.run()
+        notices_job.run()
         heard = {request: set(statuses) for request, statuses in nova.told().items()}
         assert heard == {request: {status} for request, status in wanted.items()}, where
-        assert not intents.due("notice", 1), where
+        assert not outbox.due("notice", 1), where
         events = Event.objects.filter(action="request.notified").values_list("subject", flat=True)
         assert sorted(map(str, events)) == sorted(wanted), where
         calls = len(nova.calls)
-        tell.run()
+        notices_job.run()
         assert len(nova.calls) == calls, where
         nova.calls.clear()
 
@@ -207,12 +211,12 @@ def test_what_an_instance_that_is_no_more_held_is_given_back_once(nova: Nova) ->
     gone, *alive = held_by_instances(3)
     nova.servers, nova.page = alive, 1
     there.session = keystone()
-    watcher.run()
+    deleted_instances.run()
     Vanished.objects.update(since=LONG_AGO)
     Look.objects.all().delete()
-    for where in at_every_call(watcher.run, keystone):
+    for where in at_every_call(deleted_instances.run, keystone):
         Look.objects.all().delete()
-        watcher.run()
+        deleted_instances.run()
         held = {str(one) for one in AcceleratorRequest.objects.values_list("instance_uuid", flat=True)}
         assert held == set(alive), where
         assert gone in Event.objects.get(action="instance.vanished").reason, where

@@ -13,8 +13,8 @@ from keystoneauth1.token_endpoint import Token
 
 from accelerators import conductor
 from accelerators.models import Event, Intent
-from placement_sync import tell
-from placement_sync.notices import Notice, judge
+from placement_sync.nova import notices_job
+from placement_sync.nova.notices import Notice, judge
 from tests.support.nova import Nova, recording
 
 pytestmark = pytest.mark.django_db
@@ -48,7 +48,7 @@ def test_an_instances_requests_are_told_in_one_call(nova: Nova) -> None:
     instance = str(uuid.uuid4())
     nova.known[instance] = 200
     requests = raised(instance, 3)
-    tell.step()
+    notices_job.step()
     (call,) = nova.calls
     assert {event["tag"] for event in call["events"]} == set(requests)
     assert {(e["name"], e["status"], e["server_uuid"]) for e in call["events"]} == {
@@ -66,7 +66,7 @@ def test_no_host_yet_and_no_instance_are_answers(nova: Nova, code: int) -> None:
     instance = str(uuid.uuid4())
     nova.known[instance] = code
     raised(instance, completed=False)
-    tell.step()
+    notices_job.step()
     assert not Intent.objects.exists()
     assert f": {code}" in Event.objects.get().reason
 
@@ -75,7 +75,7 @@ def test_a_refusal_is_said_once_and_tried_again(nova: Nova) -> None:
     raised(str(uuid.uuid4()))
     nova.status = 400
     for _ in range(3):
-        tell.step()
+        notices_job.step()
         due_now()
     assert Intent.objects.get().attempts == 3
     assert Event.objects.get().action == "request.notice_refused"
@@ -90,12 +90,12 @@ def test_while_nova_is_away_nothing_is_lost(nova: Nova, settings: Any, trouble: 
     if trouble == "nobody":
         settings.KEYS.nova_endpoint = "http://127.0.0.1:1"
     setattr(nova, trouble, 503 if trouble == "status" else True)
-    assert not tell.step()
+    assert not notices_job.step()
     assert Intent.objects.count() == 3
     assert not Event.objects.exists()
     nova.status, nova.rubbish, settings.KEYS.nova_endpoint = 0, False, url
     due_now()
-    tell.step()
+    notices_job.step()
     assert not Intent.objects.exists()
     assert nova.told().keys() == set(requests)
 
@@ -103,7 +103,7 @@ def test_while_nova_is_away_nothing_is_lost(nova: Nova, settings: Any, trouble: 
 def test_switched_off_nobody_is_told(nova: Nova, settings: Any) -> None:
     raised(str(uuid.uuid4()))
     settings.KEYS.nova_endpoint = "off"
-    tell.step()
+    notices_job.step()
     assert not Intent.objects.exists()
     assert not nova.calls
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accelerators.providers import provider_uuid
+from accelerators.domain.provider_ids import provider_uuid
 from placement_sync.client import Conflict
 from placement_sync.mapping import Part, desired
 from placement_sync.reconcile import Observed, Written

@@ -16,11 +16,12 @@ from django.test import Client
 from django.test.utils import CaptureQueriesContext
 from django.urls import reverse
 
-from accelerators import conductor, lifecycle
-from accelerators.caller import Caller
+from accelerators import conductor
+from accelerators.devices import lifecycle
+from accelerators.domain.caller import Caller
 from accelerators.models import Device, Host, Intent
 from cyborgweb.models import ApiToken
-from placement_sync import tasks
+from placement_sync.jobs import providers
 from placement_sync.models import Discrepancy, Kind
 from placement_sync.reconcile import Observed
 from tests.placement.session import Session
@@ -73,7 +74,7 @@ def test_the_page_says_what_shall_be_beside_what_was_seen(operator: Client) -> N
     told = page(operator, host)
     for fact in ("behind", "FPGA 4, 0 reserved", "was not seen in Placement yet", "a new provider", "Nova makes it"):
         assert fact in told
-    tasks.step()
+    providers.step()
     told = page(operator, host)
     for fact in ("in step", ROOT, "generation 2", "CUSTOM_TEST", "Placement has been told all there is", "by</dt>"):
         assert fact in told
@@ -85,7 +86,7 @@ def test_the_page_says_what_shall_be_beside_what_was_seen(operator: Client) -> N
 def test_who_waits_for_its_compute_provider_is_shown_with_its_tries(operator: Client) -> None:
     host = ready()
     there.model.providers.clear()
-    tasks.step()
+    providers.step()
     told = page(operator, host)
     assert "waiting for compute provider cmp1" in told
     listed = operator.get(reverse("admin:placement_sync_tree_changelist")).content.decode()
@@ -101,7 +102,7 @@ def test_a_comparison_asks_now_says_what_the_command_says_and_writes_nothing(ope
     told = ask(operator, host, "compare").content.decode()
     assert all(line.strip() in told for line in lines)
     assert there.model.writes == 0
-    tasks.step()
+    providers.step()
     assert "nothing would be written" in ask(operator, host, "compare").content.decode()
     there.away = True
     assert "! GET /resource_providers: nobody is there" in ask(operator, host, "compare").content.decode()
@@ -110,14 +111,14 @@ def test_a_comparison_asks_now_says_what_the_command_says_and_writes_nothing(ope
 def test_retry_has_the_job_look_now(operator: Client) -> None:
     host = ready()
     there.away = True
-    tasks.step()
+    providers.step()
     there.away = False
     with conductor.writing():
         Intent.objects.update(next_at="2100-01-01T00:00:00Z")
-    tasks.step()
+    providers.step()
     assert len(there.model.providers) == 1
     assert ask(operator, host, "retry").status_code == 302
-    tasks.step()
+    providers.step()
     assert len(there.model.providers) == 2
 
 
@@ -143,10 +144,10 @@ def test_crafted_ids_are_sent_away(operator: Client, crafted: str) -> None:
 
 def test_the_page_costs_the_same_at_any_size(operator: Client) -> None:
     host = ready(2)
-    tasks.step()
+    providers.step()
     few = _statements(operator, host)
     ready(12)
-    tasks.step()
+    providers.step()
     assert _statements(operator, host) == few <= 12
 
 

@@ -11,11 +11,13 @@ from django.core.management import call_command
 from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
-from accelerators import conductor, lifecycle, ticks
-from accelerators.caller import Caller
+from accelerators import conductor
+from accelerators.devices import lifecycle
+from accelerators.domain.caller import Caller
+from accelerators.domain.provider_ids import provider_uuid
 from accelerators.models import Device, Host, Intent, Tick
-from accelerators.providers import provider_uuid
-from placement_sync import tasks
+from accelerators.runtime import jobs
+from placement_sync.jobs import providers
 from placement_sync.models import Tree, WrittenProvider
 from placement_sync.reconcile import Observed
 from tests.placement.session import Session
@@ -58,15 +60,15 @@ def provider(n: int = 0) -> Observed:
 
 def test_what_leaves_inactive_becomes_a_provider_and_its_reserve_follows_its_state() -> None:
     host = ready()
-    assert not tasks.step()
+    assert not providers.step()
     assert (provider().inventories["FPGA"]["total"], provider().inventories["FPGA"]["reserved"]) == (4, 0)
     assert provider().traits == {"CUSTOM_TEST"}
     assert not Intent.objects.filter(kind="provider")
     lifecycle.disable(Device.objects.get().uuid, ADMIN)
-    tasks.step()
+    providers.step()
     assert provider().inventories["FPGA"]["reserved"] == 4
     apply(host, answer(), seq=2)
-    tasks.step()
+    providers.step()
     assert provider().inventories["FPGA"]["reserved"] == 4
 
 
@@ -80,12 +82,12 @@ def writes(placement: Session) -> list[str]:
 def test_a_report_that_changes_devices_wakes_the_job_and_an_equal_one_does_not(
     monkeypatch: pytest.MonkeyPatch, django_capture_on_commit_callbacks: Any
 ) -> None:
-    monkeypatch.setitem(ticks._jobs, "placement", ticks.Job("placement", "unused", "work", intent="provider"))
+    monkeypatch.setitem(jobs._jobs, "placement", jobs.Job("placement", "unused", "work", intent="provider"))
     host = a_host()
     with django_capture_on_commit_callbacks(execute=True):
         apply(host, answer(card(1)))
     assert Tick.objects.filter(name="placement").count() == 1
-    ticks.take_up("placement")
+    jobs.take_up("placement")
     with django_capture_on_commit_callbacks(execute=True):
         apply(host, answer(card(1)), seq=2)
     assert not Tick.objects.filter(name="placement").exists()
@@ -93,7 +95,7 @@ def test_a_report_that_changes_devices_wakes_the_job_and_an_equal_one_does_not(
 
 def test_L4_reconciling_twice_writes_once(placement: Session) -> None:
     host = ready(2)
-    tasks.step()
+    providers.step()
     assert writes(placement)
     generations = {uuid: one.generation for uuid, one in placement.model.providers.items()}
     for forgets in (False, True):  # by what it remembers to have written, and by what Placement shows alone
@@ -102,45 +104,45 @@ def test_L4_reconciling_twice_writes_once(placement: Session) -> None:
         with conductor.writing():
             conductor.providers_changed([host])
         assert Intent.objects.filter(kind="provider").exists()
-        tasks.step()
+        providers.step()
         assert placement.seen, "it was looked at again"
         assert writes(placement) == []
         assert not Intent.objects.filter(kind="provider").exists()
     assert {uuid: one.generation for uuid, one in placement.model.providers.items()} == generations
     lifecycle.disable(Device.objects.order_by("id")[0].uuid, ADMIN)
-    tasks.step()
+    providers.step()
     assert len(writes(placement)) == 1, "one provider has changed"
     with conductor.writing():
         conductor.providers_changed([host])
-    tasks.step()
+    providers.step()
     assert writes(placement) == []
 
 
 def test_a_host_costs_the_same_statements_however_much_is_on_it() -> None:
     ready()
-    tasks.step()
+    providers.step()
     assert _statements(2, seq=2) == _statements(12, seq=3)
 
 
 def _statements(cards: int, seq: int) -> int:
     ready(cards, seq)
     with CaptureQueriesContext(connection) as asked:
-        tasks.step()
+        providers.step()
     return len(asked)
 
 
 def test_while_it_is_away_intents_wait_together_and_then_drain(placement: Session) -> None:
     ready()
     placement.away = True
-    assert not tasks.step()
+    assert not providers.step()
     intent = Intent.objects.get(kind="provider")
     assert "nobody is there" in intent.last_error
     assert intent.attempts == 1
-    tasks.step()
+    providers.step()
     assert Intent.objects.get(kind="provider").attempts == 1
     placement.away = False
     due_now()
-    tasks.step()
+    providers.step()
     assert provider().inventories["FPGA"]["total"] == 4
     assert not Intent.objects.filter(kind="provider")
 
@@ -148,11 +150,11 @@ def test_while_it_is_away_intents_wait_together_and_then_drain(placement: Sessio
 def test_a_compute_provider_that_is_not_there_yet_is_waited_for(placement: Session) -> None:
     ready()
     placement.model.providers.clear()
-    tasks.step()
+    providers.step()
     assert Intent.objects.get(kind="provider").last_error == "waiting for compute provider cmp1"
     placement.model.providers[ROOT] = Observed(ROOT, "cmp1", "", 0)
     due_now()
-    tasks.step()
+    providers.step()
     assert provider().inventories["FPGA"]["total"] == 4
 
 
@@ -166,10 +168,10 @@ def test_an_intent_raised_again_meanwhile_is_not_done(placement: Session) -> Non
 
     with ThreadPoolExecutor(1) as threads:
         placement.model.before_write = again
-        tasks.step()
+        providers.step()
     assert provider()
     assert Intent.objects.filter(kind="provider").exists()
-    tasks.step()
+    providers.step()
     assert not Intent.objects.filter(kind="provider").exists()
 
 
@@ -182,20 +184,20 @@ def _raise_elsewhere(host: Host) -> None:
 
 def test_what_somebody_broke_is_found_by_the_look_every_few_minutes(placement: Session) -> None:
     ready()
-    tasks.step()
+    providers.step()
     uuid = provider().uuid
     del placement.model.providers[uuid]
-    tasks.step()
+    providers.step()
     assert uuid not in placement.model.providers
     Tree.objects.update(looked_at="2020-01-01T00:00:00Z")
-    tasks.step()
+    providers.step()
     assert uuid in placement.model.providers
 
 
 def test_switched_off_nobody_is_asked(placement: Session, settings: Any) -> None:
     ready()
-    settings.SERVICE_SESSION = "cyborgweb.keystone.service_session"
-    assert not tasks.step()
+    settings.SERVICE_SESSION = "cyborgweb.auth.keystone.service_session"
+    assert not providers.step()
     assert placement.seen == []
 
 

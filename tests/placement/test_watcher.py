@@ -11,12 +11,14 @@ import pytest
 from keystoneauth1.session import Session
 from keystoneauth1.token_endpoint import Token
 
-from accelerators import binding, conductor, lifecycle
-from accelerators.binding import Bind
-from accelerators.caller import Caller
+from accelerators import conductor
+from accelerators.devices import lifecycle
+from accelerators.domain.caller import Caller
 from accelerators.models import AcceleratorRequest, Deployable, Device, DeviceProfile, Event
-from placement_sync import watcher
+from accelerators.requests import binding
+from accelerators.requests.binding import Bind
 from placement_sync.models import Look, Vanished
+from placement_sync.nova import deleted_instances
 from tests.support.nova import Nova, recording
 from tests.support.reports import a_host, answer, apply, card
 
@@ -63,7 +65,7 @@ def bound(count: int) -> list[str]:
 def look() -> None:
     """A minute has passed."""
     Look.objects.all().delete()
-    watcher.step()
+    deleted_instances.step()
 
 
 def held() -> set[str]:
@@ -90,7 +92,7 @@ def test_what_nova_still_knows_is_kept(nova: Nova, monkeypatch: pytest.MonkeyPat
     look()
     Vanished.objects.update(since=LONG_AGO)
     nova.servers = [*rest, hidden]
-    monkeypatch.setattr(watcher._Nova, "listed", lambda _: set(rest))
+    monkeypatch.setattr(deleted_instances._Nova, "listed", lambda _: set(rest))
     look()
     assert hidden in held()
 

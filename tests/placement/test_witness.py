@@ -12,12 +12,14 @@ import keystoneauth1.session
 import pytest
 from keystoneauth1.token_endpoint import Token
 
-from accelerators import binding, conductor, lifecycle, safety
-from accelerators.binding import Bind
-from accelerators.caller import Caller
+from accelerators import conductor, safety
+from accelerators.devices import lifecycle
+from accelerators.domain.caller import Caller
+from accelerators.domain.errors import Reason, Refused
 from accelerators.models import Attachment, Deployable, Device, DeviceProfile, Event
-from accelerators.refusals import Reason, Refused
-from placement_sync import witness
+from accelerators.requests import binding
+from accelerators.requests.binding import Bind
+from placement_sync.jobs import holder_checks
 from placement_sync.reconcile import Observed
 from tests.placement.session import Session
 from tests.support.nova import Nova, recording
@@ -41,8 +43,8 @@ def real_session() -> keystoneauth1.session.Session:
 def placement(settings: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
     there.__init__()  # type: ignore[misc]
     settings.SERVICE_SESSION = "tests.placement.test_witness.cloud"
-    monkeypatch.setattr(witness, "_away", {})
-    safety.register("placement", witness.allocations)
+    monkeypatch.setattr(holder_checks, "_away", {})
+    safety.register("placement", holder_checks.allocations)
     yield there
     del safety._witnesses["placement"]
 
@@ -99,12 +101,12 @@ def nova(settings: Any, placement: Session, monkeypatch: pytest.MonkeyPatch) -> 
     """Nova alone is asked, through HTTP."""
     keys = settings.KEYS
     settings.SERVICE_SESSION = "tests.placement.test_witness.real_session"
-    monkeypatch.setitem(safety._witnesses, "placement", lambda _: witness.NOBODY)
-    monkeypatch.setattr(witness, "_gone", set())
+    monkeypatch.setitem(safety._witnesses, "placement", lambda _: holder_checks.NOBODY)
+    monkeypatch.setattr(holder_checks, "_gone", set())
     with recording() as one:
         known = {name: getattr(keys, name) for name in keys.__dataclass_fields__}
         settings.KEYS = SimpleNamespace(**known | {"nova_endpoint": one.url})
-        safety.register("nova", witness.instances)
+        safety.register("nova", holder_checks.instances)
         yield one
         del safety._witnesses["nova"]
 
@@ -164,9 +166,9 @@ def test_one_that_ended_or_went_elsewhere_does_not(device: Device, nova: Nova, s
 
 def test_nova_is_asked_of_nobody_in_vain(device: Device, nova: Nova) -> None:
     had(device)
-    assert witness.instances(device) == witness.NOBODY
+    assert holder_checks.instances(device) == holder_checks.NOBODY
     assert len(nova.asked) == 1
-    assert witness.instances(device) == witness.NOBODY
+    assert holder_checks.instances(device) == holder_checks.NOBODY
     assert len(nova.asked) == 1, "what Nova does not know it never will"
 
 
@@ -179,17 +181,19 @@ def test_while_nova_is_away_nobody_knows(device: Device, nova: Nova) -> None:
     nova.status = 0
     nova.shown[instance] = ("ACTIVE", "")
     nova.rubbish = True
-    witness._away.clear()
+    holder_checks._away.clear()
     refused = retire(device)
     assert refused
     assert (refused.reason, "not a server" in refused.text) == (Reason.AWAY, True)
     nova.rubbish = False
     apply(device.host, answer(card(1), card(2)), seq=2)
-    assert witness.instances(Device.objects.latest("id")) == witness.NOBODY, "no instance has had it: Nova is not asked"
+    assert holder_checks.instances(Device.objects.latest("id")) == holder_checks.NOBODY, (
+        "no instance has had it: Nova is not asked"
+    )
     refused = retire(device)
     assert refused
     assert refused.reason is Reason.AWAY, "for ten seconds it is not asked again"
-    witness._away.clear()
+    holder_checks._away.clear()
     refused = retire(device)
     assert refused
     assert refused.reason is Reason.HELD, "a Nova that does not tell hosts counts against the act"

@@ -13,14 +13,17 @@ from django.core.management import CommandError, call_command
 from django.test import Client
 from django.urls import reverse
 
-from accelerators import commands, conductor, lifecycle, outcomes
-from accelerators.commands import Answer
+from accelerators import conductor
+from accelerators.commands import placing
+from accelerators.commands.placing import Answer
+from accelerators.devices import lifecycle
+from accelerators.domain.errors import Refused
 from accelerators.models import Command, Device, Event, Host, Intent
-from accelerators.refusals import Refused
+from accelerators.workflows import command_results
 from agents.models import Agent, Lease
-from placement_sync import tasks, writers
 from placement_sync.client import Placement
 from placement_sync.direct import Work
+from placement_sync.jobs import providers, writer_election
 from placement_sync.models import Tree, WrittenProvider
 from placement_sync.reconcile import Observed
 from placement_sync.sync import bring
@@ -50,7 +53,7 @@ def host() -> Host:
     host = ready()
     Agent.objects.create(host=host, public_key="k", version="0.2", wire="v1", boot_id="b", ops="placement", writes="")
     Lease.objects.create(host=host, seen_at=datetime.now(UTC))
-    writers.switch("agents", "olga", "closer to the hardware")
+    writer_election.switch("agents", "olga", "closer to the hardware")
     return host
 
 
@@ -63,8 +66,8 @@ def intent() -> Intent:
 
 
 def ends(command: Command, outcome: str = "succeeded", text: str = "") -> None:
-    commands.answer([Answer(command.host_id, command.pk, outcome, text)])
-    outcomes.settle()
+    placing.answer([Answer(command.host_id, command.pk, outcome, text)])
+    command_results.settle()
 
 
 def does(command: Command) -> int:
@@ -84,50 +87,50 @@ def wrote() -> int:
 
 
 def test_what_differs_goes_to_the_agent_and_the_conductor_looks_and_notes(host: Host) -> None:
-    tasks.step()
+    providers.step()
     (command,) = placed()
     assert (wrote(), intent().last_error, intent().attempts) == (0, "its agent is writing", 0)
     assert (command.arguments["writer"], command.actor, command.reason) == (1, "placement", "3 writes")
     due_now()
-    tasks.step()
+    providers.step()
     assert (len(placed()), wrote()) == (1, 0), "one at a time"
     assert does(command) == 4
     there.seen.clear()
-    tasks.step()
+    providers.step()
     assert wrote() == 0
     assert not Intent.objects.filter(kind="provider")
     known = WrittenProvider.objects.get()
     assert (known.classes, known.traits) == (["FPGA"], ["CUSTOM_TEST"])
     Tree.objects.update(looked_at="2020-01-01T00:00:00Z")
-    tasks.step()
+    providers.step()
     assert (len(placed()), len(there.seen)) == (1, 1), "in step: one read"
 
 
 def test_what_is_raised_meanwhile_waits_for_the_command_and_is_told_next(host: Host) -> None:
-    tasks.step()
+    providers.step()
     lifecycle.disable(Device.objects.get().uuid, ADMIN)
-    tasks.step()
+    providers.step()
     (first,) = placed()
     does(first)
-    tasks.step()
+    providers.step()
     _, second = placed()
     does(second)
-    tasks.step()
+    providers.step()
     assert provider().inventories["FPGA"]["reserved"] == 4
     assert (len(placed()), Intent.objects.filter(kind="provider").count()) == (2, 0)
 
 
 def test_what_an_agent_could_not_do_the_conductor_mends(host: Host) -> None:
-    tasks.step()
+    providers.step()
     ends(placed()[0], "failed", "its password is wrong")
     wrote()
-    tasks.step()
+    providers.step()
     assert wrote() == 4
     assert provider() and len(placed()) == 1
     assert not Intent.objects.filter(kind="provider")
     del there.model.providers[provider().uuid]
     Tree.objects.update(looked_at="2020-01-01T00:00:00Z")
-    tasks.step()
+    providers.step()
     assert (len(placed()), wrote()) == (2, 0), "what somebody broke is the agent's again"
 
 
@@ -144,7 +147,7 @@ def test_for_who_cannot_the_conductor_writes_and_shows_why(host: Host, changes: 
     Agent.objects.update(**changes)
     if not changes:
         Lease.objects.update(seen_at="2020-01-01T00:00:00Z")
-    tasks.step()
+    providers.step()
     assert provider() and not placed()
     out = StringIO()
     call_command("placement_writer", stdout=out)
@@ -152,51 +155,51 @@ def test_for_who_cannot_the_conductor_writes_and_shows_why(host: Host, changes: 
 
 
 def test_it_does_not_write_beside_an_agent_but_takes_over_from_one_that_is_silent(host: Host) -> None:
-    tasks.step()
+    providers.step()
     (command,) = placed()
-    commands.taken([(host.id, command.pk)])
-    writers.switch("conductor", "olga")
+    placing.taken([(host.id, command.pk)])
+    writer_election.switch("conductor", "olga")
     due_now()
-    tasks.step()
+    providers.step()
     assert (wrote(), intent().last_error) == (0, "its agent is writing")
     Lease.objects.update(seen_at="2020-01-01T00:00:00Z")
     due_now()
-    tasks.step()
+    providers.step()
     assert wrote() == 0
     with conductor.writing():
         Command.objects.update(end_by="2020-01-01T00:00:00Z")  # a test is one transaction, whose clock stands still
-    outcomes.expire()
-    tasks.step()
+    command_results.expire()
+    providers.step()
     assert provider() and not Intent.objects.filter(kind="provider")
     command.refresh_from_db()
     assert command.state == "unknown"
 
 
 def test_a_switch_is_an_event_raises_the_epoch_and_withdraws_what_nobody_took(host: Host) -> None:
-    tasks.step()
-    assert writers.switch("agents", "olga").epoch == 1, "it is already"
-    assert writers.switch("conductor", "olga", "audit").epoch == 2
+    providers.step()
+    assert writer_election.switch("agents", "olga").epoch == 1, "it is already"
+    assert writer_election.switch("conductor", "olga", "audit").epoch == 2
     event = Event.objects.filter(action="placement.writer").latest("id")
     assert (event.actor, event.reason) == ("olga", "audit")
     assert event.changes == {"writer": ["agents", "conductor"], "epoch": [1, 2]}
-    outcomes.settle()
+    command_results.settle()
     assert (placed()[0].state, placed()[0].text) == ("refused", "the writer is now: conductor")
-    tasks.step()
+    providers.step()
     assert provider() and not Intent.objects.filter(kind="provider")
     wrote()
     for who in ("agents", "conductor"):
-        writers.switch(who, "olga")
+        writer_election.switch(who, "olga")
         conductor.providers_changed([host])
-        tasks.step()
+        providers.step()
     assert (wrote(), len(placed())) == (0, 1), "a switch writes nothing"
     with pytest.raises(Refused, match="say conductor or agents"):
-        writers.switch("nova", "olga")
+        writer_election.switch("nova", "olga")
 
 
 def test_more_than_a_command_holds_is_written_by_the_conductor(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writers, "LONGEST", 10)
-    tasks.step()
-    tasks.step()
+    monkeypatch.setattr(writer_election, "LONGEST", 10)
+    providers.step()
+    providers.step()
     assert provider() and not placed()
 
 
@@ -206,7 +209,7 @@ def test_the_commands_say_who_writes(host: Host) -> None:
         call_command("placement_sync", stdout=out)
     assert "left to its agent, which is told what differs" in out.getvalue()
     assert wrote() == 0
-    tasks.step()
+    providers.step()
     assert len(placed()) == 1
     out = StringIO()
     call_command("placement_writer", stdout=out)
@@ -228,10 +231,10 @@ def test_the_console_changes_it_and_says_who_cannot(host: Host, client: Client) 
     assert "<td>cmp1</td><td>the host has no credentials</td>" in page
     address = reverse("admin:placement_sync_writer_change", args=[1])
     client.post(address, {"who": "conductor", "reason": "audit"})
-    now = writers.current()
+    now = writer_election.current()
     assert (now.who, now.epoch, now.by, now.reason) == ("conductor", 2, "olga", "audit")
     assert client.post(address, {"who": "nova", "reason": ""}).status_code == 200
-    assert writers.current().epoch == 2
+    assert writer_election.current().epoch == 2
     viewer = User.objects.create(username="vera", is_staff=True)
     viewer.user_permissions.add(Permission.objects.get(codename="view_writer"))
     client.force_login(viewer)

@@ -24,7 +24,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("numprocesses", None):
         gc.enable()
         return
-    from cyborgweb.postgres import Postgres
+    from cyborgweb.database.postgres import Postgres
     from tests.support.migrated import start_migrated
 
     postgres = Postgres(STATE / "postgres", os.environ.get("CYBORG_PG_BIN", ""), durable=False)

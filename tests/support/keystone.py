@@ -19,8 +19,8 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from cyborgweb import policy
-from cyborgweb.keystone import service_session, tokens
+from cyborgweb.auth import policy
+from cyborgweb.auth.keystone import service_session, tokens
 from cyborgweb.settings.keys import keys
 
 SERVICE = {"OS_USERNAME": "cyborg", "OS_PASSWORD": "service-secret", "OS_PROJECT_NAME": "service"}

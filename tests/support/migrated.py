@@ -18,8 +18,8 @@ from pathlib import Path
 import django
 import psycopg
 
-from cyborgweb import postgres as embedded
-from cyborgweb.postgres import Postgres, PostgresError, socket_folder
+from cyborgweb.database import postgres as embedded
+from cyborgweb.database.postgres import Postgres, PostgresError, socket_folder
 from tests.support.cache import KEPT_ENTRIES, ROOT, cache_folder, delete_old_entries, fingerprint, locked, mark_used
 
 TEST_DATABASE = "test_cyborg"

@@ -23,7 +23,7 @@ from typing import Any
 
 from drivers.errors import Denied, DriverError, Failed, Timeout, Unsupported, from_os
 from drivers.machine import MAX_READ, Machine
-from drivers.steps import Image
+from drivers.plan import Image
 from tests.drivers.tree import Host
 from tests.support import modelkinds, modelpci
 from tests.support.modelpci import KernelDriver, Rule, refuse
@@ -188,7 +188,8 @@ class ModelMachine(Host):
 
 
 class ModelHand:
-    """`drivers.hand.Hand` for a model: the same promises and errors; what hangs, hangs in a thread that nobody joins.
+    """`drivers.isolation.host_writer.Hand` for a model: the same promises and errors; what hangs, hangs in a thread
+    that nobody joins.
 
     `stuck`: a write outlived its deadline and has not ended.
     """

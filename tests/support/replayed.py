@@ -1,10 +1,12 @@
-"""Holds what the events say against the tables: what `accelerators.replay` makes of all of them is what is stored."""
+"""Holds what the events say against the tables: what `accelerators.audit.replay` makes of all of them is what is
+stored."""
 
 from __future__ import annotations
 
 from datetime import UTC
 from typing import Any
 
+from accelerators.audit.replay import BITSTREAM, DEPLOYABLE, REPRODUCED, Fields, State, Told, fold
 from accelerators.models import (
     AcceleratorRequest,
     AdmissionRule,
@@ -17,7 +19,6 @@ from accelerators.models import (
     Host,
     Image,
 )
-from accelerators.replay import BITSTREAM, DEPLOYABLE, REPRODUCED, Fields, State, Told, fold
 
 
 def told() -> State:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-from accelerators import conductor, merge
-from accelerators.diff import HostReport
+from accelerators import conductor
+from accelerators.domain.diff import HostReport
+from accelerators.inventory import merge
 from accelerators.models import Host
 from agents.models import Agent, Lease
 from drivers.inventory import AttachHandle, Attribute, Backend, Deployable, Device, DriverReport, Service

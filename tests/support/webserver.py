@@ -16,8 +16,8 @@ import uvicorn
 @contextmanager
 def serving(application: Any, **options: Any) -> Iterator[int]:
     """Yield the port; stop the server at the end. WebSockets have the product's settings, with its default limit."""
+    from cyborgweb.server.web import websocket_settings
     from cyborgweb.settings.keys import Keys
-    from cyborgweb.web import websocket_settings
 
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))

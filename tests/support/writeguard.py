@@ -1,7 +1,7 @@
 """The single-writer rule as a wrapper around every statement that Django sends in this process, in whatever thread.
 
-What Django does not send is not seen: the gateway's own psycopg connection (`agents.spool` writes its own tables), and
-other processes.
+What Django does not send is not seen: the gateway's own psycopg connection (`agents.gateway.writer` writes its own
+tables), and other processes.
 """
 
 from __future__ import annotations

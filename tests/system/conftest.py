@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cyborgweb.postgres import socket_folder
+from cyborgweb.database.postgres import socket_folder
 from tests.support.sharing import group_of
 from tests.system.keystone import keystone
 from tests.system.placement import placement

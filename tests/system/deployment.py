@@ -21,7 +21,8 @@ from urllib.parse import quote
 
 import psycopg
 
-from cyborgweb import postgres, tls
+from cyborgweb.database import postgres
+from cyborgweb.server import tls
 from cyborgweb.settings.keys import Keys
 from drivers.configuration import load
 from tests.support.webserver import until

@@ -17,11 +17,11 @@ django.setup()
 
 from django.db import connection  # noqa: E402
 
-from accelerators import binding  # noqa: E402
-from accelerators.binding import Bind  # noqa: E402
-from accelerators.caller import Caller  # noqa: E402
-from accelerators.refusals import Reason, Refused  # noqa: E402
-from drivers.process import die_with_parent  # noqa: E402
+from accelerators.domain.caller import Caller  # noqa: E402
+from accelerators.domain.errors import Reason, Refused  # noqa: E402
+from accelerators.requests import binding  # noqa: E402
+from accelerators.requests.binding import Bind  # noqa: E402
+from drivers.isolation.process import die_with_parent  # noqa: E402
 
 NOVA = Caller("nova", "u", frozenset({"member"}), "p1", service=True)
 

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import requests
 
-from cyborgweb.postgres import Postgres
+from cyborgweb.database.postgres import Postgres
 from tests.support.migrated import copy_prepared
 from tests.support.webserver import until
 from tests.system import environments

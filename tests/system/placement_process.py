@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 import sys
 
-from drivers.process import die_with_parent
+from drivers.isolation.process import die_with_parent
 
 THREADS = 16
 

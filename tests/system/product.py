@@ -1,4 +1,5 @@
-"""The product as a user starts it: `python -m cyborgweb.serve` over a state directory, looked at from outside.
+"""The product as a user starts it: `python -m cyborgweb.server.supervisor` over a state directory, looked at from
+outside.
 
 Used by every test of this lane. Whatever happens to the test, the supervisor is on a leash and dies with it.
 """
@@ -22,7 +23,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from cyborgweb.postgres import Postgres, socket_folder
+from cyborgweb.database.postgres import Postgres, socket_folder
 from tests.support.migrated import copy_migrated
 from tests.support.webserver import until
 from tests.system import processes
@@ -34,7 +35,7 @@ ANSWER_S = 10.0
 STOP_S = 10.0
 """The promise: how long the supervisor may take to stop everything."""
 SERVES = {
-    "web": "cyborgweb.web",
+    "web": "cyborgweb.server.web",
     "ingest": "manage.py cluster ingest",
     "work": "manage.py cluster work",
     "agent": "agents.host.main",
@@ -78,7 +79,7 @@ class Product:
         self._log_from = self.log_file.stat().st_size if self.log_file.exists() else 0
         with self.log_file.open("ab") as log:
             self.process = subprocess.Popen(
-                [*self.before, sys.executable, "-m", "cyborgweb.serve", "--leash", *self.options],
+                [*self.before, sys.executable, "-m", "cyborgweb.server.supervisor", "--leash", *self.options],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -228,7 +229,7 @@ class Product:
     def drivers(self) -> list[Process]:
         """The agent's driver processes."""
         agent = self.child("agent")
-        return [p for p in processes.below(agent.pid) if "drivers.child" in p.command] if agent else []
+        return [p for p in processes.below(agent.pid) if "drivers.isolation.driver_main" in p.command] if agent else []
 
     def remember(self) -> set[Process]:
         """Note all that runs for it now, so that `left` knows also what bears no trace of the state directory."""

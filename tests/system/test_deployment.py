@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from accelerators import ticks
+from accelerators.runtime import jobs
 from tests.support.webserver import until
 from tests.system import simulated
 from tests.system.deployment import ADDRESSES, AGENTS, FILES, GATEWAYS, HOSTS, NODES, Deployment
@@ -29,7 +29,7 @@ MERGING = f"""
 from django.db import connection, transaction
 import time
 with transaction.atomic(), connection.cursor() as cursor:
-    cursor.execute("SELECT pg_advisory_xact_lock({ticks.LOCK_CLASS}, {ticks.lock_id("merge")})")
+    cursor.execute("SELECT pg_advisory_xact_lock({jobs.LOCK_CLASS}, {jobs.lock_id("merge")})")
     print("mine", flush=True)
     time.sleep(3600)
 """

@@ -11,12 +11,14 @@ import pytest
 from keystoneauth1.identity import V3Password
 from keystoneauth1.session import Session
 
-from accelerators import binding, conductor, lifecycle
-from accelerators.binding import Bind
-from accelerators.caller import Caller
+from accelerators import conductor
+from accelerators.devices import lifecycle
+from accelerators.domain.caller import Caller
 from accelerators.models import AcceleratorRequest, Deployable, Device, DeviceProfile, Host
+from accelerators.requests import binding
+from accelerators.requests.binding import Bind
 from drivers.inventory import Device as Card
-from placement_sync import faults, tasks
+from placement_sync.jobs import discrepancies, providers
 from placement_sync.models import Discrepancy, Kind, Tree, WrittenProvider
 from tests.support.nova import Nova, recording
 from tests.support.reports import a_host, answer, apply, card
@@ -66,8 +68,8 @@ def look() -> None:
         aged = {"loose": dict.fromkeys(row.claims["loose"], LONG_AGO)}
         WrittenProvider.objects.filter(pk=row.pk).update(claims=row.claims | aged)
     Tree.objects.update(looked_at=LONG_AGO, compared_at=LONG_AGO)
-    tasks.step()
-    faults.step()
+    providers.step()
+    discrepancies.step()
 
 
 def provider() -> str:
@@ -106,10 +108,10 @@ def test_an_allocation_that_is_removed_behind_our_back(host: Host, placement: Pl
     assert found() == []
     kept = placement.call("GET", f"/allocations/{instance}")
     placement.release(instance)
-    faults.reread([host.pk])
+    discrepancies.reread([host.pk])
     look()
     assert found() == [(Kind.UNCLAIMED, instance)]
-    (shown,) = faults.of([Device.objects.get().pk])
+    (shown,) = discrepancies.of([Device.objects.get().pk])
     assert instance in shown.said
     body = {name: kept[name] for name in ("project_id", "user_id", "consumer_type")}
     allocations = {rp: {"resources": entry["resources"]} for rp, entry in kept["allocations"].items()}
@@ -125,7 +127,7 @@ def test_an_allocation_that_nobody_asked_us_for(host: Host, placement: Placement
     assert found() == [], "its bind may be on its way"
     look()
     assert found() == [(Kind.UNATTACHED, stranger)]
-    assert f"allocation unset --provider {provider()} {stranger}" in faults.at(host.pk)[0].said
+    assert f"allocation unset --provider {provider()} {stranger}" in discrepancies.at(host.pk)[0].said
     placement.release(stranger)
     look()
     assert found() == []

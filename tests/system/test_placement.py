@@ -12,7 +12,7 @@ import pytest
 from keystoneauth1.identity import V3Password
 from keystoneauth1.session import Session
 
-from accelerators.providers import provider_uuid
+from accelerators.domain.provider_ids import provider_uuid
 from placement_sync import client
 from placement_sync.mapping import Part, desired
 from placement_sync.reconcile import Written

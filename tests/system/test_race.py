@@ -16,8 +16,9 @@ from uuid import uuid4
 import pytest
 from django.db import connection
 
-from accelerators import binding, conductor
+from accelerators import conductor
 from accelerators.models import AcceleratorRequest, Deployable, Device, DeviceProfile, Event
+from accelerators.requests import binding
 from tests.support.long import scaled
 from tests.support.reports import a_host, answer, apply, card
 from tests.system.fighter import NOVA

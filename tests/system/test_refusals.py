@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cyborgweb.postgres import find
+from cyborgweb.database.postgres import find
 from tests.system.plain import as_plain_user
 from tests.system.product import Product, sweep
 

@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import requests
 
-from cyborgweb.postgres import Postgres
+from cyborgweb.database.postgres import Postgres
 from cyborgweb.settings.keys import Keys
 from tests.support.long import scaled
 from tests.support.nova import Nova, recording

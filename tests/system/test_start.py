@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cyborgweb.postgres import Postgres
+from cyborgweb.database.postgres import Postgres
 from tests.system.product import Product, running, sweep
 
 pytestmark = pytest.mark.system

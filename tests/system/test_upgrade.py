@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cyborgweb.postgres import Postgres
+from cyborgweb.database.postgres import Postgres
 from tests.system.product import ROOT, environment
 
 pytestmark = pytest.mark.system

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from cyborgweb.asgi import BoundedThreads
-from cyborgweb.web import reached_at
+from cyborgweb.server.web import reached_at
 from tests.support.webserver import serving, until
 
 

@@ -17,12 +17,14 @@ from django.contrib.sessions.models import Session
 from django.core.management import CommandError, call_command
 from django.test import Client
 
-from accelerators import binding, conductor, outcomes
-from accelerators.caller import Caller
+from accelerators import conductor
+from accelerators.domain.caller import Caller
 from accelerators.models import AcceleratorRequest, AttachHandle, Command, Event
-from cyborgweb import backup, restored
+from accelerators.requests import binding
+from accelerators.workflows import command_results
+from cyborgweb.database.postgres import PostgresError, program
 from cyborgweb.models import Maintenance
-from cyborgweb.postgres import PostgresError, program
+from cyborgweb.server import after_restore, backup
 from tests.accelerators.test_bind_commands import bound, ends, handle, one_open, state
 
 __all__ = ["handle"]
@@ -32,7 +34,7 @@ PAST = datetime.now(UTC) - timedelta(hours=1)
 
 
 def settle() -> None:
-    restored.settle(OLGA, "restored from the backup of noon")
+    after_restore.settle(OLGA, "restored from the backup of noon")
 
 
 def test_a_backup_is_a_private_folder_with_the_database_and_the_secret_key(tmp_path: Path) -> None:
@@ -81,7 +83,7 @@ def test_L2_a_bind_that_was_under_way_waits_for_its_agent_however_old_the_backup
         AcceleratorRequest.objects.update(deadline=PAST)
         conductor.record("test.aged", "system", "a test")
     settle()
-    outcomes.expire()
+    command_results.expire()
     binding.expire()
     assert state(request) == ("BindStarted", "")
     assert not Command.objects.filter(op="detach").exists(), "what the instance has by now would be taken away"
@@ -102,7 +104,7 @@ def test_no_number_is_given_out_twice_nobody_is_logged_in_and_all_is_read_only(
     assert not Session.objects.exists()
     assert "restored from the backup of noon" in Maintenance.objects.get().reason
     bound()
-    assert Command.objects.latest("id").id > number + restored.AHEAD
+    assert Command.objects.latest("id").id > number + after_restore.AHEAD
     client.force_login(django_user_model.objects.get())
     assert client.get("/api/devices/", headers={"if-none-match": seen}).status_code == 200
     settle()

@@ -23,12 +23,12 @@ from hypothesis import strategies as st
 
 from accelerators import conductor
 from accelerators.models import Device
-from cyborgweb import tls
+from cyborgweb.auth.keystone import service_session
 from cyborgweb.cli import connection, outcomes, output
 from cyborgweb.cli.main import VERBS
 from cyborgweb.cli.problems import Exit, printable
-from cyborgweb.keystone import service_session
 from cyborgweb.models import ApiToken
+from cyborgweb.server import tls
 from cyborgweb.settings.keys import Keys, keys
 from tests.support.keystone import Keystone, User, vouching
 from tests.support.reports import a_heard_host

@@ -10,8 +10,8 @@ import pytest
 
 from accelerators import conductor
 from accelerators.models import Deployable, Device, DeviceProfile
-from agents import load
-from agents.load import HostLoad, Loads
+from agents import telemetry
+from agents.telemetry import HostLoad, Loads
 from tests.support.reports import a_heard_host, a_host
 from tests.web.conftest import Cyborg, refused
 
@@ -41,7 +41,9 @@ def test_a_census_says_who_fits_who_is_silent_and_ends_accordingly(
             Deployable.objects.filter(pk=part.pk).update(rp_uuid=uuid4())
         DeviceProfile.objects.create(name="one", groups=[{"resources:FPGA": "1"}])
     said = {key: {"utilization_percent": 12.0} for key in host.devices.values_list("key", flat=True)}
-    monkeypatch.setattr(load, "census", lambda hosts, within_s: Loads({host.pk: HostLoad(host.pk, time.time(), said)}))
+    monkeypatch.setattr(
+        telemetry, "census", lambda hosts, within_s: Loads({host.pk: HostLoad(host.pk, time.time(), said)})
+    )
     fits = cyborg("load-census", "--profile", "one", "--before", "4", "--within", "0.5")
     assert fits.exit_code == 0, fits.output
     first, second = (line.split() for line in fits.stdout.splitlines()[1:])

@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 from django.db import connection
 
-from accelerators import attachments, commands, conductor, outcomes, rollouts
-from accelerators.commands import Answer, Progress
+from accelerators import conductor
+from accelerators.commands import placing
+from accelerators.commands.placing import Answer, Progress
 from accelerators.models import Attachment, Command, Deployable, Device, DriverWish, Host
 from accelerators.models.attachments import AttachmentState
+from accelerators.workflows import attachments, command_results, driver_rollouts
 from agents.models import Agent
 from cyborgweb.cli import following
 from drivers.inventory import Backend, DriverReport, Service
@@ -45,12 +47,12 @@ def agents(outcome: str = "succeeded", text: str = "done", **of: str) -> Iterato
     def work() -> None:
         while not over.wait(0.01):
             for command in Command.objects.filter(state="queued", answered_at__isnull=True):
-                commands.progressed([Progress(command.host_id, command.pk, 50, "half of it")])
+                placing.progressed([Progress(command.host_id, command.pk, 50, "half of it")])
                 told.append(command.op)
             for command in Command.objects.filter(state="started", answered_at__isnull=True):
-                commands.answer([Answer(command.host_id, command.pk, of.get(command.op, outcome), text)])
-            outcomes.settle()
-            rollouts.run()
+                placing.answer([Answer(command.host_id, command.pk, of.get(command.op, outcome), text)])
+            command_results.settle()
+            driver_rollouts.run()
         connection.close()
 
     told: list[str] = []

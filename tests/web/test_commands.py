@@ -15,8 +15,8 @@ from django.conf import settings
 from django.core.management import CommandError, call_command
 from django.test import override_settings
 
-from accelerators import rules
-from accelerators.caller import Caller
+from accelerators.devices import admission_rules
+from accelerators.domain.caller import Caller
 from accelerators.models import AdmissionRule
 from agents import credentials
 from agents.models import JoinToken
@@ -91,7 +91,7 @@ def test_prepare_lets_fake_devices_in_once(tmp_path: Path, monkeypatch: pytest.M
     said(*words, "--sample-rules")
     rule = AdmissionRule.objects.get()
     assert (rule.driver, rule.action) == ("fake_driver", "ready")
-    rules.delete(rule.uuid, Caller("olga", "", frozenset(), ""))
+    admission_rules.delete(rule.uuid, Caller("olga", "", frozenset(), ""))
     prepare._sample_rules()
     assert not AdmissionRule.objects.exists()
 

@@ -11,10 +11,10 @@ from django.core.management import CommandError, call_command
 from django.test import Client
 
 from accelerators import conductor
-from accelerators.caller import Caller
+from accelerators.domain.caller import Caller
+from accelerators.domain.states import Source
 from accelerators.models import AcceleratorRequest, Device, DeviceProfile, Event
-from accelerators.states import Source
-from cyborgweb import maintenance, roles
+from cyborgweb.auth import read_only, roles
 from cyborgweb.models import ApiToken
 from tests.support.reports import a_heard_host
 
@@ -163,7 +163,7 @@ def test_read_only_holds_console_and_apis_back_and_says_why(enter: Enter, device
 
 def test_who_may_not_switch_it_does_not(enter: Enter) -> None:
     enter("role:operator").post("/admin/cyborgweb/maintenance/1/change/", {"on": "yes"})
-    assert maintenance.current() is None
+    assert read_only.current() is None
 
 
 @pytest.mark.django_db(transaction=True)
@@ -181,9 +181,9 @@ def test_the_switch_at_a_shell(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_process_that_heard_nothing_learns_of_it_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(maintenance, "_known", None)  # what this test remembers no other one shall
-    assert maintenance.current() is None
-    monkeypatch.setattr(maintenance, "_ring", lambda: None)
-    maintenance.switch(True, ADMIN, "", Source.PERSON)
-    monkeypatch.setattr(maintenance.time, "monotonic", lambda: float("inf"))
-    assert maintenance.current() is not None
+    monkeypatch.setattr(read_only, "_known", None)  # what this test remembers no other one shall
+    assert read_only.current() is None
+    monkeypatch.setattr(read_only, "_ring", lambda: None)
+    read_only.switch(True, ADMIN, "", Source.PERSON)
+    monkeypatch.setattr(read_only.time, "monotonic", lambda: float("inf"))
+    assert read_only.current() is not None

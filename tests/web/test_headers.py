@@ -9,7 +9,7 @@ import pytest
 from django.test import Client
 from django.urls import URLPattern, URLResolver, get_resolver, reverse
 
-from cyborgweb.headers import PERMISSIONS, policy
+from cyborgweb.middleware.headers import PERMISSIONS, policy
 
 pytestmark = pytest.mark.django_db
 

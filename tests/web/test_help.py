@@ -14,8 +14,8 @@ from django.core.management import call_command
 from django.test import Client
 from django.urls import reverse
 
-from cyborgweb.headers import policy
-from cyborgweb.help import contents, fields, pages, places, sequence, site
+from cyborgweb.manual import contents, fields, pages, places, sequence, site
+from cyborgweb.middleware.headers import policy
 
 NAMES = [entry.name for entry in contents.entries()]
 
@@ -149,7 +149,7 @@ def test_a_form_says_the_manuals_sentence(client: Client, db: None) -> None:
 
 
 def test_every_field_of_the_api_has_its_sentence() -> None:
-    from cyborgweb import openapi
+    from cyborgweb.api import openapi
 
     silent = [
         f"{name}.{field}"

@@ -14,9 +14,9 @@ from django.test import Client, RequestFactory
 from rest_framework.exceptions import AuthenticationFailed
 from rest_framework.request import Request
 
-from accelerators.caller import Caller
-from cyborgweb.identity import CallerAuthentication, KeystoneAway
-from cyborgweb.keystone import tokens
+from accelerators.domain.caller import Caller
+from cyborgweb.auth.authentication import CallerAuthentication, KeystoneAway
+from cyborgweb.auth.keystone import tokens
 from tests.support import keystone as standin
 from tests.support.keystone import Keystone, vouching
 from tests.support.webserver import until
@@ -133,14 +133,14 @@ def test_whatever_keystone_fails_with_is_no_401_of_ours(client: Client, keystone
 def test_keystone_that_is_not_there_is_a_503(client: Client, caplog: pytest.LogCaptureFixture) -> None:
     with vouching(OS_AUTH_URL="http://127.0.0.1:1/v3"):
         assert asked(client, "some-token").status_code == 503
-    lines = [record for record in caplog.records if record.name == "cyborgweb.tokens"]
+    lines = [record for record in caplog.records if record.name == "cyborgweb.auth.token_cache"]
     assert len(lines) == 1 and "\n" not in lines[0].getMessage()
 
 
 def test_a_keystone_that_hangs_is_a_503_after_the_time_it_may_take(
     client: Client, keystone: Keystone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cyborgweb.keystone.TIMEOUT_S", 0.1)
+    monkeypatch.setattr("cyborgweb.auth.keystone.TIMEOUT_S", 0.1)
     keystone.held = threading.Event()
     assert asked(client, keystone.token("reader")).status_code == 503
 

@@ -11,8 +11,8 @@ from pytest_django import DjangoAssertNumQueries
 from rest_framework.exceptions import AuthenticationFailed, PermissionDenied
 from rest_framework.request import Request
 
-from accelerators.caller import Caller
-from cyborgweb.identity import CallerAuthentication
+from accelerators.domain.caller import Caller
+from cyborgweb.auth.authentication import CallerAuthentication
 from cyborgweb.models import ApiToken
 
 pytestmark = pytest.mark.django_db

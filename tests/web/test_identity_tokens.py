@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from accelerators.caller import Caller
-from cyborgweb.tokens import FRESH_S, PAUSE_S, REFUSED, REFUSED_S, TRY_S, Judged, Tokens, Unavailable
+from accelerators.domain.caller import Caller
+from cyborgweb.auth.token_cache import FRESH_S, PAUSE_S, REFUSED, REFUSED_S, TRY_S, Judged, Tokens, Unavailable
 from tests.support.webserver import until
 
 START, LIFE = 1_000_000.0, 3600.0

@@ -18,12 +18,12 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from accelerators import conductor
+from accelerators.domain.states import Source
 from accelerators.models import AcceleratorRequest, Device, DeviceProfile
-from accelerators.states import Source
-from cyborgweb import roles
-from cyborgweb.live import rights
+from cyborgweb.auth import roles
+from cyborgweb.live import session_permissions
 from cyborgweb.live.feed import Feed, Pace
-from cyborgweb.live.shown import Shown
+from cyborgweb.live.list_snapshot import Shown
 from cyborgweb.live.socket import Console
 from tests.support.reports import a_heard_host, a_host, answer, apply, card
 from tests.support.webserver import PATIENCE, serving
@@ -336,7 +336,7 @@ def test_nothing_that_fails_ends_the_feed(
         raise RuntimeError("not of the database")
 
     with monkeypatch.context() as patched:
-        patched.setattr(rights, asked, failing)
+        patched.setattr(session_permissions, asked, failing)
         if asked == "alive":
             tab.until(lambda: not tab.live)
         else:

@@ -15,9 +15,9 @@ from django.contrib.sessions.models import Session
 from django.http import HttpResponse
 from django.test import Client
 
-from cyborgweb import roles
-from cyborgweb.keystone import tokens
-from cyborgweb.login import AWAY, BACKEND, REFUSED, LoginForm
+from cyborgweb.auth import roles
+from cyborgweb.auth.keystone import tokens
+from cyborgweb.auth.login import AWAY, BACKEND, REFUSED, LoginForm
 from cyborgweb.models import KeystoneUser
 from tests.support.keystone import Keystone, vouching
 from tests.support.keystone import User as Person

@@ -27,15 +27,18 @@ from keystoneauth1.session import Session
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parsed
 
-from accelerators import binding, conductor, profiles, slots
-from accelerators.binding import Bind
-from accelerators.caller import Caller
+from accelerators import conductor
+from accelerators.domain.caller import Caller
+from accelerators.domain.errors import Refused
 from accelerators.models import AcceleratorRequest, AttachHandle, Deployable, Device, DeviceProfile, Host
-from accelerators.refusals import Refused
-from agents import credentials, enrolment, load, meters, tasks, wire
-from agents.gateway import Gateway
+from accelerators.requests import binding, profiles
+from accelerators.requests.binding import Bind
+from accelerators.runtime import metric_files
+from agents import credentials, enrolment, tasks, telemetry, wire
+from agents.gateway import metrics
+from agents.gateway.app import Gateway
 from cyborgweb.asgi import BoundedThreads, Http
-from cyborgweb.metrics import calls, page, served, snapshot
+from cyborgweb.monitoring import calls, page, served, snapshot
 from cyborgweb.settings.keys import Keys, keys
 from cyborgweb.wsgi import application
 from drivers.configuration import ConfigurationError
@@ -53,7 +56,7 @@ Series = dict[tuple[str, frozenset[tuple[str, str]]], float]
 def _afresh() -> None:
     """What another test collected a moment ago, or its gateway counted last, is not told to this one."""
     page.collected.forget()
-    meters.push()
+    metrics.push()
 
 
 @pytest.fixture
@@ -205,7 +208,7 @@ def test_a_scrape_is_as_many_statements_at_any_size_and_ten_scrapers_cost_one(
     for hosts in (["cmp1"], [f"cmp{n}" for n in range(2, 8)]):
         for name in hosts:
             a_heard_host(name, 10)
-        load.forget()
+        telemetry.forget()
         page.collected.forget()
         with django_assert_max_num_queries(10) as context:
             client.get("/metrics")
@@ -259,12 +262,14 @@ def test_a_host_takes_no_other_hosts_place_and_makes_up_no_names(monkeypatch: py
     kept = {"temperature_celsius": 61.0, "temperature_celsius_63": 50.0, "power_watts": 75.0}
     made_up = dict.fromkeys(("of_my_own", "temperature_celsius_064", "temperature_celsius_100", "power_watts_2"), 1.0)
 
-    def last() -> load.Loads:
+    def last() -> telemetry.Loads:
         said = {host: dict.fromkeys(host.devices.values_list("key", flat=True), kept) for host in (greedy, modest)}
         said[greedy] = {key: made_up | values for key, values in said[greedy].items()}
-        return load.Loads({host.pk: load.HostLoad(host.pk, time.time(), devices) for host, devices in said.items()})
+        return telemetry.Loads(
+            {host.pk: telemetry.HostLoad(host.pk, time.time(), devices) for host, devices in said.items()}
+        )
 
-    monkeypatch.setattr(load, "last", last)
+    monkeypatch.setattr(telemetry, "last", last)
     monkeypatch.setattr(settings, "KEYS", replace(settings.KEYS, metrics_devices=True))
     monkeypatch.setattr(snapshot, "MOST_OF_HOST", 4)
     told = scrape()
@@ -289,12 +294,12 @@ def test_every_route_has_a_template_that_people_can_read() -> None:
 COUNTING = """
 import json, os, signal, sys
 from pathlib import Path
-from accelerators import meters, slots
-where = slots.folder()
-done, now = meters.counter("cyborg_done_total", "Done.", "by"), meters.gauge("cyborg_now", "Now.")
+from accelerators.runtime import metric_files, metrics
+where = metric_files.folder()
+done, now = metrics.counter("cyborg_done_total", "Done.", "by"), metrics.gauge("cyborg_now", "Now.")
 
 def told():
-    return {sample.name: sample.value for metric in meters.counted() for sample in metric.samples
+    return {sample.name: sample.value for metric in metrics.counted() for sample in metric.samples
             if sample.name in ("cyborg_done_total", "cyborg_now")} | {"files": len(list(where.iterdir()))}
 
 def children(count):
@@ -318,7 +323,7 @@ def children(count):
 
 done.labels("child").inc()
 found = [children(3), children(3)]
-slots.clear(where)
+metric_files.clear(where)
 print(json.dumps([*found, told()]))
 """
 
@@ -326,7 +331,7 @@ print(json.dumps([*found, told()]))
 def test_what_forks_count_is_added_up_and_outlives_them_in_no_more_files(tmp_path: Path) -> None:
     said = subprocess.run(
         [sys.executable, "-c", COUNTING],
-        env=os.environ | {slots.VARIABLE: str(tmp_path / "metrics"), "CYBORG_STATE_DIR": str(tmp_path)},
+        env=os.environ | {metric_files.VARIABLE: str(tmp_path / "metrics"), "CYBORG_STATE_DIR": str(tmp_path)},
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
@@ -342,11 +347,11 @@ def test_what_forks_count_is_added_up_and_outlives_them_in_no_more_files(tmp_pat
 FAILING = """
 import os
 from contextlib import suppress
-from accelerators import meters, slots
-where = slots.folder()
-meters.gauge("cyborg_now", "Now.").set(1)
+from accelerators.runtime import metric_files, metrics
+where = metric_files.folder()
+metrics.gauge("cyborg_now", "Now.").set(1)
 room = {file.name: file.stat().st_blocks * 512 for file in where.glob("*.db")}
-assert len(room) == 3 and min(room.values()) >= slots.ROOM_BYTES, room
+assert len(room) == 3 and min(room.values()) >= metric_files.ROOM_BYTES, room
 where.rename(where.with_name("away"))
 where.write_text("no folder")
 for counts in (True, False):
@@ -354,11 +359,11 @@ for counts in (True, False):
         mine = []
         for _ in range(2):
             if counts:
-                meters.merged(0.1, 1, 1)
-                meters._answers.labels("new").observe(0.1)
+                metrics.merged(0.1, 1, 1)
+                metrics._answers.labels("new").observe(0.1)
             else:
                 with suppress(OSError):
-                    slots.mine()
+                    metric_files.mine()
             mine = mine or [os.open("/", os.O_RDONLY)]
         os._exit(not all(os.fstat(one) for one in mine))
     assert os.waitpid(pid, 0)[1] == 0, counts
@@ -368,7 +373,7 @@ for counts in (True, False):
 def test_what_is_counted_goes_on_where_a_fork_finds_no_files_and_no_file_is_without_room(tmp_path: Path) -> None:
     said = subprocess.run(
         [sys.executable, "-c", FAILING],
-        env=os.environ | {slots.VARIABLE: str(tmp_path / "metrics"), "CYBORG_STATE_DIR": str(tmp_path)},
+        env=os.environ | {metric_files.VARIABLE: str(tmp_path / "metrics"), "CYBORG_STATE_DIR": str(tmp_path)},
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
@@ -380,14 +385,15 @@ def test_what_is_counted_goes_on_where_a_fork_finds_no_files_and_no_file_is_with
 
 def test_a_folder_that_cannot_be_used_costs_no_more_than_the_sum(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    code = "from accelerators import meters as m; m.counter('a_total', 'A.').inc(); print(len(list(m.counted())) > 0)"
-    environ = os.environ | {slots.VARIABLE: str(tmp_path / "file")}
+    count = "metrics.counter('a_total', 'A.').inc(); print(len(list(metrics.counted())) > 0)"
+    code = f"from accelerators.runtime import metrics; {count}"
+    environ = os.environ | {metric_files.VARIABLE: str(tmp_path / "file")}
     said = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
-    assert said.stdout == "True\n" and slots.VARIABLE in said.stderr
+    assert said.stdout == "True\n" and metric_files.VARIABLE in said.stderr
 
 
 def test_agents_commands_and_the_supervisor_do_not_load_it() -> None:
-    modules = "agents.host.main, cyborgweb.cli.main, cyborgweb.serve, placement_sync.direct, sys"
+    modules = "agents.host.main, cyborgweb.cli.main, cyborgweb.server.supervisor, placement_sync.direct, sys"
     code = f"import {modules}; print('prometheus_client' in sys.modules)"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert said.stdout == "False\n"

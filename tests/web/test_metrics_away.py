@@ -17,9 +17,9 @@ from keystoneauth1.identity import generic, v3
 from keystoneauth1.noauth import NoAuth
 from keystoneauth1.session import Session
 
-from agents import load
+from agents import telemetry
 from agents.models import Gateway
-from cyborgweb.metrics import calls
+from cyborgweb.monitoring import calls
 from tests.support.webserver import PATIENCE
 from tests.web.test_metrics import moved, scrape, value
 
@@ -69,13 +69,13 @@ def test_who_asks_again_after_a_failure_is_counted_again() -> None:
 
 
 def test_a_locked_registry_of_gateways_holds_nobody_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load, "PATIENCE_MS", 100)
+    monkeypatch.setattr(telemetry, "PATIENCE_MS", 100)
     monkeypatch.setattr(settings, "KEYS", replace(settings.KEYS, metrics_devices=True))
     with locked("agents_gateway"):
-        load.forget()
+        telemetry.forget()
         began = time.monotonic()
         with pytest.raises(OperationalError, match="statement timeout"):
-            load.last()
+            telemetry.last()
         assert value(scrape(), "cyborg_database_up") == 0
         assert time.monotonic() - began < 5 * PATIENCE
     assert value(scrape(), "cyborg_database_up") == 1
@@ -90,11 +90,11 @@ def test_whose_transaction_it_is_waits_as_before_and_what_is_repeated_is_read_ea
     Gateway.objects.create(name="far", url=AWAY)
     before = patience()
     for _ in range(8):
-        load.forget()
-        assert load._everybody._registered() == {"far": AWAY}
+        telemetry.forget()
+        assert telemetry._everybody._registered() == {"far": AWAY}
         assert patience() == before
         with transaction.atomic():
-            load.forget()
-            assert load._everybody._registered() == {"far": AWAY}
+            telemetry.forget()
+            assert telemetry._everybody._registered() == {"far": AWAY}
             assert patience() == before
-    load.forget()
+    telemetry.forget()

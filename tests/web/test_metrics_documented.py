@@ -13,10 +13,10 @@ import pytest
 import yaml
 from django.conf import settings
 
-from accelerators import meters
-from agents import meters as gateways_meters  # noqa: F401 all that count are loaded
+from accelerators.runtime import metrics
+from agents.gateway import metrics as gateways_meters  # noqa: F401 all that count are loaded
 from cyborgweb.live import feed  # noqa: F401
-from cyborgweb.metrics import calls, served, snapshot  # noqa: F401
+from cyborgweb.monitoring import calls, served, snapshot  # noqa: F401
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 BOARD = json.loads((DOCS / "monitoring/grafana-dashboard.json").read_text())
@@ -31,7 +31,7 @@ def told(db: None, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Every metric there is, with its labels, by name."""
     monkeypatch.setattr(settings, "KEYS", replace(settings.KEYS, metrics_devices=True))
     found: dict[str, Any] = {}
-    for meter in [*meters.REGISTRY._collector_to_names, *snapshot.collect()]:
+    for meter in [*metrics.REGISTRY._collector_to_names, *snapshot.collect()]:
         (described,) = meter.describe() if hasattr(meter, "describe") else (meter,)
         name = described.name + ("_total" if described.type == "counter" else "")
         found[name] = (described.type, tuple(getattr(meter, "_labelnames", ())), described.documentation)

@@ -12,12 +12,12 @@ import pytest
 from django.contrib.auth.models import User
 from django.test import Client
 
-from accelerators.caller import Caller
-from cyborgweb import policy
+from accelerators.domain.caller import Caller
+from cyborgweb.auth import policy
+from cyborgweb.auth.policy import Policy
+from cyborgweb.auth.policy_rules import BLOCKS, OWN, RULES, UPSTREAM
 from cyborgweb.management.commands.policy_sample import sample
 from cyborgweb.models import ApiToken
-from cyborgweb.policy import Policy
-from cyborgweb.rules import BLOCKS, OWN, RULES, UPSTREAM
 from tests.support.keystone import Keystone, vouching
 
 PERSONAS = {

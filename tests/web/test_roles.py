@@ -13,11 +13,11 @@ from django.http import HttpResponse
 from django.test import Client
 
 from accelerators import conductor
-from accelerators.caller import Caller
+from accelerators.domain.caller import Caller
 from accelerators.models import AcceleratorRequest, AttachHandle, Command, DeviceProfile, Event
+from cyborgweb.auth.policy import ROLES, Policy
+from cyborgweb.auth.policy_rules import ELEVATED, OPERATOR, OWN
 from cyborgweb.models import ApiToken
-from cyborgweb.policy import ROLES, Policy
-from cyborgweb.rules import ELEVATED, OPERATOR, OWN
 from tests.support.reports import a_heard_host
 
 pytestmark = pytest.mark.django_db

@@ -16,9 +16,9 @@ from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from accelerators import conductor, units
+from accelerators import conductor
 from accelerators.api.own import instances
-from accelerators.api.own.representation import (
+from accelerators.api.own.fields import (
     Chosen,
     Closed,
     DeviceReference,
@@ -31,10 +31,11 @@ from accelerators.api.own.representation import (
     Uuid,
 )
 from accelerators.api.own.views import Collection
-from accelerators.lifecycle import MAX_REASON
+from accelerators.devices import partitioning
+from accelerators.devices.lifecycle import MAX_REASON
+from accelerators.domain.errors import Refused
+from accelerators.domain.states import RequestState, Source
 from accelerators.models import AcceleratorRequest, AttachHandle
-from accelerators.refusals import Refused
-from accelerators.states import RequestState, Source
 
 FREE = "free"
 HELD = Q(request__isnull=False)
@@ -186,9 +187,13 @@ class MoreSerializer(LayoutSerializer):
     """More units of each of these devices."""
 
     targets = serializers.ListField(
-        child=TargetSerializer(), allow_empty=False, min_length=1, max_length=units.MOST, help_text="At least one."
+        child=TargetSerializer(),
+        allow_empty=False,
+        min_length=1,
+        max_length=partitioning.MOST,
+        help_text="At least one.",
     )
-    count = Number(min_value=1, max_value=units.MOST_UNITS, help_text="So many of each device.")
+    count = Number(min_value=1, max_value=partitioning.MOST_UNITS, help_text="So many of each device.")
     layout = serializers.DictField(
         child=Text(max_length=255), required=False, help_text="Other words its driver takes, beside the number."
     )
@@ -198,7 +203,10 @@ class FewerSerializer(MoreSerializer):
     """Fewer units of each of these devices."""
 
     count = Number(
-        min_value=1, max_value=units.MOST_UNITS, required=False, help_text="So many of each device; all, if left out."
+        min_value=1,
+        max_value=partitioning.MOST_UNITS,
+        required=False,
+        help_text="So many of each device; all, if left out.",
     )
 
 
@@ -286,17 +294,18 @@ class AcceleratorView(Collection):
     def _change(self, sign: int) -> Response:
         said = self.body()
         targets = [
-            units.Target(one.get("device"), one.get("host", ""), one.get("backend", "")) for one in said["targets"]
+            partitioning.Target(one.get("device"), one.get("host", ""), one.get("backend", ""))
+            for one in said["targets"]
         ]
         by = sign * said["count"] if "count" in said else None
-        wanted = units.Change(by, said.get("layout", {}), said.get("generation"))
-        results = units.change(targets, wanted, self.caller, said.get("reason", ""))
+        wanted = partitioning.Change(by, said.get("layout", {}), said.get("generation"))
+        results = partitioning.change(targets, wanted, self.caller, said.get("reason", ""))
         if wanted.generation is not None and (reason := results[0].reason) is not None:
             raise Refused(reason, results[0].refused)
         return Response({"results": [_shown(result) for result in results]}, 202)
 
 
-def _shown(result: units.Result) -> dict[str, Any]:
+def _shown(result: partitioning.Result) -> dict[str, Any]:
     target = result.target
     named = {"device": target.device} if target.device else {"host": target.host, "backend": target.backend}
     return {

@@ -13,12 +13,13 @@ from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from accelerators import attachments, hotplug
-from accelerators.api.own.demand import Owned
-from accelerators.api.own.representation import Chosen, Text, Url, Uuid, Why
-from accelerators.lifecycle import MAX_REASON
+from accelerators.api.own.fields import Chosen, Text, Url, Uuid, Why
+from accelerators.api.own.requests import Owned
+from accelerators.devices.lifecycle import MAX_REASON
+from accelerators.domain import libvirt_xml
 from accelerators.models import Attachment, Intent
 from accelerators.models.attachments import AttachmentState
+from accelerators.workflows import attachments
 
 WAITS = Intent.objects.filter(kind=attachments.KIND, key=OuterRef("key"), next_at__gt=Now()).values("last_error")[:1]
 
@@ -100,11 +101,11 @@ class AttachmentSerializer(Chosen):
 
     def get_hotplug(self, row: Attachment) -> str:
         """What a person has to do so that the guest sees it; empty before it is attached."""
-        return hotplug.sentence(attachments.handles(row), row.host)
+        return libvirt_xml.sentence(attachments.handles(row), row.host)
 
     def get_libvirt(self, row: Attachment) -> list[str]:
         """The hostdev elements to give to the guest."""
-        return hotplug.elements(attachments.handles(row))
+        return libvirt_xml.elements(attachments.handles(row))
 
 
 class AttachmentView(Owned):

@@ -7,7 +7,7 @@ from typing import get_args
 import django_filters as filters
 from rest_framework import serializers
 
-from accelerators.api.own.representation import Chosen, Url
+from accelerators.api.own.fields import Chosen, Url
 from accelerators.api.own.views import Collection
 from accelerators.models import Backend, Service
 from drivers.inventory import BackendKind, ServiceName

@@ -14,15 +14,15 @@ from rest_framework.exceptions import APIException, ParseError, PermissionDenied
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from accelerators import commands, programming
-from accelerators.acts import ACTS, OF_DEVICE, OF_HOST
-from accelerators.api.own.representation import Chosen, DeviceReference, HostReference, Text, Url, Uuid
+from accelerators.api.own.fields import Chosen, DeviceReference, HostReference, Text, Url, Uuid
 from accelerators.api.own.views import Collection
-from accelerators.lifecycle import MAX_REASON
+from accelerators.commands import placing, programming
+from accelerators.commands.catalogue import ACTS, OF_DEVICE, OF_HOST
+from accelerators.devices.lifecycle import MAX_REASON
+from accelerators.domain.errors import Reason, Refused
+from accelerators.domain.states import CommandState
 from accelerators.models import Command
 from accelerators.models.commands import OPEN
-from accelerators.refusals import Reason, Refused
-from accelerators.states import CommandState
 
 LONGEST_S = 30
 WAITERS = 2
@@ -232,9 +232,9 @@ class CommandView(Collection):
         op, device, host = said.pop("op"), said.pop("device", None), said.pop("host", None)
         try:
             made = (
-                commands.ask(op, device, self.caller, **said)
+                placing.ask(op, device, self.caller, **said)
                 if device
-                else commands.ask_host(op, host, self.caller, **said)
+                else placing.ask_host(op, host, self.caller, **said)
             )
         except Refused as refused:
             if refused.reason is Reason.UNKNOWN:

@@ -7,10 +7,10 @@ from django.db.models import Count, IntegerField, OuterRef, Subquery, Value
 from django.db.models.functions import Coalesce
 from rest_framework import serializers
 
-from accelerators.api.own.representation import Chosen, HostReference, Url
+from accelerators.api.own.fields import Chosen, HostReference, Url
 from accelerators.api.own.views import Collection
+from accelerators.domain.states import DriverState
 from accelerators.models import AcceleratorRequest, HostDriver
-from accelerators.states import DriverState
 
 READING = {"GET": "cyborg:driver:get", "HEAD": "cyborg:driver:get", "POST": "cyborg:driver:rollout"}
 """Method → rule, of drivers and of rollouts."""

@@ -16,9 +16,10 @@ from django.http import Http404
 from rest_framework import exceptions
 from rest_framework.response import Response
 
-from accelerators import database_outage, refusals
-from accelerators.caller import request_id
-from accelerators.refusals import Reason
+from accelerators import database_outage
+from accelerators.domain import errors
+from accelerators.domain.caller import request_id
+from accelerators.domain.errors import Reason
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +75,7 @@ def handle(error: Exception, context: Mapping[str, Any]) -> Response:
 def explain(error: Exception) -> tuple[int, str]:
     """Status and sentence."""
     match error:
-        case refusals.Refused():
+        case errors.Refused():
             return STATUSES.get(error.reason, 409), error.text
         case Http404():
             return 404, SENTENCES[404]

@@ -12,17 +12,17 @@ from rest_framework.exceptions import ParseError
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from accelerators import images
 from accelerators.api.browsable import Browsable
 from accelerators.api.own import errors
-from accelerators.api.own.representation import Chosen, Url
+from accelerators.api.own.fields import Chosen, Url
 from accelerators.api.own.views import Collection
-from accelerators.groups import FUNCTION
+from accelerators.domain.groups import FUNCTION
+from accelerators.domain.states import Source
+from accelerators.images import store
 from accelerators.models import Image, ImageSource
-from accelerators.states import Source
 
 MEDIA = "application/octet-stream"
-PROPERTY = rf"^[^=\x00]{{1,{images.MAX_KEY}}}=[^\x00]{{0,{images.MAX_VALUE}}}$"
+PROPERTY = rf"^[^=\x00]{{1,{store.MAX_KEY}}}=[^\x00]{{0,{store.MAX_VALUE}}}$"
 UPLOADS = 2
 """So many are taken at a time by each process."""
 _turns = threading.BoundedSemaphore(UPLOADS)
@@ -67,7 +67,7 @@ class ImageView(Collection):
     sent_with: ClassVar[Mapping[str, tuple[dict[str, Any], str]]] = {
         "name": ({"type": "string", "maxLength": 255, "pattern": "^[^\\x00]*$"}, "How people call it."),
         "property": (
-            {"type": "array", "maxItems": images.MAX_PROPERTIES, "items": {"type": "string", "pattern": PROPERTY}},
+            {"type": "array", "maxItems": store.MAX_PROPERTIES, "items": {"type": "string", "pattern": PROPERTY}},
             "KEY=VALUE; accel:function_id names what the image makes of a device.",
         ),
     }
@@ -98,7 +98,7 @@ class ImageView(Collection):
         if not _turns.acquire(blocking=False):
             raise errors.Refused(503, f"{UPLOADS} images are being uploaded already: try again in a moment.")
         try:
-            image = images.upload(_pieces(request), size, name, properties, self.caller, Source.API)
+            image = store.upload(_pieces(request), size, name, properties, self.caller, Source.API)
         finally:
             _turns.release()
         shown = self.get_serializer(Image.objects.get(pk=image.pk)).data
@@ -106,7 +106,7 @@ class ImageView(Collection):
 
     def destroy(self, request: Request, **kwargs: str) -> Response:
         """Remove one that no open command is to use. Glance's own stays there."""
-        images.remove(self.get_object().uuid, self.caller, Source.API)
+        store.remove(self.get_object().uuid, self.caller, Source.API)
         return Response(status=204)
 
 
@@ -114,7 +114,7 @@ def _described(request: Request) -> tuple[str, dict[str, str]]:
     if unknown := sorted(set(request.query_params) - {*ImageView.sent_with}):
         raise ParseError(f"{', '.join(unknown)[:200]}: unknown here; known are {', '.join(ImageView.sent_with)}.")
     pairs = (text.partition("=") for text in request.query_params.getlist("property"))
-    return request.query_params.get("name", ""), images.check_properties((key, value) for key, _, value in pairs)
+    return request.query_params.get("name", ""), store.check_properties((key, value) for key, _, value in pairs)
 
 
 def _size(request: Request) -> int:
@@ -123,14 +123,14 @@ def _size(request: Request) -> int:
     length = request.META.get("CONTENT_LENGTH") or ""
     if not length.isdecimal():
         raise errors.Refused(411, "Say in Content-Length how many bytes the image has.")
-    if int(length) > images.limit():
-        raise errors.Refused(413, f"An image has at most {images.limit()} bytes here (CYBORG_IMAGE_MAX_BYTES).")
+    if int(length) > store.limit():
+        raise errors.Refused(413, f"An image has at most {store.limit()} bytes here (CYBORG_IMAGE_MAX_BYTES).")
     return int(length)
 
 
 def _pieces(request: Request) -> Iterator[bytes]:
     try:
-        while piece := request._request.read(images.CHUNK):
+        while piece := request._request.read(store.CHUNK):
             yield piece
     except OSError:
         return  # whoever sent it has gone: it is too short

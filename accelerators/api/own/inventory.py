@@ -14,11 +14,9 @@ from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from accelerators import actions, lifecycle, units
-from accelerators.actions import Action
 from accelerators.api.own.accelerators import LayoutSerializer
 from accelerators.api.own.commands import CommandSerializer
-from accelerators.api.own.representation import (
+from accelerators.api.own.fields import (
     Chosen,
     DeployableReference,
     DeviceReference,
@@ -28,9 +26,12 @@ from accelerators.api.own.representation import (
     attach_info,
 )
 from accelerators.api.own.views import Collection
+from accelerators.devices import lifecycle, partitioning
+from accelerators.domain import actions
+from accelerators.domain.actions import Action
+from accelerators.domain.states import DeviceState, DeviceType, Drain, HandleType, Health
 from accelerators.models import AcceleratorRequest, AttachHandle, Attribute, Deployable, Device, Host
 from accelerators.models.devices import driver_error
-from accelerators.states import DeviceState, DeviceType, Drain, HandleType, Health
 
 
 def number_of(rows: QuerySet[Any], column: str) -> Coalesce:
@@ -239,7 +240,7 @@ class DeviceView(Collection):
     def partial_update(self, request: Request, **kwargs: str) -> Response:
         """Divide it otherwise, as words of its driver say. The answer is the command that does it; refused while
         anybody holds it."""
-        made = units.update(self.get_object().uuid, caller=self.caller, **self.body())
+        made = partitioning.update(self.get_object().uuid, caller=self.caller, **self.body())
         shown = CommandSerializer(made, context=super().get_serializer_context() | {"fields": ()}).data
         return Response(shown, 202, headers={"Location": shown["url"]})
 

@@ -12,11 +12,12 @@ from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from accelerators import groups, profiles
 from accelerators.api.own import errors
-from accelerators.api.own.representation import Chosen, Text, Url
+from accelerators.api.own.fields import Chosen, Text, Url
 from accelerators.api.own.views import Collection
+from accelerators.domain import groups
 from accelerators.models import AcceleratorRequest, DeviceProfile
+from accelerators.requests import profiles
 
 
 class ProfileFilter(filters.FilterSet):

@@ -9,11 +9,11 @@ from django.db.models import F, QuerySet
 from rest_framework import serializers
 from rest_framework.exceptions import ParseError
 
-from accelerators.api.own.representation import Chosen, Url
+from accelerators.api.own.fields import Chosen, Url
 from accelerators.api.own.views import Collection
+from accelerators.domain.states import Source
 from accelerators.models import AcceleratorRequest, Event, Seal
 from accelerators.models.records import saying
-from accelerators.states import Source
 
 
 class Moment(filters.IsoDateTimeFilter):

@@ -11,14 +11,14 @@ from rest_framework import serializers
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from accelerators import rollouts
 from accelerators.api.own.drivers import READING
-from accelerators.api.own.representation import Chosen, Closed, Flag, Number, Text, Url
+from accelerators.api.own.fields import Chosen, Closed, Flag, Number, Text, Url
 from accelerators.api.own.views import Collection
-from accelerators.commands import MAX_REASON
+from accelerators.commands.placing import MAX_REASON
+from accelerators.domain.states import RolloutOp, RolloutState, Source, StepState
 from accelerators.models import Rollout, RolloutStep
-from accelerators.states import RolloutOp, RolloutState, Source, StepState
-from accelerators.wishes import WORD, Change
+from accelerators.workflows import driver_rollouts
+from accelerators.workflows.driver_config import WORD, Change
 
 
 class RolloutFilter(filters.FilterSet):
@@ -56,7 +56,11 @@ class RolloutSerializer(Chosen):
     op = serializers.ChoiceField([word.value for word in RolloutOp])
     driver = Text(max_length=64)
     hosts = serializers.ListField(
-        child=Text(max_length=255), write_only=True, required=False, max_length=rollouts.MOST, help_text="Their names."
+        child=Text(max_length=255),
+        write_only=True,
+        required=False,
+        max_length=driver_rollouts.MOST,
+        help_text="Their names.",
     )
     selector = SelectorSerializer(write_only=True, required=False)
     enabled = Flag(required=False, allow_null=True, help_text="Left out: as it is; what is installed is enabled.")
@@ -64,7 +68,10 @@ class RolloutSerializer(Chosen):
         required=False, allow_null=True, help_text="Left out: as they are. They may hold no secrets: they are shown."
     )
     max_parallel = Number(
-        min_value=1, max_value=rollouts.MAX_PARALLEL, required=False, help_text="Hosts at a time; 5 if nothing is said."
+        min_value=1,
+        max_value=driver_rollouts.MAX_PARALLEL,
+        required=False,
+        help_text="Hosts at a time; 5 if nothing is said.",
     )
     stop_on_failure = Flag(required=False, help_text="Begin no further host when one has failed; true if not said.")
     reason = Text(max_length=MAX_REASON, allow_blank=True, required=False, help_text="Shown with it and its events.")
@@ -173,14 +180,14 @@ class RolloutView(Collection):
         serializer = self.get_serializer(data=request.data)
         serializer.is_valid(raise_exception=True)
         said = dict(serializer.validated_data)
-        hosts = rollouts.choose(said.get("hosts") or (), said.get("selector"))
+        hosts = driver_rollouts.choose(said.get("hosts") or (), said.get("selector"))
         change = Change(RolloutOp(said["op"]), said["driver"], said.get("enabled"), said.get("settings"))
         careful = {name: said[name] for name in ("max_parallel", "stop_on_failure") if name in said}
-        made = rollouts.start(
+        made = driver_rollouts.start(
             change,
             hosts,
             self.caller,
-            pace=rollouts.Pace(**careful),
+            pace=driver_rollouts.Pace(**careful),
             reason=said.get("reason", ""),
             source=Source.API,
         )
@@ -190,5 +197,5 @@ class RolloutView(Collection):
     def cancel(self, request: Request, **kwargs: str) -> Response:
         """Begin no further host; those that were begun go on to their end."""
         self.said(request)
-        rollouts.cancel(self.get_object(), self.caller)
+        driver_rollouts.cancel(self.get_object(), self.caller)
         return Response(self.get_serializer(self.get_object()).data, 202)

@@ -25,13 +25,13 @@ from rest_framework.response import Response
 from rest_framework.serializers import Serializer
 from rest_framework.viewsets import GenericViewSet
 
-from accelerators import generations
 from accelerators.api.browsable import Browsable
 from accelerators.api.json import Json
 from accelerators.api.own import errors
+from accelerators.api.own.fields import Chosen, chosen
 from accelerators.api.own.paging import Pages, page_parameters
-from accelerators.api.own.representation import Chosen, chosen
-from accelerators.caller import Caller
+from accelerators.domain.caller import Caller
+from accelerators.runtime import generations
 
 MAX_BODY = 1_048_576
 RELEASE = version("cyborgweb")

@@ -9,11 +9,11 @@ from uuid import UUID
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from accelerators import attributes
 from accelerators.api.v2 import arguments, bodies
 from accelerators.api.v2.faults import Fault, bad_input, missing_argument
 from accelerators.api.v2.resource import Resource, links, moment, plain
 from accelerators.api.v2.views import DetailView, ListView, View
+from accelerators.inventory import attributes
 
 _INTEGER = re.compile(r"[0-9]{1,18}")
 

@@ -10,14 +10,14 @@ from django.conf import settings
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from accelerators import commands, programming
 from accelerators.api.v2 import arguments, bodies
 from accelerators.api.v2.devices import SHOWN, held
 from accelerators.api.v2.faults import Fault, bad_input
 from accelerators.api.v2.resource import Column, Resource, links, moment, plain
 from accelerators.api.v2.views import DetailView, ListView, View
+from accelerators.commands import placing, programming
+from accelerators.domain.states import CommandState
 from accelerators.models import Command, Device
-from accelerators.states import CommandState
 
 _PATH = re.compile(r"(?:/[\w-]+)+")
 _OPS = ("add", "replace", "remove")
@@ -88,7 +88,7 @@ class DeployableProgram(View):
         if not _turns.acquire(blocking=False):
             raise Fault(503, f"{WAITERS} devices are being programmed and waited for: try again in a moment.")
         try:
-            command = commands.ask("program", device.uuid, request.user, image=image, deployable=UUID(uuid))
+            command = placing.ask("program", device.uuid, request.user, image=image, deployable=UUID(uuid))
             ended = programming.until_ended(command.uuid, settings.KEYS.program_wait_s)
         finally:
             _turns.release()

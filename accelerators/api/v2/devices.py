@@ -7,11 +7,11 @@ from uuid import UUID
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from accelerators import lifecycle
 from accelerators.api.v2 import arguments
 from accelerators.api.v2.faults import Fault, missing_argument
 from accelerators.api.v2.resource import Resource, links, moment, plain
 from accelerators.api.v2.views import DetailView, ListView, View
+from accelerators.devices import lifecycle
 
 
 def held(part: str) -> str:

@@ -14,7 +14,7 @@ from django.db import InterfaceError, OperationalError
 from rest_framework.exceptions import APIException
 
 from accelerators import database_outage
-from accelerators.refusals import Reason, Refused
+from accelerators.domain.errors import Reason, Refused
 
 log = logging.getLogger(__name__)
 

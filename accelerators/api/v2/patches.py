@@ -9,7 +9,7 @@ from typing import Any
 from accelerators.api.v2 import arguments, bodies
 from accelerators.api.v2.faults import Fault, bad_input
 from accelerators.api.v2.versions import Version, below
-from accelerators.binding import Bind
+from accelerators.requests.binding import Bind
 
 NEEDED = ("hostname", "device_rp_uuid", "instance_uuid")
 PROJECT = "project_id"

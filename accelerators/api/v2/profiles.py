@@ -7,13 +7,14 @@ from uuid import UUID
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from accelerators import groups, profiles
 from accelerators.api.v2 import arguments, bodies
 from accelerators.api.v2.faults import Fault, missing_argument
 from accelerators.api.v2.resource import Column, Resource, links, moment, plain
 from accelerators.api.v2.versions import below
 from accelerators.api.v2.views import ListView, View
+from accelerators.domain import groups
 from accelerators.models import DeviceProfile
+from accelerators.requests import profiles
 
 _LINKS = links("p.uuid", self="/accelerator/v2/device_profiles/")
 _TABLES = {"noun": "Device Profile", "alias": "p", "tables": "accelerators_deviceprofile p", "shown": "TRUE"}

@@ -5,14 +5,14 @@ from __future__ import annotations
 from rest_framework.request import Request
 from rest_framework.response import Response
 
-from accelerators import binding
 from accelerators.api.v2 import arguments, bodies, patches
 from accelerators.api.v2.faults import Fault
 from accelerators.api.v2.resource import Column, Resource, links, moment, plain
 from accelerators.api.v2.views import DetailView, ListView, View
-from accelerators.binding_sql import VISIBLE
-from accelerators.refusals import Reason, Refused
-from accelerators.states import RESOLVED
+from accelerators.domain.errors import Reason, Refused
+from accelerators.domain.states import RESOLVED
+from accelerators.requests import binding
+from accelerators.requests.binding_sql import VISIBLE
 
 NEEDS_SERVICE = "This operation requires a service token. Use the Compute API to manage instance accelerators."
 MAX_DELETED = 1000

@@ -1,7 +1,7 @@
 """The order in which a request is judged, and the views all resources share (contract section 2.0).
 
 401 → 406 for the version → 404, 405 → 406 for Accept → 403 → 400 → the handler. Who the caller is and what they may do
-come from the settings (`cyborgweb.identity`, `cyborgweb.policy`): a view names its rules only.
+come from the settings (`cyborgweb.auth.authentication`, `cyborgweb.auth.policy`): a view names its rules only.
 """
 
 from __future__ import annotations

@@ -11,13 +11,14 @@ from typing import Any
 from django.core.management.base import CommandError
 from django.db.models import Q
 
-from accelerators import acts, units
+from accelerators.commands import catalogue
+from accelerators.devices import partitioning
+from accelerators.devices.partitioning import Change, Result, Target
+from accelerators.domain.errors import Refused
+from accelerators.domain.states import Source
 from accelerators.management import following, shell
 from accelerators.models import AttachHandle
 from accelerators.models import Command as Row
-from accelerators.refusals import Refused
-from accelerators.states import Source
-from accelerators.units import Change, Result, Target
 
 ROWS = 1000
 TEACHING = """\
@@ -114,16 +115,16 @@ def _unit(handle: AttachHandle) -> dict[str, Any]:
 def _ordered(options: dict[str, Any]) -> list[Result]:
     """What was asked for. Raises Refused."""
     who, reason = shell.person(), options["reason"]
-    layout = acts.layout(options["layout"]) if options["layout"] else {}
+    layout = catalogue.layout(options["layout"]) if options["layout"] else {}
     if options["verb"] == "update":
         one = options["target"]
-        command = units.update(one, layout, who, options["generation"], reason, Source.PERSON)
+        command = partitioning.update(one, layout, who, options["generation"], reason, Source.PERSON)
         return [Result(Target(one), one, command)]
     count, sign = options["count"], 1 if options["verb"] == "create" else -1
     if count is not None and count < 1:
         raise CommandError("--count is 1 or more")
     wanted = Change(count and sign * count, layout, options["generation"])
-    return units.change(options["targets"], wanted, who, reason, Source.PERSON)
+    return partitioning.change(options["targets"], wanted, who, reason, Source.PERSON)
 
 
 def _as_json(result: Result, command: Row | None) -> dict[str, Any]:

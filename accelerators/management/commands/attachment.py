@@ -12,12 +12,13 @@ from uuid import UUID
 
 from django.core.management.base import CommandError
 
-from accelerators import attachments, hotplug
+from accelerators.domain import libvirt_xml
+from accelerators.domain.errors import Refused
+from accelerators.domain.states import Source
 from accelerators.management import shell
 from accelerators.models import Attachment
 from accelerators.models.attachments import ENDED, AttachmentState
-from accelerators.refusals import Refused
-from accelerators.states import Source
+from accelerators.workflows import attachments
 
 ROWS = 50
 EVERY_S = 0.25
@@ -130,7 +131,7 @@ def _until_ended(row: Attachment) -> Attachment:
 def _facts(row: Attachment) -> dict[str, Any]:
     names = ("uuid", "instance", "project_id", "host", "profile", "device", "state", "fault", "steps", "requests")
     held = attachments.handles(row)
-    more = {"hotplug": hotplug.sentence(held, row.host), "libvirt": hotplug.elements(held)}
+    more = {"hotplug": libvirt_xml.sentence(held, row.host), "libvirt": libvirt_xml.elements(held)}
     return {name: getattr(row, name) for name in (*names, "actor", "reason", "created_at")} | more
 
 
@@ -139,9 +140,9 @@ def _told(row: Attachment) -> Iterator[str]:
     for one in row.steps:
         yield f"  {one['at']}  {one['step']:<10} {one['text']}".rstrip()
     held = attachments.handles(row)
-    if said := hotplug.sentence(held, row.host):
+    if said := libvirt_xml.sentence(held, row.host):
         yield said
-    yield from hotplug.elements(held)
+    yield from libvirt_xml.elements(held)
 
 
 def _one(uuid: UUID) -> Attachment:

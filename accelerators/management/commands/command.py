@@ -11,14 +11,14 @@ from uuid import UUID
 from django.core.management.base import CommandError
 from django.db.models import Q, QuerySet
 
-from accelerators import acts, commands
-from accelerators.acts import ACTS, Act
+from accelerators.commands import catalogue, placing
+from accelerators.commands.catalogue import ACTS, Act
+from accelerators.domain.errors import Refused
+from accelerators.domain.states import Source
 from accelerators.management import following, shell
 from accelerators.models import Command as Row
 from accelerators.models import Host
 from accelerators.models.commands import OPEN
-from accelerators.refusals import Refused
-from accelerators.states import Source
 
 ROWS = 50
 TEACHING = """\
@@ -81,11 +81,11 @@ class Command(shell.Taught):
         try:
             if act.of == "host":
                 host, driver = _host(options["target"]), options.get("driver", "")
-                return commands.ask_host(act.op, host, who, driver=driver, reason=reason, source=Source.PERSON)
+                return placing.ask_host(act.op, host, who, driver=driver, reason=reason, source=Source.PERSON)
             said = {name: options[name] for name in ("image", "deployable") if options.get(name)}
             if act.takes == "layout":
-                said["layout"] = acts.layout(options["layout"])
-            return commands.ask(act.op, options["target"], who, reason=reason, source=Source.PERSON, **said)
+                said["layout"] = catalogue.layout(options["layout"])
+            return placing.ask(act.op, options["target"], who, reason=reason, source=Source.PERSON, **said)
         except Refused as refused:
             raise CommandError(refused.text) from None
 

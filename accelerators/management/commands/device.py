@@ -15,14 +15,15 @@ from django.core.management.base import CommandError
 from django.db.models import QuerySet
 from django.forms.models import model_to_dict
 
-from accelerators import actions, lifecycle, rules
-from accelerators.actions import Action
+from accelerators.devices import admission_rules, lifecycle
+from accelerators.domain import actions
+from accelerators.domain.actions import Action
+from accelerators.domain.errors import Refused
+from accelerators.domain.states import DeviceState, DeviceType, Drain
 from accelerators.management import following, shell
 from accelerators.models import AcceleratorRequest, Device, Event
 from accelerators.models import Command as Row
 from accelerators.models.commands import OPEN
-from accelerators.refusals import Refused
-from accelerators.states import DeviceState, DeviceType, Drain
 
 COLUMNS = ("uuid", "state", "status", "type", "model", "address", "host", "driver")
 EVENTS = 10
@@ -152,10 +153,10 @@ class Command(shell.Taught):
         return not all(map(following.succeeded, ended))
 
     def _admit(self, options: dict[str, Any]) -> None:
-        counts = rules.preview()
+        counts = admission_rules.preview()
         if not options["dry_run"]:
             moved = 0
-            for number in rules.apply(shell.person()):
+            for number in admission_rules.apply(shell.person()):
                 moved += number
                 if counts.total() > LOTS:
                     self.stderr.write(f"{moved} of {counts.total()}")

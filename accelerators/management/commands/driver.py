@@ -14,12 +14,12 @@ from uuid import UUID
 from django.core.management.base import CommandError
 from django.db.models import QuerySet
 
-from accelerators import rollouts
+from accelerators.domain.errors import Refused
+from accelerators.domain.states import RolloutOp, Source, StepState
 from accelerators.management import shell
 from accelerators.models import HostDriver, Rollout, RolloutStep
-from accelerators.refusals import Refused
-from accelerators.states import RolloutOp, Source, StepState
-from accelerators.wishes import Change
+from accelerators.workflows import driver_rollouts
+from accelerators.workflows.driver_config import Change
 
 ROWS = 50
 EVERY_S = 0.25
@@ -77,7 +77,7 @@ class Command(shell.Taught):
         if verb in ("rollout", "cancel"):
             rollout = _one(options["uuid"])
             if verb == "cancel":
-                rollouts.cancel(rollout, shell.person())
+                driver_rollouts.cancel(rollout, shell.person())
             return self._tell(rollout, options)
         self._tell(self._begin(RolloutOp(verb), options), options)
 
@@ -86,11 +86,11 @@ class Command(shell.Taught):
         chosen = {"all": options["all"] or None, "driver": options["running"], "name": options["match"]}
         selector = {name: value for name, value in chosen.items() if value is not None}
         try:
-            return rollouts.start(
+            return driver_rollouts.start(
                 Change(op, options["driver"], options.get("enabled"), settings),
-                rollouts.choose(options["host"] or (), selector or None),
+                driver_rollouts.choose(options["host"] or (), selector or None),
                 shell.person(),
-                pace=rollouts.Pace(options["max_parallel"], not options["go_on"]),
+                pace=driver_rollouts.Pace(options["max_parallel"], not options["go_on"]),
                 reason=options["reason"],
                 source=Source.PERSON,
             )
@@ -191,7 +191,9 @@ def _asks(verb: argparse.ArgumentParser, op: RolloutOp) -> None:
         either = verb.add_mutually_exclusive_group()
         either.add_argument("--enable", dest="enabled", action="store_true", default=None, help="it is to run")
         either.add_argument("--disable", dest="enabled", action="store_false", help="it is not to run; settings stay")
-    verb.add_argument("--max-parallel", type=int, default=rollouts.PARALLEL, help="hosts at a time (%(default)s)")
+    verb.add_argument(
+        "--max-parallel", type=int, default=driver_rollouts.PARALLEL, help="hosts at a time (%(default)s)"
+    )
     verb.add_argument("--go-on", action="store_true", help="begin further hosts although one has failed")
     verb.add_argument("--reason", default="", help="shown with it and its events")
     verb.add_argument("--wait", action="store_true", help="until it has ended; the exit status is its success")

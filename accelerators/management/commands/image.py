@@ -11,11 +11,11 @@ from uuid import UUID
 
 from django.core.management.base import CommandError, CommandParser
 
-from accelerators import images
+from accelerators.domain.errors import Refused
+from accelerators.domain.states import Source
+from accelerators.images import store
 from accelerators.management import shell
 from accelerators.models import Image
-from accelerators.refusals import Refused
-from accelerators.states import Source
 
 TEACHING = """examples:
   manage.py image upload shell.bin --property accel:function_id=AFU-1
@@ -58,13 +58,13 @@ class Command(shell.Taught):
         pairs = [text.partition("=") for text in options["property"]]
         if wrong := next((key for key, sign, _ in pairs if not sign), ""):
             raise CommandError(f"--property {wrong}: write KEY=VALUE")
-        properties = images.check_properties((key, value) for key, _, value in pairs)
+        properties = store.check_properties((key, value) for key, _, value in pairs)
         name = path.name if options["name"] is None else options["name"]
         try:
             size = path.stat().st_size
             with path.open("rb") as file:
-                pieces = self._shown(iter(lambda: file.read(images.CHUNK), b""), size)
-                image = images.upload(pieces, size, name, properties, shell.person(), Source.PERSON)
+                pieces = self._shown(iter(lambda: file.read(store.CHUNK), b""), size)
+                image = store.upload(pieces, size, name, properties, shell.person(), Source.PERSON)
         except OSError as error:
             raise CommandError(f"{path} cannot be read: {error.strerror}") from None
         self.stdout.write(json.dumps(_row(image)) if options["json"] else str(image.uuid))
@@ -91,12 +91,12 @@ class Command(shell.Taught):
             self.stdout.write(f"{row['uuid']}  {row['source']:6}  {row['size']:>12}  {row['name']}  {words}".rstrip())
 
     def _remove(self, options: dict[str, Any]) -> None:
-        images.remove(options["uuid"], shell.person(), Source.PERSON)
+        store.remove(options["uuid"], shell.person(), Source.PERSON)
         self.stdout.write(json.dumps({"removed": str(options["uuid"])}) if options["json"] else "removed")
 
 
 def _row(image: Image) -> dict[str, Any]:
-    row = images.as_ref(image)
+    row = store.as_ref(image)
     return {"uuid": row.pop("id"), **row, "source": image.source, "by": image.by}
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from django.core.management.base import CommandError
 
-from accelerators import proof, sealing
+from accelerators.audit import sealing, verification
 from accelerators.management import shell
 
 TEACHING = """\
@@ -53,7 +53,7 @@ class Command(shell.Taught):
         if options["first"] < 1 or (options["last"] or options["first"]) < options["first"]:
             raise CommandError("--from and --to: seals are numbered from 1 on")
         anchors = _anchors(options["seal_file"]) if options["seal_file"] else {}
-        found = proof.verify(options["first"], options["last"], anchors, self._progress)
+        found = verification.verify(options["first"], options["last"], anchors, self._progress)
         if options["json"]:
             self.stdout.write(json.dumps(asdict(found) | {"ok": not found.findings}))
         else:
@@ -61,7 +61,7 @@ class Command(shell.Taught):
         if found.findings:
             sys.exit(1)
 
-    def _tell(self, found: proof.Proof) -> None:
+    def _tell(self, found: verification.Proof) -> None:
         for finding in found.findings:
             self.stdout.write(f"! {finding.text}")
         dropped = f", {found.dropped} dropped by retention" if found.dropped else ""

@@ -10,11 +10,11 @@ from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
 
+from accelerators.domain.errors import Refused
 from accelerators.management import shell
-from accelerators.refusals import Refused
-from agents import trust
+from agents import key_revocation
+from agents.liveness import WORDS, seen_at, since, standing, word_of
 from agents.models import Agent
-from agents.standing import WORDS, seen_at, since, standing, word_of
 
 COLUMNS = ("host", "state", "version", "wire", "since", "note")
 
@@ -34,17 +34,17 @@ class Command(BaseCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         if host := options["admit"]:
-            done = self._decide(host, trust.admit)
+            done = self._decide(host, key_revocation.admit)
             self.stdout.write(f"The agent of {host} {'may connect again' if done else 'is not barred'}.")
         elif host := options["rotate"]:
-            self._decide(host, trust.ask_rotation)
+            self._decide(host, key_revocation.ask_rotation)
             self.stdout.write(f"The agent of {host} is asked for a new key; the event agent.rotated says when it came.")
         else:
             self._list(options["state"], options["json"])
 
     def _decide(self, host: str, decide: Callable[[Agent, str], Any]) -> Any:
         try:
-            return decide(trust.find(host), "command line")
+            return decide(key_revocation.find(host), "command line")
         except Refused as refused:
             raise CommandError(refused.text) from None
 

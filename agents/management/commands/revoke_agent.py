@@ -7,8 +7,8 @@ from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
 
-from accelerators.refusals import Refused
-from agents import trust
+from accelerators.domain.errors import Refused
+from agents import key_revocation
 
 
 class Command(BaseCommand):
@@ -23,10 +23,10 @@ class Command(BaseCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         host, reason = options["host"], options["reason"]
-        if len(reason) > trust.MAX_REASON:
-            raise CommandError(f"--reason has at most {trust.MAX_REASON} characters")
+        if len(reason) > key_revocation.MAX_REASON:
+            raise CommandError(f"--reason has at most {key_revocation.MAX_REASON} characters")
         try:
-            done = trust.revoke(trust.find(host), "command line", reason)
+            done = key_revocation.revoke(key_revocation.find(host), "command line", reason)
         except Refused as refused:
             raise CommandError(refused.text) from None
         self.stdout.write(f"The agent of {host} {'is revoked' if done else 'was revoked already'}.")

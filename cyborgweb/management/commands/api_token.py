@@ -9,10 +9,10 @@ from django.contrib.auth import get_user_model
 from django.core.management.base import BaseCommand, CommandError
 
 from accelerators import conductor
+from accelerators.domain.states import Source
 from accelerators.management import shell
-from accelerators.states import Source
+from cyborgweb.auth.policy_rules import OPERATOR
 from cyborgweb.models import ApiToken
-from cyborgweb.rules import OPERATOR
 
 IMPLIED = {
     "admin": ["admin", "manager", "member", "reader"],

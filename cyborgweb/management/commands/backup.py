@@ -10,8 +10,8 @@ from typing import Any
 from django.core.management.base import CommandError
 
 from accelerators.management import shell
-from cyborgweb import backup
-from cyborgweb.postgres import PostgresError
+from cyborgweb.database.postgres import PostgresError
+from cyborgweb.server import backup
 
 TEACHING = """\
 The folder is made anew. It has the database as of the moment of the call, the secret key, and the agents' certificate

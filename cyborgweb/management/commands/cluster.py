@@ -26,11 +26,11 @@ class Command(BaseCommand):
         from django_q.cluster import Cluster
         from django_q.models import Schedule
 
-        from accelerators import ticks
+        from accelerators.runtime import jobs
 
         if name == "work":
-            minutely = {"func": "accelerators.ticks.backstop", "schedule_type": Schedule.MINUTES, "minutes": 1}
+            minutely = {"func": "accelerators.runtime.jobs.backstop", "schedule_type": Schedule.MINUTES, "minutes": 1}
             Schedule.objects.update_or_create(name="backstop", defaults=minutely | {"cluster": name})
-        ticks.kick_all(name)
+        jobs.kick_all(name)
         connection.close()  # a fork must not share it
         Cluster().start()

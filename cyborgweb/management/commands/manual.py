@@ -8,7 +8,7 @@ from typing import Any
 
 from django.core.management.base import BaseCommand
 
-from cyborgweb.help import site
+from cyborgweb.manual import site
 
 
 class Command(BaseCommand):

@@ -15,7 +15,7 @@ class Command(BaseCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         """The whole document."""
-        from cyborgweb.openapi import as_yaml, validate
+        from cyborgweb.api.openapi import as_yaml, validate
 
         validate()
         self.stdout.write(as_yaml(), ending="")

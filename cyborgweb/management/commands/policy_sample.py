@@ -7,7 +7,7 @@ from typing import Any
 
 from django.core.management.base import BaseCommand
 
-from cyborgweb.rules import BLOCKS, OWN, UPSTREAM, Rule
+from cyborgweb.auth.policy_rules import BLOCKS, OWN, UPSTREAM, Rule
 
 HEAD = """\
 Policy rules of the accelerator service, each with its default. Copy what you want to change into the file that

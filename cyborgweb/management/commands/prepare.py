@@ -18,13 +18,15 @@ from django.db import OperationalError, connection
 from psycopg.conninfo import make_conninfo
 from psycopg.errors import LockNotAvailable
 
-from accelerators import conductor, rules, ticks
-from accelerators.caller import Caller
+from accelerators import conductor
+from accelerators.devices import admission_rules
+from accelerators.domain.caller import Caller
+from accelerators.domain.states import Source
 from accelerators.models import AdmissionRule, Event, Host
-from accelerators.states import Source
+from accelerators.runtime import jobs
 from agents import enrolment
 from agents.host.settings import AgentSettings, host_of
-from cyborgweb import libpq
+from cyborgweb.database import libpq
 from cyborgweb.settings.keys import keys
 from drivers.configuration import load
 
@@ -55,7 +57,7 @@ class Command(BaseCommand):
             "login": login,
             "login_file": str(path) if keys().auth != "keystone" and path.exists() else "",
             "join": _join(options["address"]) if options["address"] else "",
-            "jobs": {j.name: (j.cluster, ticks.LOCK_CLASS, ticks.lock_id(j.name)) for j in ticks.jobs()},
+            "jobs": {j.name: (j.cluster, jobs.LOCK_CLASS, jobs.lock_id(j.name)) for j in jobs.jobs()},
             "dsn": make_conninfo("", **libpq.parameters()),
         }
         self.stdout.write(json.dumps(facts))
@@ -102,7 +104,7 @@ def _sample_rules() -> None:
     if AdmissionRule.objects.exists() or Host.objects.exists() or Event.objects.filter(action="rule.deleted").exists():
         return
     values = {"name": "fake-devices", "driver": "fake_driver", "action": "ready"}
-    rules.create(values, Caller("prepare", "", frozenset(), ""), Source.SYSTEM)
+    admission_rules.create(values, Caller("prepare", "", frozenset(), ""), Source.SYSTEM)
 
 
 def _join(address: str) -> str:

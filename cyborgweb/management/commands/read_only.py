@@ -6,10 +6,10 @@ from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
 
+from accelerators.domain.errors import Refused
+from accelerators.domain.states import Source
 from accelerators.management import shell
-from accelerators.refusals import Refused
-from accelerators.states import Source
-from cyborgweb import maintenance
+from cyborgweb.auth import read_only
 
 TEACHING = """\
 While it is on, the console and both APIs show everything and change nothing: whoever tries is told so, with the reason
@@ -31,10 +31,10 @@ class Command(shell.Taught):
         parser.add_argument("--reason", default="", help="why; shown to whoever is refused, and with its event")
 
     def handle(self, *args: Any, **options: Any) -> None:
-        now = maintenance.current()
+        now = read_only.current()
         if options["state"]:
             try:
-                now = maintenance.switch(options["state"] == "on", shell.person(), options["reason"], Source.SYSTEM)
+                now = read_only.switch(options["state"] == "on", shell.person(), options["reason"], Source.SYSTEM)
             except Refused as refused:
                 raise CommandError(refused.text) from None
-        self.stdout.write(maintenance.sentence(now) if now else "Everything can be changed by whoever may.")
+        self.stdout.write(read_only.sentence(now) if now else "Everything can be changed by whoever may.")

@@ -9,8 +9,8 @@ from typing import Any
 from django.core.management.base import CommandError
 
 from accelerators.management import shell
-from cyborgweb import backup, restored
-from cyborgweb.postgres import PostgresError
+from cyborgweb.database.postgres import PostgresError
+from cyborgweb.server import after_restore, backup
 
 TEACHING = """\
 Everything is stopped first. Nothing is restored over another database: CYBORG_DATABASE_URL names an empty one, or the
@@ -48,7 +48,7 @@ class Command(shell.Taught):
                     said = f"restored from the backup of {about.taken_at:%Y-%m-%d %H:%M:%S} UTC"
                 else:
                     said = "restored by other means than manage.py restore"
-                restored.settle(shell.person(), said)
+                after_restore.settle(shell.person(), said)
         except (backup.Unusable, PostgresError) as error:
             raise CommandError(str(error)) from None
         self.stdout.write(f"{said}.\n{AFTER}")

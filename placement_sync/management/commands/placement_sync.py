@@ -10,8 +10,9 @@ from django.core.management.base import CommandError, CommandParser
 
 from accelerators.management import shell
 from accelerators.models import Host
-from placement_sync import faults, said, store, tasks
+from placement_sync.admin import describe
 from placement_sync.cloud import session
+from placement_sync.jobs import discrepancies, providers, repository
 from placement_sync.sync import Outcome
 
 SLICE = 32
@@ -44,7 +45,7 @@ class Command(shell.Taught):
         writes = bad = 0
         for start in range(0, len(hosts), SLICE):
             part = hosts[start : start + SLICE]
-            for host, ended in zip(part, tasks.sync_hosts(cloud, part, options["dry_run"]), strict=True):
+            for host, ended in zip(part, providers.sync_hosts(cloud, part, options["dry_run"]), strict=True):
                 told, fine = self._tell(host, ended, options["dry_run"])
                 writes, bad = writes + told, bad + (not fine)
             self._progress(start + len(part), len(hosts))
@@ -53,14 +54,14 @@ class Command(shell.Taught):
         if bad:
             sys.exit(1)
 
-    def _tell(self, host: Host, ended: tasks.Ended, dry_run: bool) -> tuple[int, bool]:
-        if found := said.told(ended):
+    def _tell(self, host: Host, ended: providers.Ended, dry_run: bool) -> tuple[int, bool]:
+        if found := describe.told(ended):
             self.stdout.write("\n  ".join([host.name, *found]))
         if not isinstance(ended, Outcome):
             return 0, False
         if not dry_run:
-            store.keep(host, ended)
-            faults.reread([host.pk])
+            repository.keep(host, ended)
+            discrepancies.reread([host.pk])
         return len(ended.writes), not ended.problems
 
     def _progress(self, done: int, of: int) -> None:

@@ -6,10 +6,10 @@ from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
 
+from accelerators.domain.errors import Refused
 from accelerators.management import shell
 from accelerators.models import Host
-from accelerators.refusals import Refused
-from placement_sync import writers
+from placement_sync.jobs import writer_election
 from placement_sync.models import Who, Writer
 
 TEACHING = """\
@@ -34,7 +34,9 @@ class Command(shell.Taught):
     def handle(self, *args: Any, **options: Any) -> None:
         try:
             writer = (
-                writers.switch(options["who"], "manage.py", options["reason"]) if options["who"] else writers.current()
+                writer_election.switch(options["who"], "manage.py", options["reason"])
+                if options["who"]
+                else writer_election.current()
             )
         except Refused as refused:
             raise CommandError(refused.text) from None
@@ -43,7 +45,7 @@ class Command(shell.Taught):
     def _show(self, writer: Writer) -> None:
         about = f", since {writer.since:%Y-%m-%d %H:%M:%S} UTC, by {writer.by}: {writer.reason}" if writer.epoch else ""
         self.stdout.write(f"{writer.who}, epoch {writer.epoch}{about}".removesuffix(": "))
-        unable = writers.left_aside(Host.objects.all())
+        unable = writer_election.left_aside(Host.objects.all())
         if not unable:
             self.stdout.write("every host's agent could write")
             return

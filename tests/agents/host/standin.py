@@ -18,8 +18,8 @@ from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
 
 from agents import credentials, wire
-from agents.host.door import Gateway
-from agents.host.pace import Pace
+from agents.host.backoff import Pace
+from agents.host.connection.http import Gateway
 from drivers.inventory import Device, DriverReport
 from tests.support.webserver import PATIENCE
 

@@ -16,12 +16,12 @@ import msgspec
 import pytest
 
 from agents import wire
-from agents.host import journal as journals
-from agents.host.journal import FILE, open_journal
-from agents.host.ledger import KEPT
-from agents.host.tail import SIZE, Tail
+from agents.host.journal import journal as journals
+from agents.host.journal.command_log import KEPT
+from agents.host.journal.journal import FILE, open_journal
+from agents.host.log_buffer import SIZE, Tail
 from drivers.inventory import AttachHandle
-from drivers.steps import Ask, Check, Image, Plan, Step, Write
+from drivers.plan import Ask, Check, Image, Plan, Step, Write
 from tests.agents.host.standin import StandIn, until
 from tests.agents.host.test_main import daemon, lines_of, token
 from tests.agents.host.workshop import HANDLE, HOME, Scripted, command, once, step, workshop
@@ -246,5 +246,5 @@ def test_the_whole_agent_installs_attaches_and_knows_after_kill_9(tmp_path: Path
 
 
 def test_a_worker_needs_little_to_start() -> None:
-    code = "import sys, drivers.touch; assert not {'asyncio', 'msgspec', 'django'} & set(sys.modules)"
+    code = "import sys, drivers.isolation.write_worker; assert not {'asyncio', 'msgspec', 'django'} & set(sys.modules)"
     subprocess.run([sys.executable, "-I", "-c", code], check=True)

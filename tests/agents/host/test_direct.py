@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from agents import wire
-from agents.host.direct import Authority, Direct
-from agents.host.pace import Owed, Pace
+from agents.host.backoff import Owed, Pace
+from agents.host.execution.placement_writer import Authority, Direct
 from placement_sync import direct
 from placement_sync.direct import Work
 from placement_sync.mapping import Provider

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from agents.host.door import Gateway
+from agents.host.connection.http import Gateway
 from tests.agents.host.standin import QUICK, StandIn, until
 from tests.agents.host.test_link import ONE, agent
 

@@ -12,10 +12,10 @@ import msgspec
 import pytest
 
 from agents import wire
-from agents.host import orders
+from agents.host.execution import command_semantics
 from drivers.errors import Busy, Failed, Invalid
 from drivers.inventory import Device, DriverReport
-from drivers.steps import Check, Plan, Step
+from drivers.plan import Check, Plan, Step
 from tests.agents.host.standin import until
 from tests.agents.host.test_journal import disk_full
 from tests.agents.host.workshop import HANDLE, HOME, Scripted, always, command, errors, once, status, step, workshop
@@ -342,9 +342,9 @@ def test_errors_of_one_kind_stay_of_that_kind(tmp_path: Path) -> None:
 def test_a_long_report_is_cut_and_says_so_and_no_report_too() -> None:
     devices = tuple(Device(f"card {n}", "GPU", "v", "m" * 200) for n in range(2000))
     report = wire.Report(3, 7, "h", (DriverReport("drv", devices=devices), DriverReport("other")))
-    told = orders.raw(report, "")
+    told = command_semantics.raw(report, "")
     assert told.text.startswith("report 3.7: ") and "name a driver to see less" in told.text
-    assert len(told.detail["report"]) == orders.RAW
+    assert len(told.detail["report"]) == command_semantics.RAW
     assert len(wire.encode(wire.Result(1, "succeeded", told.text, told.detail)).encode()) < wire.MAX_MESSAGE
-    assert json.loads(orders.raw(report, "other").detail["report"])["drivers"] == [{"driver": "other"}]
-    assert orders.raw(None, "").outcome == "failed"
+    assert json.loads(command_semantics.raw(report, "other").detail["report"])["drivers"] == [{"driver": "other"}]
+    assert command_semantics.raw(None, "").outcome == "failed"

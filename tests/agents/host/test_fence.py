@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from agents.host.fence import unattached
+from agents.host.execution.preflight import unattached
 from agents.host.settings import allowed_acts
 from drivers.configuration import ConfigurationError
 from drivers.errors import Busy
-from drivers.steps import Ask, Plan, Step, Write
+from drivers.plan import Ask, Plan, Step, Write
 from tests.agents.host.workshop import HANDLE, HOME, OTHER, Scripted, command, once, step, workshop
 from tests.support.modelmachine import ModelMachine
 

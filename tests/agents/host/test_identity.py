@@ -10,7 +10,7 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from agents import credentials, wire
-from agents.host.identity import FILE, NEXT, load_or_make
+from agents.host.connection.identity import FILE, NEXT, load_or_make
 from drivers.configuration import ConfigurationError
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from agents.host.journal import FILE, WrongHost, known_host, open_journal
+from agents.host.journal.journal import FILE, WrongHost, known_host, open_journal
 from drivers.inventory import DriverReport
 from tests.agents.host.standin import found
 

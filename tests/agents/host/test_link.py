@@ -20,12 +20,12 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from agents import wire
-from agents.host.door import Gateway
-from agents.host.identity import load_or_make
-from agents.host.images import Images
-from agents.host.journal import Journal, open_journal
-from agents.host.link import Link
-from agents.host.pace import Pace
+from agents.host.backoff import Pace
+from agents.host.connection.http import Gateway
+from agents.host.connection.identity import load_or_make
+from agents.host.connection.link import Link
+from agents.host.execution.images import Images
+from agents.host.journal.journal import Journal, open_journal
 from drivers.errors import DriverError
 from tests.agents.host.standin import QUICK, StandIn, found, until
 
@@ -363,11 +363,11 @@ def test_the_pinned_server_hands_out_images(
                 assert Path(image.path).exists()
             assert not Path(image.path).exists()
             assert [one.epoch for one in server.credentials] == [7]
-            monkeypatch.setattr("agents.host.images.PAUSE_S", 0.01)
+            monkeypatch.setattr("agents.host.execution.images.PAUSE_S", 0.01)
             server.busy = 3
             async with images.lent(ref, lambda _: None) as image:
                 assert server.busy == 0 and Path(image.path).exists(), "it is asked again until it has time"
-            monkeypatch.setattr("agents.host.images.BUSY_S", 0.0)
+            monkeypatch.setattr("agents.host.execution.images.BUSY_S", 0.0)
             server.busy = 1
             with pytest.raises(DriverError, match="503"):
                 async with images.lent(ref, lambda _: None):

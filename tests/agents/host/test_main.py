@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from agents import credentials, wire
-from agents.host.identity import FILE as KEY
+from agents.host.connection.identity import FILE as KEY
 from agents.host.main import claim
 from drivers.configuration import ConfigurationError
 from tests.agents.host.standin import StandIn, until

@@ -13,13 +13,13 @@ import msgspec
 import pytest
 
 from agents import wire
-from agents.host.identity import load_or_make
-from agents.host.journal import Journal, open_journal
-from agents.host.link import Link
-from agents.host.meter import LONGEST_PAUSE_S, PAUSE_S, QUIET, Manners, Meter, Timetable
+from agents.host.connection.identity import load_or_make
+from agents.host.connection.link import Link
+from agents.host.discovery.sampler import LONGEST_PAUSE_S, PAUSE_S, QUIET, Manners, Meter, Timetable
+from agents.host.journal.journal import Journal, open_journal
 from drivers.errors import Failed
 from drivers.inventory import DriverReport, Health, Sample
-from drivers.steps import Ask
+from drivers.plan import Ask
 from tests.agents.host.standin import QUICK, StandIn, found, until
 
 OFTEN, ONCE = wire.Watch(0.5, 300.0), wire.Watch(0.0, 0.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agents.host.pace import Backoff, Owed, Pace, worth_saying
+from agents.host.backoff import Backoff, Owed, Pace, worth_saying
 
 
 @given(st.floats(0, 1, exclude_max=True), st.integers(1, 200))

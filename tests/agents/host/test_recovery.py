@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 from agents import wire
-from agents.host.journal import Journal
-from agents.host.ledger import Ledger
-from agents.host.perform import aside
-from agents.host.roster import Roster
+from agents.host.discovery.driver_set import Roster
+from agents.host.execution.plan_runner import aside
+from agents.host.journal.command_log import Ledger
+from agents.host.journal.journal import Journal
 from drivers.errors import Busy
-from drivers.hand import Hand
 from drivers.inventory import DriverReport
-from drivers.steps import Ask, Check, Plan, Step, Write
+from drivers.isolation.host_writer import Hand
+from drivers.plan import Ask, Check, Plan, Step, Write
 from tests.agents.host.standin import StandIn, until
 from tests.agents.host.workshop import HANDLE, HOME, Scripted, always, command, errors, once, status, step, workshop
 from tests.support.modelmachine import ModelMachine
@@ -338,7 +338,7 @@ def test_a_cancellation_that_meets_the_answer_of_a_look_is_not_forgotten() -> No
 def test_a_device_whose_write_hangs_in_the_kernel_is_left_alone_until_it_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agents.host.executor.STUCK_POLL_S", 0.02)
+    monkeypatch.setattr("agents.host.execution.executor.STUCK_POLL_S", 0.02)
 
     async def story() -> None:
         model = ModelMachine(tmp_path)

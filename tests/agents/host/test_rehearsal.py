@@ -9,13 +9,13 @@ from typing import ClassVar
 import msgspec
 import pytest
 
-from agents.host.perform import Ended
-from agents.host.rehearsal import Rehearsal, keep
+from agents.host.driver_testing import Rehearsal, keep
+from agents.host.execution.plan_runner import Ended
 from drivers.base import Driver, Findings, Settings
-from drivers.fake import FakeDriver
+from drivers.fake.driver import FakeDriver
 from drivers.inventory import Device
 from drivers.machine import Machine
-from drivers.steps import Act, Ask, Plan, Step, Write
+from drivers.plan import Act, Ask, Plan, Step, Write
 
 CARD, OTHER = "0000:01:00.0", "0000:02:00.0"
 HOME = f"/sys/bus/pci/devices/{CARD}"

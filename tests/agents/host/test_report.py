@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agents import wire
-from agents.host.journal import Journal, open_journal
-from agents.host.report import Reporter, canonical, fit
+from agents.host.discovery.reporter import Reporter, canonical, fit
+from agents.host.journal.journal import Journal, open_journal
 from drivers.inventory import AttachHandle, Backend, Deployable, Device, DriverReport
 from tests.agents.host.standin import found, until
 from tests.agents.host.test_journal import disk_full

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from agents import wire
-from agents.host.journal import FILE, open_journal
-from agents.host.roster import Roster
+from agents.host.discovery.driver_set import Roster
+from agents.host.journal.journal import FILE, open_journal
 from drivers.inventory import DriverReport
-from drivers.runner import DriverProcess
+from drivers.isolation.runner import DriverProcess
 from tests.agents.host.standin import StandIn, until
 from tests.agents.host.test_main import daemon, lines_of, token
 from tests.agents.host.workshop import HOST, command

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from agents.host.watch import Uevents, Watch
+from agents.host.discovery.change_watcher import Uevents, Watch
 
 
 @dataclass

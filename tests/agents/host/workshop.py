@@ -15,23 +15,23 @@ from pathlib import Path
 import msgspec
 
 from agents import wire
-from agents.host.direct import Authority, Direct
-from agents.host.door import Gateway
-from agents.host.executor import Executor
-from agents.host.identity import load_or_make
-from agents.host.images import Images
-from agents.host.journal import Journal, open_journal
-from agents.host.link import Link
-from agents.host.orders import OPS
-from agents.host.perform import Site, Writer
-from agents.host.report import Reporter
-from agents.host.roster import Roster
-from drivers.child import Ready
+from agents.host.connection.http import Gateway
+from agents.host.connection.identity import load_or_make
+from agents.host.connection.link import Link
+from agents.host.discovery.driver_set import Roster
+from agents.host.discovery.reporter import Reporter
+from agents.host.execution.command_semantics import OPS
+from agents.host.execution.executor import Executor
+from agents.host.execution.images import Images
+from agents.host.execution.placement_writer import Authority, Direct
+from agents.host.execution.plan_runner import Site, Writer
+from agents.host.journal.journal import Journal, open_journal
 from drivers.errors import DriverError
-from drivers.hand import Hand
 from drivers.inventory import AttachHandle, Device, DriverReport
+from drivers.isolation.driver_main import Ready
+from drivers.isolation.host_writer import Hand
 from drivers.machine import Machine
-from drivers.steps import Act, Ask, Plan, Step, Vitals, Write
+from drivers.plan import Act, Ask, Plan, Step, Vitals, Write
 from tests.agents.host.standin import QUICK, until
 
 HOST = "cmp1.example"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from drivers.process import die_with_parent
+from drivers.isolation.process import die_with_parent
 from tests.system.clients.lines import serve
 
 

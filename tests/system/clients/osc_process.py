@@ -13,7 +13,7 @@ import os
 import sys
 from typing import Any
 
-from drivers.process import die_with_parent
+from drivers.isolation.process import die_with_parent
 from tests.system.clients.lines import serve
 
 

@@ -1,0 +1,206 @@
+"""What a person at the console decides about devices: the buttons of a device's page, the actions of the list.
+
+Called by `admin.devices`. Everything is a POST; what cannot be undone, or touches what somebody holds, asks once more.
+What is asked of many is a bulk action (`admin.bulks`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from django.contrib import messages
+from django.core.exceptions import PermissionDenied
+from django.db.models import QuerySet
+from django.http import HttpRequest, HttpResponse, HttpResponseNotAllowed, HttpResponseRedirect
+from django.template.response import TemplateResponse
+
+from accelerators import safety
+from accelerators.commands import catalogue
+from accelerators.devices import lifecycle
+from accelerators.devices.lifecycle import Seen
+from accelerators.domain import actions
+from accelerators.domain.actions import Action, Standing
+from accelerators.domain.caller import Caller
+from accelerators.domain.errors import Refused
+from accelerators.domain.states import Drain, IllegalMove, Source
+from accelerators.models import Bulk, Device
+from accelerators.ui import badges, permissions
+from accelerators.workflows import bulk_actions
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A button: what it asks for, what a drain ends with, whether it asks once more."""
+
+    name: str
+    label: str
+    action: Action
+    then: Drain = Drain.MAINTENANCE
+    danger: bool = False
+
+    @property
+    def meaning(self) -> str:
+        """One sentence."""
+        ends = " It is retired then." if self.then is Drain.RETIRED else ""
+        return actions.MEANING[self.action] + ends
+
+    def offered(self, now: Standing) -> bool:
+        """Whether it would do something, as far as our own requests tell."""
+        try:
+            changes = actions.decide(self.action, now, self.then) != now
+        except IllegalMove:
+            return False
+        if self.then is Drain.RETIRED:  # of what is free and out of offer already, it were the same as to retire it
+            return changes and (bool(now.held) or now.here in actions.OFFERED)
+        return changes and not (self.action is Action.RETIRE and now.held)
+
+    def why_not(self, now: Standing) -> str:
+        """Why it is not offered."""
+        try:
+            if actions.decide(self.action, now, self.then) == now:
+                return f"It is {now.state} already."
+        except IllegalMove as error:
+            return f"It {error}."
+        if self.action is Action.RETIRE and now.held:
+            return f"{now.held} of its units are held: drain it first, then it is retired by itself."
+        return "It is out of offer and free: retire it at once."
+
+
+CHOICES = {
+    choice.name: choice
+    for choice in (
+        Choice("enable", "Enable", Action.ENABLE),
+        Choice("drain", "Drain", Action.DRAIN),
+        Choice("disable", "Disable", Action.DISABLE),
+        Choice("release", "Release", Action.RELEASE),
+        Choice("quarantine", "Quarantine", Action.QUARANTINE),
+        Choice("reinstate", "Reinstate", Action.REINSTATE),
+        Choice("drain-retire", "Drain, then retire", Action.DRAIN, Drain.RETIRED, danger=True),
+        Choice("retire", "Retire", Action.RETIRE, danger=True),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Ask:
+    """An action of the list that moves no device: its agent is asked."""
+
+    name: str
+    label: str
+    then: Drain = Drain.MAINTENANCE
+
+    @property
+    def action(self) -> str:
+        """As a bulk action keeps it."""
+        return self.name
+
+    @property
+    def danger(self) -> bool:
+        """Whether the hardware is touched."""
+        return catalogue.ACTS[self.name].danger
+
+    @property
+    def meaning(self) -> str:
+        """One sentence."""
+        return catalogue.ACTS[self.name].meaning
+
+
+ASKS = {ask.name: ask for ask in (Ask("health", "Check health"), Ask("reset", "Reset"))}
+
+
+def choice_of(bulk: Bulk) -> Choice | Ask:
+    """The one that a bulk action was made with."""
+    every = (*CHOICES.values(), *ASKS.values())
+    return next(c for c in every if c.action == bulk.action and c.then == bulk.then)
+
+
+def person(request: HttpRequest) -> Caller:
+    """Who decides, for events."""
+    return Caller(request.user.get_username(), str(request.user.pk), frozenset(), "")
+
+
+def possible(device: Device, held: int) -> list[Choice]:
+    """The buttons of a device's page."""
+    now = lifecycle.standing(device, held)
+    return [choice for choice in CHOICES.values() if choice.offered(now)]
+
+
+def impossible(device: Device, held: int) -> list[tuple[str, str]]:
+    """The choices that are not offered now, each with the reason."""
+    now = lifecycle.standing(device, held)
+    return [(choice.label, choice.why_not(now)) for choice in CHOICES.values() if not choice.offered(now)]
+
+
+def one(admin: Any, request: HttpRequest, device: Device) -> HttpResponse:
+    """POST of a device's page: do it and show the page again, with a sentence.
+
+    Before what cannot be undone it asks once more; before anything is done to a device that somebody holds, for the
+    device's address. A device that changed since the page was shown is left alone, and is shown as it is now.
+    """
+    if request.method != "POST":
+        return HttpResponseNotAllowed(["POST"])
+    permissions.require(request)
+    choice = CHOICES.get(request.POST.get("choice", ""))
+    if choice is None:
+        raise PermissionDenied("There is no such choice; go back and try again.")
+    holders = safety.requests(device).holders
+    typed = request.POST.get("typed", "").strip()
+    if (choice.danger or holders) and "sure" not in request.POST:
+        return _ask(admin, request, choice, device, holders)
+    if holders and typed != (device.address or device.key):
+        return _ask(admin, request, choice, device, holders, "That is not it: nothing was done.")
+    words = {device.uuid: request.POST["seen"][:200]} if request.POST.get("seen") else {}
+    reason, seen = request.POST.get("reason", ""), Seen(words, held_too=bool(holders))
+    try:
+        result = lifecycle.ask(choice.action, device.uuid, person(request), reason, choice.then, Source.PERSON, seen)
+    except Refused as refused:
+        messages.error(request, refused.text)
+    else:
+        done = "is already" if result.outcome == "unchanged" else "is now"
+        messages.success(request, f"{device} {done} {result.state}{result.text and f', {result.text}'}.")
+    return HttpResponseRedirect(badges.page("device", device.pk))
+
+
+def of_list() -> Iterator[Callable[..., HttpResponse | None]]:
+    """The actions of the list of devices, as Django's admin wants them."""
+    for choice in (*CHOICES.values(), *ASKS.values()):
+        yield _of_list(choice)
+
+
+def _of_list(choice: Choice | Ask) -> Callable[..., HttpResponse | None]:
+    """Freezes the set; its page shows what would come of it, and asks."""
+
+    def act(admin: Any, request: HttpRequest, queryset: QuerySet[Device]) -> HttpResponse | None:
+        selection = request.GET.urlencode()
+        try:
+            bulk = bulk_actions.choose(choice.action, choice.then, queryset, person(request), selection)
+        except Refused as refused:
+            messages.error(request, refused.text)
+            return None
+        return HttpResponseRedirect(badges.page("bulk", bulk.uuid))
+
+    act.__name__ = choice.name
+    act.short_description = choice.label  # type: ignore[attr-defined]
+    act.allowed_permissions = ("decide",)  # type: ignore[attr-defined]
+    return act
+
+
+def _ask(
+    admin: Any, request: HttpRequest, choice: Choice, device: Device, holders: tuple[str, ...], wrong: str = ""
+) -> HttpResponse:
+    """Once more, with what will happen, and to whom."""
+    context = admin.admin_site.each_context(request) | {
+        "title": f"{choice.label}: {device}?",
+        "opts": admin.opts,
+        "choice": choice,
+        "device": device,
+        "holders": holders,
+        "word": device.address or device.key,
+        "wrong": wrong,
+        "kept": [("choice", choice.name), ("seen", request.POST.get("seen", ""))],
+        "reason": request.POST.get("reason", ""),
+        "longest": lifecycle.MAX_REASON,
+    }
+    return TemplateResponse(request, "accelerators/decide.html", context)

@@ -1,0 +1,125 @@
+"""How many units devices are divided into: the page on which a person changes that, of one device or of many.
+
+Called by `admin.devices`: the page of a device leads here, and so does an action of the list, across backends.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from uuid import UUID
+
+from django.contrib import messages
+from django.db.models import QuerySet
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
+from django.template.response import TemplateResponse
+from django.urls import reverse
+
+from accelerators.admin import device_actions
+from accelerators.commands import catalogue
+from accelerators.devices import partitioning
+from accelerators.devices.lifecycle import MAX_REASON
+from accelerators.devices.partitioning import Change, Result, Target
+from accelerators.domain.errors import Reason, Refused
+from accelerators.domain.states import Source
+from accelerators.models import Device
+from accelerators.ui import badges, permissions
+
+SIGNS = {"more": 1, "fewer": -1, "none": 0}
+
+
+def of_list(admin: Any, request: HttpRequest, queryset: QuerySet[Device]) -> HttpResponse | None:
+    """The action of the list: those of the chosen devices of which the number can be chosen."""
+    devices = list(
+        queryset.exclude(sized_by="").select_related("host").order_by("host_id", "key")[: partitioning.MOST + 1]
+    )
+    if 0 < len(devices) <= partitioning.MOST:
+        return _page(admin, request, devices)
+    too_many = f"More than {partitioning.MOST} devices are chosen: narrow the list by filters first."
+    messages.error(request, too_many if devices else "Of none of them the number of units can be chosen.")
+    return None
+
+
+of_list.short_description = "Change the number of units"  # type: ignore[attr-defined]
+of_list.allowed_permissions = ("decide",)  # type: ignore[attr-defined]
+
+
+def of_device(request: HttpRequest, device: Device) -> dict[str, Any]:
+    """What the page of a device says of its units, to whom may change them; nothing when they cannot be chosen."""
+    if not (device.sized_by and permissions.may(request, permissions.UNITS)):
+        return {}
+    return {"units": partitioning.numbers([device])[device.pk], "units_url": f"{_address()}?device={device.uuid}"}
+
+
+def view(admin: Any, request: HttpRequest) -> HttpResponse:
+    """GET: the devices as they are, and what can be asked. POST: order it, and say what became of each."""
+    permissions.require(request, permissions.UNITS)
+    devices = _chosen(request)
+    if not devices:
+        messages.error(request, "Choose devices of which the number of units can be chosen.")
+        return HttpResponseRedirect(reverse("admin:accelerators_device_changelist"))
+    if request.method != "POST":
+        return _page(admin, request, devices)
+    try:
+        results = partitioning.change(
+            [Target(device.uuid) for device in devices],
+            _wanted(request, devices),
+            device_actions.person(request),
+            request.POST.get("reason", ""),
+            Source.PERSON,
+        )
+    except Refused as refused:
+        messages.error(request, refused.text)
+        return _page(admin, request, devices)
+    if len(results) == 1 and (command := results[0].command):
+        return HttpResponseRedirect(badges.page("command", command.pk))
+    return _page(admin, request, devices, results)
+
+
+def _chosen(request: HttpRequest) -> list[Device]:
+    said = request.POST if request.method == "POST" else request.GET
+    try:
+        uuids = [UUID(text) for text in said.getlist("device")[: partitioning.MOST]]
+    except ValueError:
+        return []
+    found = Device.objects.filter(uuid__in=uuids).exclude(sized_by="")
+    return list(found.select_related("host").order_by("host_id", "key"))
+
+
+def _wanted(request: HttpRequest, devices: list[Device]) -> Change:
+    """What the form says. Raises Refused INVALID."""
+    sign, count = SIGNS.get(request.POST.get("change", "")), request.POST.get("count", "")
+    if sign is None or (sign and not (count.isascii() and count.isdecimal() and len(count) <= 5)):
+        raise Refused(Reason.INVALID, f"Say how many units more or fewer: 1 to {partitioning.MOST_UNITS}.")
+    words, seen = request.POST.get("layout", "").split(), request.POST.get("generation", "")
+    generation = int(seen) if len(devices) == 1 and seen.isascii() and seen.isdecimal() and len(seen) < 19 else None
+    return Change(sign * int(count) if sign else None, catalogue.layout(words) if words else {}, generation)
+
+
+def _page(admin: Any, request: HttpRequest, devices: list[Device], results: list[Result] | None = None) -> HttpResponse:
+    now, became = partitioning.numbers(devices), {result.device: result for result in results or ()}
+    rows = [
+        {"device": one, "units": now[one.pk], "result": (result := became.get(one.uuid)), "ordered": _ordered(result)}
+        for one in devices
+    ]
+    context = admin.admin_site.each_context(request) | {
+        "title": "Units of " + (str(devices[0]) if len(devices) == 1 else f"{len(devices)} devices"),
+        "opts": admin.opts,
+        "address": _address(),
+        "rows": rows,
+        "done": results is not None,
+        "one": devices[0] if len(devices) == 1 else None,
+        "words": sorted({word for one in devices for word in one.changeable.split() if word != one.sized_by}),
+        "kept": {name: request.POST.get(name, "") for name in ("count", "layout", "reason")},
+        "most": partitioning.MOST_UNITS,
+        "longest": MAX_REASON,
+    }
+    return TemplateResponse(request, "accelerators/units.html", context)
+
+
+def _ordered(result: Result | None) -> str:
+    layout = result.command.arguments["layout"] if result and result.command else {}
+    return ", ".join(f"{word}={value}" for word, value in layout.items())
+
+
+def _address() -> str:
+    return reverse("admin:accelerators_device_units")

@@ -1,0 +1,89 @@
+"""Admission rules: what becomes of a device when it is found; made, changed and deleted by administrators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import django_filters as filters
+from rest_framework import serializers
+from rest_framework.request import Request
+from rest_framework.response import Response
+
+from accelerators.api.own.fields import Chosen, Flag, Number, Text, Url
+from accelerators.api.own.views import Collection
+from accelerators.devices import admission_rules
+from accelerators.domain.states import Admission, DeviceType
+from accelerators.models import AdmissionRule
+from accelerators.models.rules import MAX_ORDER, NAME
+
+
+class RuleFilter(filters.FilterSet):
+    """By name, or what it does."""
+
+    name = filters.CharFilter(help_text="Exactly this name.")
+    action = filters.ChoiceFilter(choices=[(word, word) for word in Admission])
+    enabled = filters.BooleanFilter()
+
+
+def pattern(length: int, about: str) -> Text:
+    """A pattern that fits everything when it is empty."""
+    return Text(max_length=length, allow_blank=True, required=False, help_text=about)
+
+
+class RuleSerializer(Chosen):
+    """The first enabled rule that fits a device decides its first state; what is empty fits everything."""
+
+    url = Url("rules", source="uuid")
+    name = Text(
+        validators=[NAME],
+        max_length=64,
+        help_text="Letters, digits, ., - and _; events name it.",
+    )
+    order = Number(
+        min_value=0, max_value=MAX_ORDER, required=False, help_text="The lowest is tried first; 100 if nothing is said."
+    )
+    host = pattern(255, "Name of the host; * and ? stand for what differs.")
+    driver = pattern(64, "Name of the driver; * and ? likewise.")
+    vendor = pattern(255, "The vendor, as devices show it; * and ? likewise.")
+    model = pattern(255, "The model or product, as devices show it; * and ? likewise.")
+    type = serializers.ChoiceField(["", *(word.value for word in DeviceType)], required=False)
+    action = serializers.ChoiceField([word.value for word in Admission], help_text="The state of a device that fits.")
+    enabled = Flag(required=False)
+
+    class Meta:
+        model = AdmissionRule
+        fields = ("uuid", "url", *admission_rules.FIELDS, "created_at", "updated_at")
+        read_only_fields = ("uuid", "created_at", "updated_at")
+
+
+class RuleView(Collection):
+    """Admission rules, in the order in which they are tried."""
+
+    policy = "rule"
+    orders = {"order": "order", "name": "name", "created": "id"}
+    default_order = "order"
+    serializer_class = RuleSerializer
+    filterset_class = RuleFilter
+    queryset = AdmissionRule.objects.all()
+
+    def create(self, request: Request) -> Response:
+        """Make one."""
+        shown = self.get_serializer(admission_rules.create(self._values(request), self.caller)).data
+        return Response(shown, 201, headers={"Location": shown["url"]})
+
+    def partial_update(self, request: Request, **kwargs: str) -> Response:
+        """Change one; devices that it admitted stay as they are."""
+        found = self.get_object()
+        return Response(
+            self.get_serializer(admission_rules.edit(found.uuid, self._values(request, found), self.caller)).data
+        )
+
+    def destroy(self, request: Request, **kwargs: str) -> Response:
+        """Remove one; devices that it admitted stay as they are."""
+        admission_rules.delete(self.get_object().uuid, self.caller)
+        return Response(status=204)
+
+    def _values(self, request: Request, found: AdmissionRule | None = None) -> dict[str, Any]:
+        serializer = self.get_serializer(found, data=request.data, partial=found is not None)
+        serializer.is_valid(raise_exception=True)
+        return dict(serializer.validated_data)

@@ -1,0 +1,102 @@
+"""Accelerator requests with their timeline.
+
+Called by `routes`. Others' requests are not there at all: 404 (contract section 3.2).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import django_filters as filters
+from django.db.models import QuerySet
+from rest_framework import serializers
+
+from accelerators.api.own.fields import Chosen, HandleReference, ProfileReference, Url
+from accelerators.api.own.records import EventSerializer
+from accelerators.api.own.views import Collection
+from accelerators.domain.states import RequestState
+from accelerators.models import AcceleratorRequest, Event
+
+TIMELINE = 100
+"""So many of a request's newest events; `/api/events/?subject=` has them all."""
+STATES = [(word, word) for word in RequestState]
+
+
+class RequestFilter(filters.FilterSet):
+    """By state, instance, host, profile; project counts for who sees more than one."""
+
+    state = filters.MultipleChoiceFilter(choices=STATES, distinct=False)
+    instance = filters.UUIDFilter(field_name="instance_uuid")
+    project = filters.CharFilter(field_name="project_id")
+    host = filters.CharFilter(field_name="hostname", help_text="Exactly this host name.")
+    profile = filters.CharFilter(field_name="profile__name", help_text="Exactly this profile name.")
+
+
+class RequestSerializer(Chosen):
+    """A request: what was asked for, where it stands, why it failed, what it holds."""
+
+    url = Url("requests", source="uuid")
+    project = serializers.CharField(source="project_id", read_only=True)
+    instance = serializers.UUIDField(source="instance_uuid", read_only=True, allow_null=True)
+    profile = ProfileReference(read_only=True)
+    group = serializers.JSONField(read_only=True, help_text="The profile's group as it was when this was made.")
+    handle = HandleReference(source="attach_handle", read_only=True, allow_null=True)
+
+    class Meta:
+        model = AcceleratorRequest
+        fields: tuple[str, ...] = (
+            "uuid",
+            "url",
+            "project",
+            "state",
+            "fault",
+            "instance",
+            "hostname",
+            "device_rp_uuid",
+            "profile",
+            "group_id",
+            "group",
+            "handle",
+            "label",
+            "deadline",
+            "created_at",
+            "updated_at",
+        )
+        read_only_fields = fields
+
+
+class RequestWithTimelineSerializer(RequestSerializer):
+    """A request, and what happened to it, newest first."""
+
+    timeline = serializers.SerializerMethodField()
+
+    class Meta(RequestSerializer.Meta):
+        fields = (*RequestSerializer.Meta.fields, "timeline")
+        read_only_fields = fields
+
+    def get_timeline(self, request: AcceleratorRequest) -> list[dict[str, Any]]:
+        """Its events."""
+        events = Event.objects.filter(subject=request.uuid).order_by("-at", "-id")[:TIMELINE]
+        return EventSerializer(events, many=True, context={"base": self.context["base"]}).data
+
+
+class Owned(Collection):
+    """Rows of projects: each sees its own."""
+
+    def get_queryset(self) -> QuerySet[Any]:
+        """What the caller may see."""
+        rows = super().get_queryset()
+        return rows if self.sees_all() else rows.filter(project_id=self.caller.project_id)
+
+
+class RequestView(Owned):
+    """Accelerator requests, oldest first. Nova makes and binds them through `/v2/accelerator_requests`."""
+
+    policy = "arq"
+    shows = ("requests", "events")
+    filterset_class = RequestFilter
+    queryset = AcceleratorRequest.objects.select_related("profile", "attach_handle")
+
+    def get_serializer_class(self) -> type[RequestSerializer]:
+        """The timeline belongs to one request, not to a list."""
+        return RequestWithTimelineSerializer if self.detail else RequestSerializer

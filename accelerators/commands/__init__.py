@@ -1,0 +1,1 @@
+"""Commands to agents: place them, read their state, and list which ones exist."""

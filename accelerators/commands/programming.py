@@ -1,0 +1,129 @@
+"""What is known of a deployable once it was programmed, and waiting for that to end without holding anything up.
+
+`programmed` is called by `outcomes` in the transaction that settles a command; `until_ended` by the APIs.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+from uuid import UUID
+
+from django.db import connection
+
+from accelerators import conductor
+from accelerators.commands import placing
+from accelerators.domain import traits
+from accelerators.domain.groups import FUNCTION
+from accelerators.domain.states import Origin, Source
+from accelerators.models import Attribute, Command, Deployable, Device
+from accelerators.runtime import pubsub
+
+POLL_S = 1.0
+
+
+def programmed(device: Device, deployable_name: str, image: Mapping[str, Any], actor: str) -> None:
+    """Note what the deployable holds now: the bitstream, and its function as the only trait of that kind.
+
+    Inside `conductor.writing()`, the device's host locked first. `image` has the fields of `agents.wire.ImageRef`.
+    """
+    with conductor.writing():
+        parts = Deployable.objects.select_for_update(of=("self",)).filter(device=device, missing_since__isnull=True)
+        named = parts.filter(name=deployable_name) if deployable_name else parts
+        for part in named.select_related("device__host").order_by("id"):
+            _programmed(part, image, actor)
+
+
+def _programmed(part: Deployable, image: Mapping[str, Any], actor: str) -> None:
+    device, bitstream = part.device, UUID(image["id"])
+    function = image.get("properties", {}).get(FUNCTION) or image["id"]
+    trait = traits.function_trait(part.driver_name or device.driver, function)
+    earlier = Attribute.objects.filter(deployable=part, value__startswith=traits.FUNCTION_ID).order_by("id")
+    before = ", ".join(earlier.values_list("value", flat=True)) or None
+    earlier.exclude(key=traits.KEY).delete()
+    now = datetime.now(UTC)
+    values = {"value": trait, "origin": Origin.CONDUCTOR.value}
+    Attribute.objects.update_or_create(
+        deployable=part, key=traits.KEY, defaults=values | {"updated_at": now}, create_defaults=values
+    )
+    was, part.bitstream_id, part.updated_at = part.bitstream_id, bitstream, now
+    part.save(update_fields=["bitstream_id", "updated_at"])
+    conductor.record(
+        "device.programmed",
+        Source.SYSTEM,
+        actor,
+        host=device.host,
+        subject=(device.uuid, str(device)),
+        changes={
+            f"{part.name} bitstream": [str(was) if was else None, str(bitstream)],
+            f"{part.name} function": [before, trait],
+        },
+        reason=f"image {image.get('name') or image['id']}",
+    )
+    conductor.providers_changed([device.host])
+
+
+def unclear(device: int, deployable_name: str) -> None:
+    """Nobody knows what a device's deployables hold now; one of them, or '' for all. Inside `conductor.writing()`."""
+    parts = Deployable.objects.filter(device=device, bitstream_id__isnull=False).select_related("device__host")
+    held = list(parts.filter(name=deployable_name) if deployable_name else parts)
+    Deployable.objects.filter(id__in=[part.pk for part in held]).update(bitstream_id=None, updated_at=datetime.now(UTC))
+    if held:
+        about = held[0].device
+        conductor.record(
+            "device.unclear",
+            Source.SYSTEM,
+            placing.JOB,
+            host=about.host,
+            subject=(about.uuid, str(about)),
+            changes={f"{part.name} bitstream": [str(part.bitstream_id), None] for part in held},
+            reason="it was being programmed, and how that ended cannot be told",
+        )
+
+
+_waiting: dict[str, list[threading.Event]] = {}
+_lock = threading.Lock()
+_subscribed = False
+
+
+def until_ended(uuid: UUID, seconds: float) -> Command | None:
+    """The command once it has ended, or as it is after `seconds`. No database connection is held meanwhile."""
+    news, end = threading.Event(), time.monotonic() + seconds
+    _enter(str(uuid), news)
+    try:
+        while True:
+            news.clear()
+            command = Command.objects.filter(uuid=uuid).first()
+            left = end - time.monotonic()
+            if command is None or command.ended_at is not None or left <= 0:
+                return command
+            if not connection.in_atomic_block:
+                connection.close()
+            news.wait(min(left, POLL_S))
+    finally:
+        with _lock:
+            _waiting[str(uuid)].remove(news)
+            if not _waiting[str(uuid)]:
+                del _waiting[str(uuid)]
+
+
+def _enter(uuid: str, news: threading.Event) -> None:
+    global _subscribed
+    with _lock:
+        _waiting.setdefault(uuid, []).append(news)
+        first, _subscribed = not _subscribed, True
+    if first:
+        pubsub.subscribe(placing.CHANGED, _heard)
+    pubsub.listen()
+
+
+def _heard(uuid: str | None) -> None:
+    """The hub's listener: one has moved, or who knows which."""
+    with _lock:
+        waiting = [*_waiting.values()] if uuid is None else [_waiting.get(uuid, [])]
+        for events in waiting:
+            for news in events:
+                news.set()

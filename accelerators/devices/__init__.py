@@ -1,0 +1,1 @@
+"""What operators decide about devices: their life cycle, partitioning and admission rules."""

@@ -1,0 +1,357 @@
+"""What an operator decides about devices: offer them, take them out of offer, drain them, retire them.
+
+Called by both APIs, the console, `manage.py device`, `rules`, and the job `drains`. `actions` says what is possible.
+One device or 200 at once: the same transaction, the same number of statements. Locks are taken as a merge takes them,
+hosts before devices, each by id, so that neither waits for the other in a circle.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from itertools import islice
+from typing import Any, Literal
+from uuid import UUID
+
+import msgspec
+from django.db.models import Exists, OuterRef, QuerySet
+
+from accelerators import conductor, safety
+from accelerators.commands import placing
+from accelerators.commands.placing import Order, check_reason
+from accelerators.conductor import locked
+from accelerators.domain.actions import Action, Standing, decide, drained
+from accelerators.domain.caller import Caller, request_id
+from accelerators.domain.errors import Reason, Refused
+from accelerators.domain.provider_ids import provider_uuid
+from accelerators.domain.states import DeviceState, Drain, IllegalMove, Source
+from accelerators.models import AcceleratorRequest, Deployable, Device
+from accelerators.runtime import jobs
+
+MAX_REASON = placing.MAX_REASON
+SLICE = 200
+"""So many devices are moved in one transaction."""
+PATIENCE_S = 10.0
+"""How long one transaction waits for witnesses; whoever was not asked by then is refused, to be tried again."""
+
+DONE = {
+    Action.ENABLE: "enabled",
+    Action.DRAIN: "drained",
+    Action.DISABLE: "disabled",
+    Action.RELEASE: "released",
+    Action.QUARANTINE: "quarantined",
+    Action.REINSTATE: "reinstated",
+    Action.RETIRE: "retired",
+}
+"""The reason of who gives none."""
+
+MOVE = """
+UPDATE accelerators_device t SET state = x.state, returns_to = x.returns_to, drain_to = x.drain_to,
+  state_since = CASE WHEN x.state = t.state THEN t.state_since ELSE %s::timestamptz END,
+  state_reason = coalesce(x.reason, t.state_reason), state_by = coalesce(x.who, t.state_by), updated_at = now()
+FROM jsonb_to_recordset(%s::jsonb) AS x(id bigint, was text, state text, returns_to text, drain_to text, reason text,
+  who text)
+WHERE t.id = x.id AND t.state = x.was
+"""
+NAMED = """
+UPDATE accelerators_deployable t SET rp_uuid = x.rp, updated_at = now()
+FROM jsonb_to_recordset(%s::jsonb) AS x(id bigint, rp uuid) WHERE t.id = x.id AND t.rp_uuid IS NULL
+"""
+
+_S = DeviceState
+_json = msgspec.json.Encoder()
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of one device that something was asked of; `state` is the one it has now, '' if it is not there."""
+
+    uuid: UUID
+    outcome: Literal["moved", "unchanged", "refused"]
+    name: str = ""
+    host: str = ""
+    state: str = ""
+    text: str = ""
+    reason: Reason | None = None
+    """Why it was refused; `text` says it in a sentence."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A locked device, where it stood and where it goes; who decided (the event's actor, what the device shows)."""
+
+    device: Device
+    now: Standing
+    after: Standing
+    actor: str
+    reason: str
+    by: str = ""
+    name: str | None = None
+    """The event's; by default the state it goes to."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the person who decided had before them: `Standing.word` per device, and whether it may be held."""
+
+    words: Mapping[UUID, str]
+    held_too: bool = False
+
+
+def enable(uuid: UUID, caller: Caller, reason: str = "") -> None:
+    """Offer a device: ready at once, or installing when its driver has to do something first; already offered is well.
+
+    Raises Refused: UNKNOWN; CONFLICT for a device that is missing, quarantined, retired, or busy with a command; HELD,
+    by whom, for one that would have to be installed.
+    """
+    ask(Action.ENABLE, uuid, caller, reason)
+
+
+def disable(uuid: UUID, caller: Caller, reason: str = "") -> None:
+    """Take a device out of offer; what is bound stays bound. No change for a device that is not offered."""
+    ask(Action.DISABLE, uuid, caller, reason)
+
+
+def ask(
+    action: Action,
+    uuid: UUID,
+    caller: Caller,
+    reason: str = "",
+    then: Drain = Drain.MAINTENANCE,
+    source: Source = Source.API,
+    seen: Seen | None = None,
+) -> Result:
+    """Do it to one device. Raises Refused: UNKNOWN; CONFLICT when its state does not allow it; HELD, naming who holds
+    what is to be retired; AWAY when somebody who would have to know cannot be asked."""
+    (result,) = act(action, [uuid], caller, reason, then, source, seen)
+    if result.reason is not None:
+        raise Refused(result.reason, result.text)
+    return result
+
+
+def many(
+    action: Action, uuids: Iterable[UUID], caller: Caller, reason: str = "", then: Drain = Drain.MAINTENANCE
+) -> Iterator[list[Result]]:
+    """`act` on any number of devices, slice by slice, as a person's doing; what was done stays done."""
+    rest = iter(uuids)
+    while part := list(islice(rest, SLICE)):
+        yield act(action, part, caller, reason, then, Source.PERSON)
+
+
+def act(
+    action: Action,
+    uuids: Sequence[UUID],
+    caller: Caller,
+    reason: str = "",
+    then: Drain = Drain.MAINTENANCE,
+    source: Source = Source.API,
+    seen: Seen | None = None,
+) -> list[Result]:
+    """Do it to at most SLICE devices in one transaction, each for itself: one that is refused stops no other.
+
+    One that stands otherwise than it was `seen` is refused, unless there is nothing left to do.
+    Raises Refused INVALID for a reason that cannot be stored.
+    """
+    assert len(uuids) <= SLICE, "more than a slice"
+    reason = check_reason(reason) or DONE[action]
+    steps: list[Step] = []
+    with conductor.writing():
+        found = {device.uuid: device for device in locked(Device.objects.filter(uuid__in=uuids))}
+        held = _held(found.values())
+        free = _guard()
+        results = {}
+        for uuid, device in found.items():
+            now = standing(device, held[device.id])
+            try:
+                after = _decide(action, device, now, then, seen)
+                if after.here == _S.RETIRED != now.here:
+                    free(device, now)
+                if action is Action.ENABLE and after != now:
+                    _refuse_unless_idle(device, after)
+            except Refused as refused:
+                results[uuid] = _refused(device, refused.reason, refused.text)
+            else:
+                if after != now:
+                    name = "draining" if action is Action.DRAIN else ""
+                    steps.append(Step(device, now, after, caller.name, reason, caller.name, name))
+                results[uuid] = _result(device, after, "unchanged" if after == now else "moved")
+        store(steps, source)
+    if draining := [step.device.uuid for step in steps if step.after.drain_to]:
+        for device, after in _finish(Device.objects.filter(uuid__in=draining)):
+            results[device.uuid] = _result(device, after, "moved")
+    return [results.get(uuid) or _unknown(uuid) for uuid in dict.fromkeys(uuids)]
+
+
+def _decide(action: Action, device: Device, now: Standing, then: Drain, seen: Seen | None) -> Standing:
+    """What becomes of a locked device. Raises Refused CONFLICT or HELD."""
+    was = seen.words.get(device.uuid, now.word) if seen else now.word
+    by = f"{device.state_by}: {device.state_reason or 'no reason given'}"
+    since = f"since {device.state_since.astimezone(UTC):%H:%M:%S} UTC, by {by}"
+    text = f"Device {device.uuid} was {was} when this was decided; it is {now.word} now, {since}. Look at it again."
+    changed = Refused(Reason.CONFLICT, text)
+    try:
+        after = decide(action, now, then)
+    except IllegalMove as illegal:
+        raise changed if was != now.word else Refused(Reason.CONFLICT, f"Device {device.uuid} {illegal}.") from None
+    if after != now and was != now.word:
+        raise changed
+    if after != now and now.held and seen and not seen.held_too:
+        holders = ", ".join(safety.requests(device).holders)
+        raise Refused(Reason.HELD, f"Device {device.uuid} is held by {holders}: confirm it for held devices.")
+    return after
+
+
+def standing(device: Device, held: int = 0) -> Standing:
+    """Where a device stands, as `actions` wants it."""
+    returns_to, drain_to = device.returns_to, device.drain_to
+    return Standing(
+        DeviceState(device.state),
+        returns_to and DeviceState(returns_to),
+        drain_to and Drain(drain_to),
+        held,
+        bool(device.to_install),
+    )
+
+
+def run_drains() -> None:
+    """The job `drains`: one pass over the devices that drain and whose last request is gone."""
+    last = 0
+
+    def step() -> bool:
+        nonlocal last
+        holding = AcceleratorRequest.objects.filter(attach_handle__deployable__device=OuterRef("pk"))
+        waiting = Device.objects.filter(~Exists(holding), drain_to__isnull=False, id__gt=last)
+        ids = list(waiting.order_by("id").values_list("id", flat=True)[:SLICE])
+        _finish(Device.objects.filter(id__in=ids))
+        last = ids[-1] if ids else last
+        return len(ids) == SLICE
+
+    jobs.run("drains", step)
+
+
+def store(steps: Sequence[Step], source: Source) -> None:
+    """Write what was decided about locked devices: their rows, providers' ids, events, intents, and the commands that
+    install what has to be. Seven statements."""
+    if not steps:
+        return
+    now, write = datetime.now(UTC), conductor.cursor()
+    write.execute(MOVE, [now, _encode([_row(step) for step in steps])])
+    assert write.rowcount == len(steps), "a device moved although it was locked"
+    out = [step.device.id for step in steps if step.after.state not in (_S.INACTIVE, _S.MISSING)]
+    # Its providers' ids are known from now on; one that is recorded (adopted, say) always wins.
+    parts = Deployable.objects.filter(device__in=out, rp_uuid__isnull=True).values_list("id", "name")
+    if named := [{"id": id, "rp": str(provider_uuid(name))} for id, name in parts]:
+        write.execute(NAMED, [_encode(named)])
+    conductor.record_all([_event(step, source, now) for step in steps])
+    conductor.providers_changed({step.device.host_id: step.device.host for step in steps}.values())
+    installs = [step for step in steps if step.after.state == _S.INSTALLING != step.now.state]
+    placing.place(
+        [Order("install", step.device.uuid, actor=step.actor, reason=step.reason) for step in installs], source
+    )
+
+
+def _row(step: Step) -> dict[str, Any]:
+    stays_missing = step.after.state == _S.MISSING  # why it is, stays said
+    return {
+        "id": step.device.id,
+        "was": step.now.state,
+        "state": step.after.state,
+        "returns_to": step.after.returns_to,
+        "drain_to": step.after.drain_to,
+        "reason": None if stays_missing else step.reason,
+        "who": None if stays_missing or not step.by else step.by[:255],
+    }
+
+
+def _event(step: Step, source: Source, at: datetime) -> dict[str, Any]:
+    pairs = {field: [getattr(step.now, field), getattr(step.after, field)] for field in FIELDS}
+    changes: dict[str, Any] = {field: pair for field, pair in pairs.items() if pair[0] != pair[1]}
+    if "state" in changes:
+        changes["state_since"] = [moment.isoformat(timespec="seconds") for moment in (step.device.state_since, at)]
+    return {
+        "source": source,
+        "actor": step.actor[:255],
+        "request_id": request_id.get(),
+        "action": f"device.{step.name or step.after.here}",
+        "subject_type": "device",
+        "subject": str(step.device.uuid),
+        "subject_name": str(step.device)[:255],
+        "host": step.device.host.name,
+        "changes": changes,
+        "reason": step.reason,
+    }
+
+
+FIELDS = ("state", "returns_to", "drain_to")
+
+
+def _finish(wanted: QuerySet[Device]) -> list[tuple[Device, Standing]]:
+    """Of these devices, let those that drain and are free become what they drain to; in one transaction."""
+    steps: list[Step] = []
+    with conductor.writing():
+        devices = locked(wanted.filter(drain_to__isnull=False))
+        held, free = _held(devices), _guard()
+        for device in devices:
+            now = standing(device, held[device.id])
+            after = drained(now)
+            try:
+                if after.here == _S.RETIRED:
+                    free(device, now)
+            except Refused:
+                continue  # it drains on; the job looks again
+            if not now.held:
+                why = f"its last request is gone; {device.state_by}: {device.state_reason}"
+                name = "" if after.here == _S.RETIRED else "drained"
+                steps.append(Step(device, now, after, "drains", why, name=name))
+        store(steps, Source.SYSTEM)
+    return [(step.device, step.after) for step in steps]
+
+
+def _held(devices: Iterable[Device]) -> Counter[int]:
+    """Device id → how many requests hold it."""
+    return Counter(device for device, _ in safety.holding([device.id for device in devices], "id"))
+
+
+def _guard() -> Callable[[Device, Standing], None]:
+    """`safety.refuse_unless_free` for retiring, within the patience of one transaction."""
+    return partial(_refuse_unless_free, time.monotonic() + PATIENCE_S)
+
+
+def _refuse_unless_free(end: float, device: Device, now: Standing) -> None:
+    if time.monotonic() > end:
+        raise Refused(Reason.AWAY, f"Whether device {device.uuid} is held was not found out in time: try again.")
+    safety.refuse_unless_free(device, "retired", () if now.held else (safety.REQUESTS,))
+
+
+def _refuse_unless_idle(device: Device, after: Standing) -> None:
+    """What a command is doing to a device must end first; what an instance uses is not installed anew (promise S1)."""
+    placing.refuse_busy(device, "install")
+    if after.here == _S.INSTALLING and (holders := safety.requests(device).holders):
+        raise Refused(Reason.HELD, f"Device {device.uuid} is held by {', '.join(holders)}: it cannot be installed.")
+
+
+def _result(device: Device, after: Standing, outcome: Literal["moved", "unchanged"]) -> Result:
+    said = [f"{after.here} when its driver names it again"] if after.state == _S.MISSING else []
+    said += [f"draining: {requests_left(after.held)}"] if after.drain_to else []
+    return Result(device.uuid, outcome, str(device), device.host.name, after.state, ", ".join(said))
+
+
+def _refused(device: Device, reason: Reason, text: str) -> Result:
+    return Result(device.uuid, "refused", str(device), device.host.name, device.state, text, reason)
+
+
+def _unknown(uuid: UUID) -> Result:
+    return Result(uuid, "refused", text=f"Device not found with uuid={uuid}", reason=Reason.UNKNOWN)
+
+
+def requests_left(number: int) -> str:
+    """For people who wait for a drain."""
+    return f"{number} request{'' if number == 1 else 's'} left"
+
+
+def _encode(rows: object) -> str:
+    return _json.encode(rows).decode()

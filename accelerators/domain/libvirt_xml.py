@@ -1,0 +1,78 @@
+"""What is left for a person to do when something was attached to an instance that runs, and what libvirt wants. Pure.
+
+Called by the API, the console and `manage.py attachment`. Stock Nova plugs no accelerator into a running guest: it
+reads an instance's requests when it makes the guest anew, and passes them on only if all are PCI (contract sections
+5.1 and 7.1).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from xml.etree import ElementTree
+
+from accelerators.domain.states import HandleType
+
+PLUG = (
+    "It is claimed and bound, and nothing more: stock Nova plugs no accelerator into a guest that runs. Give each"
+    " element of `libvirt` to the guest on {host} (virsh attach-device DOMAIN FILE --live), and take it out there"
+    " (virsh detach-device) before it is detached here."
+)
+REBOOT = (
+    " Where the flavor names a device profile, and all that the instance has is PCI, a hard reboot by Nova plugs it,"
+    " too."
+)
+TEST = "It is claimed and bound: a handle for tests, with no device behind it. There is nothing to plug."
+_HEX = re.compile(r"[0-9a-f]{1,4}")
+
+
+@dataclass(frozen=True)
+class Handle:
+    """What a request holds."""
+
+    uuid: str
+    attach_type: str
+    info: str
+
+
+def sentence(handles: Sequence[Handle], host: str) -> str:
+    """What a person has to know and do; '' where nothing is held."""
+    types = {handle.attach_type for handle in handles}
+    said = {
+        HandleType.PCI: PLUG + REBOOT,
+        HandleType.MDEV: PLUG,
+        HandleType.TEST_PCI: TEST,
+    }
+    return " ".join(text.format(host=host) for kind, text in said.items() if kind in types)
+
+
+def elements(handles: Sequence[Handle]) -> list[str]:
+    """The hostdev element of each that libvirt can plug."""
+    return [text for handle in handles if (text := _element(handle))]
+
+
+def _element(handle: Handle) -> str:
+    if handle.attach_type == HandleType.MDEV:
+        return _hostdev({"type": "mdev", "model": "vfio-pci"}, {"uuid": handle.uuid})
+    if handle.attach_type != HandleType.PCI:
+        return ""
+    try:
+        info = json.loads(handle.info)
+    except ValueError:
+        info = None
+    if not isinstance(info, dict):
+        return ""
+    parts = {"domain": "domain", "bus": "bus", "slot": "device", "function": "function"}
+    address = {name: str(info.get(key, "")).removeprefix("0x") for name, key in parts.items()}
+    if not all(_HEX.fullmatch(value) for value in address.values()):
+        return ""
+    managed = "no" if info.get("managed") == "false" else "yes"
+    return _hostdev({"type": "pci", "managed": managed}, {name: f"0x{value}" for name, value in address.items()})
+
+
+def _hostdev(what: dict[str, str], address: dict[str, str]) -> str:
+    element = ElementTree.Element("hostdev", {"mode": "subsystem"} | what)
+    ElementTree.SubElement(ElementTree.SubElement(element, "source"), "address", address)
+    return ElementTree.tostring(element, encoding="unicode")

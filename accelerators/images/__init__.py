@@ -1,0 +1,1 @@
+"""Images with firmware and bitstreams: stored copies and downloads."""

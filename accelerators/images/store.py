@@ -1,0 +1,213 @@
+"""Images that devices are programmed with: uploaded ones, and copies of Glance's. Rows, and a file for each.
+
+Called by our own API, `manage.py image`, `fetching` (the job that fetches them), and `agents.gateway.image_server`,
+which hands them to agents. A row says that its file is complete and checked: the file is there before the row is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+from uuid import UUID, uuid4
+
+from django.conf import settings
+
+from accelerators import conductor
+from accelerators.domain.caller import Caller
+from accelerators.domain.errors import Reason, Refused
+from accelerators.domain.states import Source
+from accelerators.models import Command, Image, ImageSource
+from accelerators.models.commands import OPEN
+from drivers.files import sync_directory
+
+CHUNK = 1024 * 1024
+MAX_PROPERTIES, MAX_KEY, MAX_VALUE = 64, 255, 1024
+MAX_UPLOADS = 1000
+MAX_COPIES = 64
+COPIES_BYTES = 8 * 1024**3
+"""Copies of Glance's images are dropped beyond this, the longest unused first; the newest always stays."""
+ABANDONED_S = 24 * 3600.0
+"""A file that nobody has written to for so long, and that belongs to no row, is removed."""
+
+
+def directory() -> Path:
+    """Where the files lie, made when it is not there: readable by us alone."""
+    found: Path = settings.KEYS.state / "images"
+    found.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return found
+
+
+def limit() -> int:
+    """Bytes of the largest image that is taken."""
+    most: int = settings.KEYS.image_max_bytes
+    return most
+
+
+def path(uuid: UUID | str) -> Path:
+    """The file of an image."""
+    return directory() / str(uuid)
+
+
+def is_here(image: Image) -> bool:
+    """Whether its file is there, too."""
+    try:
+        return path(image.uuid).stat().st_size == image.size
+    except OSError:
+        return False
+
+
+def as_ref(image: Image) -> dict[str, Any]:
+    """As a command names it: the fields of `agents.wire.ImageRef`."""
+    return {
+        "id": str(image.uuid),
+        "size": image.size,
+        "sha256": image.sha256,
+        "name": image.name,
+        "properties": image.properties,
+    }
+
+
+def check_properties(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Words about an image, bounded; raises Refused INVALID with what is wrong."""
+    checked: dict[str, str] = {}
+    for key, value in pairs:
+        if not key or len(key) > MAX_KEY or len(value) > MAX_VALUE or "\0" in key + value:
+            bounds = f"a key of 1 to {MAX_KEY} characters and a value of up to {MAX_VALUE}, without NUL"
+            raise Refused(Reason.INVALID, f"Property {key[:64]!r}: write KEY=VALUE, {bounds}.")
+        checked[key] = value
+    if len(checked) > MAX_PROPERTIES:
+        raise Refused(Reason.INVALID, f"An image has at most {MAX_PROPERTIES} properties.")
+    return checked
+
+
+def upload(
+    chunks: Iterable[bytes], size: int, name: str, properties: Mapping[str, str], caller: Caller, source: Source
+) -> Image:
+    """Keep what somebody sends: exactly `size` bytes. Raises Refused; then nothing is kept.
+
+    It holds no database connection in a transaction while the bytes arrive.
+    """
+    if not 0 < size <= limit():
+        raise Refused(Reason.INVALID, f"An image has 1 to {limit()} bytes (CYBORG_IMAGE_MAX_BYTES), this one {size}.")
+    if len(name) > 255 or "\0" in name:
+        raise Refused(Reason.INVALID, "An image's name has at most 255 characters, without NUL.")
+    words = check_properties(properties.items())
+    if Image.objects.filter(source=ImageSource.UPLOAD).count() >= MAX_UPLOADS:
+        raise Refused(Reason.CONFLICT, f"There are {MAX_UPLOADS} uploaded images: remove some first.")
+    image = Image(name=name, size=size, properties=words, source=ImageSource.UPLOAD.value, by=caller.name[:255])
+    image.uuid = uuid4()
+    try:
+        with stored(image.uuid, "wb") as file:
+            image.sha256 = _receive(chunks, size, file)
+            keep(file, image.uuid)
+        with conductor.writing():
+            image.save(force_insert=True)
+            _record("image.added", image, source, caller.name, f"uploaded, {size} bytes")
+    except BaseException:
+        part(image.uuid).unlink(missing_ok=True)
+        path(image.uuid).unlink(missing_ok=True)
+        raise
+    return image
+
+
+def remove(uuid: UUID, caller: Caller, source: Source) -> None:
+    """Forget an image and its file. Raises Refused: UNKNOWN, or CONFLICT while a command is to use it."""
+    with conductor.writing():
+        image = Image.objects.select_for_update().filter(uuid=uuid).first()
+        if image is None:
+            raise Refused(Reason.UNKNOWN, f"Image not found with uuid={uuid}")
+        if wanted := Command.objects.filter(OPEN, arguments__image__id=str(uuid)).first():
+            text = f"Command {wanted.uuid} ({wanted}) is to use image {uuid}: wait for its end."
+            raise Refused(Reason.CONFLICT, text)
+        image.delete()
+        _record("image.removed", image, source, caller.name, "")
+    path(uuid).unlink(missing_ok=True)
+
+
+def add_copy(uuid: UUID, name: str, size: int, sha256: str, properties: Mapping[str, str]) -> Image:
+    """Note that Glance's image is here now, and drop other copies where there is no room for all."""
+    values = {"name": name, "size": size, "sha256": sha256, "properties": dict(properties), "by": "glance"}
+    with conductor.writing():
+        image, _ = Image.objects.update_or_create(uuid=uuid, defaults=values | {"source": ImageSource.GLANCE.value})
+        _record("image.added", image, Source.SYSTEM, "images", f"copied from Glance, {size} bytes")
+        dropped = _longest_unused(image)
+        Image.objects.filter(id__in=[old.pk for old in dropped]).delete()
+        for old in dropped:
+            _record("image.removed", old, Source.SYSTEM, "images", "a copy of Glance's, dropped to make room")
+    for old in dropped:
+        path(old.uuid).unlink(missing_ok=True)
+    _tidy()
+    return image
+
+
+def _longest_unused(newest: Image) -> list[Image]:
+    """The copies that are too many; never one that an open command names."""
+    wanted = Command.objects.filter(OPEN, arguments__image__id__isnull=False)
+    kept = {*wanted.values_list("arguments__image__id", flat=True), str(newest.uuid)}
+    dropped: list[Image] = []
+    copies = [*Image.objects.filter(source=ImageSource.GLANCE).order_by("-used_at", "-id")]
+    left, room = MAX_COPIES, COPIES_BYTES
+    for copy in sorted(copies, key=lambda copy: str(copy.uuid) not in kept):
+        left, room = left - 1, room - copy.size
+        if str(copy.uuid) not in kept and (left < 0 or room < 0):
+            dropped.append(copy)
+    return dropped
+
+
+def _tidy() -> None:
+    """Remove what processes that were killed left behind."""
+    known = {str(uuid) for uuid in Image.objects.values_list("uuid", flat=True)}
+    for file in directory().iterdir():
+        with suppress(OSError):
+            if file.name not in known and time.time() - file.stat().st_mtime > ABANDONED_S:
+                file.unlink()
+
+
+def part(uuid: UUID | str) -> Path:
+    """What there is of its file before it is complete."""
+    return directory() / f"{uuid}.part"
+
+
+@contextmanager
+def stored(uuid: UUID | str, mode: str) -> Iterator[IO[bytes]]:
+    """That file, to be written; "wb" begins anew, "r+b" goes on. Raises Refused AWAY when it cannot be."""
+    flags = os.O_RDWR | os.O_CREAT | (os.O_TRUNC if mode == "wb" else 0)
+    try:
+        with os.fdopen(os.open(part(uuid), flags, 0o600), mode) as file:
+            yield file
+    except OSError as error:
+        part(uuid).unlink(missing_ok=True)
+        raise Refused(Reason.AWAY, f"The image cannot be stored in {directory()}: {error.strerror}.") from error
+
+
+def keep(file: IO[bytes], uuid: UUID | str) -> None:
+    """All of it is there and right: from now on it has its name, also after a power cut."""
+    file.flush()
+    os.fsync(file.fileno())
+    os.rename(part(uuid), path(uuid))
+    sync_directory(directory())
+
+
+def _receive(chunks: Iterable[bytes], size: int, file: IO[bytes]) -> str:
+    """Its sha256."""
+    digest, got = hashlib.sha256(), 0
+    for chunk in chunks:
+        got += len(chunk)
+        if got > size:
+            break
+        digest.update(chunk)
+        file.write(chunk)
+    if got != size:
+        raise Refused(Reason.INVALID, f"{size} bytes were announced, {got} came: send the image again.")
+    return digest.hexdigest()
+
+
+def _record(action: str, image: Image, source: Source, actor: str, reason: str) -> None:
+    facts = {"size": image.size, "sha256": image.sha256}
+    changes = {name: [value, None] if action == "image.removed" else [None, value] for name, value in facts.items()}
+    conductor.record(action, source, actor, subject=(image.uuid, str(image)), changes=changes, reason=reason)

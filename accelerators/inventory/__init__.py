@@ -1,0 +1,1 @@
+"""Merge reports of agents into the stored inventory."""

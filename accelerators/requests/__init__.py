@@ -1,0 +1,1 @@
+"""Device profiles and accelerator requests: choose devices, bind them, count what is free."""

@@ -1,0 +1,1 @@
+"""What all processes of the controller share: jobs, notifications, caches and metrics."""

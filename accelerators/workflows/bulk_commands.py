@@ -1,0 +1,66 @@
+"""What is asked of the agents of many devices at once: each gets a command of its own, or a reason why not.
+
+Called by `bulks`. What one device is asked for is `commands.ask`, which has the last word here, too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from uuid import UUID
+
+from accelerators import conductor
+from accelerators.commands import placing
+from accelerators.devices.lifecycle import PATIENCE_S, Result
+from accelerators.domain.caller import Caller
+from accelerators.domain.errors import Reason, Refused
+from accelerators.domain.states import DeviceState, Source
+from accelerators.models import Device
+from drivers.plan import DESTRUCTIVE
+
+OPS = ("health", "reset")
+DONE = {"reset": "reset"}
+
+
+def blocked(op: str, stood: str, word: str, state: DeviceState, *, able: bool, busy: bool, held: bool) -> str:
+    """Why a device that was `stood` when it was chosen and stands at `word` now would not be asked; '' when it would,
+    as far as our own requests tell. Whoever holds it is in the way of what is destructive only."""
+    if op in DESTRUCTIVE and stood != word:
+        return f"was {stood} when it was chosen, is {word} now"
+    if state not in placing.ASKED[op]:
+        return f"is {state}: {op} is not possible"
+    if not able:
+        return f"its driver knows no {op}"
+    if op in DESTRUCTIVE and held:
+        return f"is held: it cannot be {DONE[op]}"
+    return "is busy with a command" if busy and op in placing.EXCLUSIVE else ""
+
+
+def many(op: str, seen: Mapping[UUID, str], caller: Caller, reason: str) -> list[Result]:
+    """Order `op` for each of these devices in one transaction, each for itself: one that is refused stops no other.
+
+    `seen` is how each stood when it was chosen. Of what is destructive nobody waits longer than PATIENCE_S for all
+    witnesses together: who was not asked by then is refused, to be tried again.
+    """
+    until = time.monotonic() + PATIENCE_S
+    with conductor.writing():
+        found = {device.uuid: device for device in conductor.locked(Device.objects.filter(uuid__in=list(seen)))}
+        results: Sequence[Result] = [_one(op, found[uuid], seen[uuid], caller, reason, until) for uuid in found]
+    gone = seen.keys() - found.keys()
+    lost = (Result(uuid, "refused", text="It is not there any more.", reason=Reason.UNKNOWN) for uuid in gone)
+    return [*results, *lost]
+
+
+def _one(op: str, device: Device, stood: str, caller: Caller, reason: str, until: float) -> Result:
+    """For one device, locked."""
+    about = (str(device), device.host.name, device.state)
+    try:
+        if op in DESTRUCTIVE and device.stands != stood:
+            said = f"It was {stood} when it was chosen; it is {device.stands} now. Look at it again."
+            raise Refused(Reason.CONFLICT, said)
+        if op in DESTRUCTIVE and time.monotonic() > until:
+            raise Refused(Reason.AWAY, "Whether it is held was not found out in time: try again.")
+        command = placing.ask(op, device.uuid, caller, reason=reason, source=Source.PERSON)
+    except Refused as refused:
+        return Result(device.uuid, "refused", *about, refused.text, refused.reason)
+    return Result(device.uuid, "moved", *about, f"command {command.pk}")

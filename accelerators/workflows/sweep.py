@@ -1,0 +1,101 @@
+"""Removes what has been missing for long and is free, the only deletion of inventory there is; forgets old commands
+and bulk actions.
+
+A missing device goes `CYBORG_MISSING_RETENTION_S` later, only while its agent is up and its driver answers; what a
+request names, or any witness says is held, or cannot say, stays (`safety`), and so does what is missing because its
+driver was disabled.
+"""
+
+from __future__ import annotations
+
+import logging
+from datetime import UTC, datetime, timedelta
+
+from django.conf import settings
+from django.db.models import Exists, F, Func, OuterRef, Q, QuerySet, TextField, Value
+from django.db.models.functions import Coalesce
+
+from accelerators import conductor, safety
+from accelerators.audit import retention
+from accelerators.devices import lifecycle
+from accelerators.domain.errors import Refused
+from accelerators.domain.states import DriverState, Source
+from accelerators.models import AcceleratorRequest, AttachHandle, Attribute, Command, Deployable, Device
+from accelerators.models.commands import OPEN
+from accelerators.models.devices import driver_error
+from accelerators.runtime import jobs
+from accelerators.workflows import bulk_actions, driver_rollouts
+
+log = logging.getLogger(__name__)
+
+BATCH = 200
+REMEMBERED = timedelta(days=30)
+"""Commands are kept so long after their end; their events stay."""
+
+
+def run() -> None:
+    """The job `sweep`: partitions for the months to come, then what is missing for long, and what is old."""
+    retention.make_months()
+    jobs.run("sweep", lambda: remove_missing() | forget_commands() | bulk_actions.forget() | driver_rollouts.forget())
+
+
+def forget_commands(now: datetime | None = None) -> bool:
+    """Delete one batch of the commands that ended long ago; True when there may be more. Their ids are their age."""
+    oldest = Command.objects.order_by("id").values_list("id", "ended_at")[:BATCH]
+    before = (now or datetime.now(UTC)) - REMEMBERED
+    old = [id for id, ended_at in oldest if ended_at and ended_at < before]
+    if old:
+        with conductor.writing():
+            Command.objects.filter(id__in=old).delete()
+            conductor.forgot("command", len(old), REMEMBERED)
+    return len(old) == BATCH
+
+
+def remove_missing(now: datetime | None = None) -> bool:
+    """Remove one batch; True when there may be more."""
+    before = (now or datetime.now(UTC)) - timedelta(seconds=settings.KEYS.missing_retention_s)
+    with conductor.writing():
+        # In any order: those that somebody holds must not stand before the others for ever.
+        found = list(_removable(before).order_by("?").values_list("id", flat=True)[:BATCH])
+        devices = [d for d in lifecycle.locked(_removable(before).filter(id__in=found)) if _free(d)]
+        for device in devices:
+            conductor.record(
+                "device.removed",
+                Source.SYSTEM,
+                "sweep",
+                host=device.host,
+                subject=(device.uuid, str(device)),
+                changes={"device": [str(device.uuid), None], "model": [device.model, None], "key": [device.key, None]},
+                reason=f"missing since {device.state_since:%Y-%m-%d %H:%M}, and free",
+            )
+        inside = Deployable.objects.filter(device__in=devices)
+        Attribute.objects.filter(deployable__in=inside).delete()
+        AttachHandle.objects.filter(deployable__in=inside).delete()
+        inside.delete()
+        Device.objects.filter(id__in=[d.id for d in devices]).delete()
+        conductor.providers_changed({device.host_id: device.host for device in devices}.values())
+    return len(found) == BATCH and bool(devices)
+
+
+def _free(device: Device) -> bool:
+    """Whether every witness says so."""
+    try:
+        safety.refuse_unless_free(device, "removed")
+    except Refused as refused:
+        log.info("%s", refused.text)
+        return False
+    return True
+
+
+def _removable(before: datetime) -> QuerySet[Device]:
+    held = AcceleratorRequest.objects.filter(
+        Q(attach_handle__deployable__device=OuterRef("pk")) | Q(deployable__device=OuterRef("pk"))
+    )
+    missing = Device.objects.annotate(driver_error=driver_error()).filter(
+        state="missing", state_since__lt=before, host__stale_since__isnull=True, driver_error=""
+    )
+    said = Func(F("host__drivers"), F("driver"), Value("state"), function="jsonb_extract_path_text")
+    state = Coalesce(said, Value(""), output_field=TextField())  # older agents do not say it
+    missing = missing.annotate(driver_state=state).exclude(driver_state=DriverState.DISABLED.value)
+    under_way = Command.objects.filter(OPEN, device=OuterRef("pk"))
+    return missing.filter(~Exists(held), ~Exists(under_way))

@@ -1,0 +1,1 @@
+"""The controller's end of the agents' connections."""

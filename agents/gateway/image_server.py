@@ -1,0 +1,136 @@
+"""The images that agents program devices with, at `/ws/agent/image/<id>`: only to the host whose command names it.
+
+Mounted by `cyborgweb.asgi` on both listeners. Who asks is known as on a connection (`enrolment`): a signed challenge in
+`Authorization`. Runs on the event loop; the database and the disk are asked in threads of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, BinaryIO, TypeVar
+
+from django.db import InterfaceError, OperationalError, connection
+
+from accelerators import database_outage
+from accelerators.images import store
+from agents import credentials, enrolment, key_revocation, wire
+from agents.enrolment import Challenges, Refused
+from agents.gateway.rejections import Refusals
+
+log = logging.getLogger(__name__)
+
+CHUNK = 256 * 1024
+AT_ONCE = 64
+"""Images on their way at a time; who comes then is asked to come back."""
+ANSWER_S = 8.0
+STALLED_S = 60.0
+"""An agent that takes nothing for so long has gone."""
+IMAGE_ID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+NAMED = """
+SELECT EXISTS (SELECT FROM accelerators_command
+  WHERE host_id = %s AND ended_at IS NULL AND answered_at IS NULL AND arguments -> 'image' ->> 'id' = %s)
+"""
+T = TypeVar("T")
+
+
+class Imagery:
+    """The ASGI application. `challenges` and `refusals` are the gateway's."""
+
+    def __init__(self, challenges: Challenges, refusals: Refusals) -> None:
+        self._challenges, self._refusals = challenges, refusals
+        self._threads = ThreadPoolExecutor(4, thread_name_prefix="imagery")
+        self.sending = 0
+
+    async def __call__(self, scope: Any, receive: Any, send: Any, fingerprints: Iterable[str] = ("",)) -> None:
+        """One GET; `fingerprints` are those its agent may have pinned."""
+        host = ""
+        try:
+            if scope["method"] != "GET":
+                raise Refused(405, "method", "GET only")
+            if self.sending >= AT_ONCE:
+                raise Refused(503, "busy", "too many images are being fetched: come back later")
+            credential = enrolment.credential_of(scope)
+            host = credential.host
+            enrolment.verify(credential, self._challenges, fingerprints)
+            self.sending += 1
+            try:
+                file, size = await self._find(credential, scope["path"].removeprefix(wire.IMAGE_PATH))
+                try:
+                    await self._stream(file, size, receive, send)
+                finally:
+                    await self._on_thread(file.close)
+            finally:
+                self.sending -= 1
+        except Refused as refused:
+            if refused.status != 405:
+                self._refusals.add(host, refused.code, refused.reason)
+            headers, body = enrolment.denial(refused)
+            await send({"type": "http.response.start", "status": refused.status, "headers": headers})
+            await send({"type": "http.response.body", "body": body})
+
+    async def _find(self, credential: credentials.Credential, image: str) -> tuple[BinaryIO, int]:
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                return await self._on_thread(lambda: _opened(credential, image))
+        except (TimeoutError, OperationalError, InterfaceError) as error:
+            database_outage.log_outage(error)
+            raise Refused(503, "database", "the database does not answer: come back later") from None
+
+    async def _stream(self, file: BinaryIO, size: int, receive: Any, send: Any) -> None:
+        """In pieces, as fast as it is taken; an agent that has gone is sent no more."""
+        headers = [(b"content-type", b"application/octet-stream"), (b"content-length", str(size).encode())]
+        gone = asyncio.ensure_future(_until_gone(receive))
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            left = size
+            while left and not gone.done():
+                chunk = await self._on_thread(lambda: file.read(min(CHUNK, size)))
+                if not chunk:
+                    raise OSError("the image's file is shorter than it was")
+                left -= len(chunk)
+                async with asyncio.timeout(STALLED_S):
+                    await send({"type": "http.response.body", "body": chunk, "more_body": left > 0})
+        except TimeoutError:
+            log.info("an agent takes no more of the image it asked for: its connection is closed")
+        finally:
+            gone.cancel()
+            with suppress(asyncio.CancelledError):
+                await gone
+
+    async def _on_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+async def _until_gone(receive: Any) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _opened(credential: credentials.Credential, image: str) -> tuple[BinaryIO, int]:
+    """The image's file and size, or Refused. On a thread; its database connection is closed again."""
+    try:
+        identity = enrolment.known([credential.public_key]).get(credential.public_key)
+        if identity is None or identity.host != credential.host:
+            raise Refused(403, "not-enrolled", f"this key is not that of host {credential.host!r}")
+        if identity.barred:
+            raise Refused(
+                403, identity.barred, key_revocation.why(identity.barred, identity.barred_reason, identity.host)
+            )
+        if not IMAGE_ID.fullmatch(image):
+            raise Refused(404, "no-image", "an image is named by its uuid")
+        with connection.cursor() as cursor:
+            cursor.execute(NAMED, [identity.host_id, image])
+            if not cursor.fetchone()[0]:
+                raise Refused(403, "not-ordered", f"no open command of host {identity.host!r} names image {image}")
+    finally:
+        connection.close()
+    try:
+        path = store.path(image)
+        return path.open("rb"), path.stat().st_size
+    except OSError:
+        raise Refused(404, "no-image", f"image {image} is no longer here: give the command again") from None

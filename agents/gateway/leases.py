@@ -1,0 +1,117 @@
+"""Liveness: who was heard, flushed in one statement every few seconds; who was not, told to the conductor."""
+
+from __future__ import annotations
+
+import logging
+import time
+from datetime import UTC, datetime, timedelta
+
+import msgspec
+from django.conf import settings
+from django.db import DataError, connection
+
+from accelerators import conductor
+from accelerators.models import Host
+from accelerators.runtime import jobs
+from agents import wire
+from agents.gateway.sessions import Session
+
+log = logging.getLogger(__name__)
+
+FLUSH = """
+WITH here AS (
+  INSERT INTO agents_gateway AS g (name, url, seen_at) SELECT %(name)s, %(url)s, now() WHERE %(url)s::text <> ''
+  ON CONFLICT (url) DO UPDATE SET name = excluded.name, seen_at = excluded.seen_at
+), gone AS (
+  DELETE FROM agents_gateway WHERE seen_at < now() - interval '1 hour' AND url <> %(url)s
+)
+INSERT INTO agents_lease AS l (host_id, seen_at, epoch)
+SELECT * FROM unnest(%(hosts)s::bigint[], %(times)s::timestamptz[], %(epochs)s::bigint[])
+ON CONFLICT (host_id) DO UPDATE SET seen_at = greatest(l.seen_at, excluded.seen_at),
+  epoch = greatest(l.epoch, excluded.epoch)
+"""
+FACTS = """
+UPDATE agents_agent a SET version = x.version, ops = x.ops, writes = x.writes, wire = x.wire, boot_id = x.boot_id,
+  epoch = x.epoch, address = x.address, connection = x.number, connected_at = now(), changed_at = now()
+FROM jsonb_to_recordset(%s::jsonb) AS x(host bigint, version text, ops text, writes text, wire text, boot_id text,
+  epoch bigint, address text, number bigint)
+WHERE a.host_id = x.host AND a.connection <= x.number
+"""
+"""The row is always the newest connection's, at whatever gateway."""
+
+
+class Leases:
+    """Filled on the event loop, emptied by the writer thread. `seen` costs a dictionary write."""
+
+    def __init__(self, flush_s: float) -> None:
+        self.flush_s = flush_s
+        self.gateway = ("", "")
+        """Name and address of who renews them; without an address nobody else asks it."""
+        self._next = 0.0
+        self._seen: dict[int, tuple[float, int]] = {}
+        self._facts: dict[int, dict[str, object]] = {}
+
+    def seen(self, host_id: int, epoch: int) -> None:
+        """The agent of this host was heard just now."""
+        self._seen[host_id] = (time.time(), epoch)
+
+    def hello(self, session: Session, said: wire.Hello) -> None:
+        """What it said of itself."""
+        identity = session.identity
+        self._facts[identity.host_id] = {
+            "host": identity.host_id,
+            "version": said.agent_version,
+            "ops": " ".join(said.ops),
+            "writes": said.writes and said.writes.replace("\0", ""),
+            "wire": session.version,
+            "boot_id": session.boot_id,
+            "epoch": session.epoch,
+            "address": session.address,
+            "number": identity.number,
+        }
+
+    def flush(self) -> bool:
+        """Write what is due; True when the interval was over, so that somebody looks who is silent."""
+        if time.monotonic() < self._next:
+            return False
+        seen, self._seen = self._seen, {}
+        facts, self._facts = self._facts, {}
+        try:
+            self._write(seen, facts)
+        except Exception:
+            self._seen = seen | self._seen
+            self._facts = facts | self._facts
+            raise
+        self._next = time.monotonic() + self.flush_s
+        return True
+
+    def _write(self, seen: dict[int, tuple[float, int]], facts: dict[int, dict[str, object]]) -> None:
+        with connection.cursor() as cursor:
+            if seen:
+                times = [datetime.fromtimestamp(at, UTC) for at, _ in seen.values()]
+                name, url = self.gateway
+                renewed = {"hosts": list(seen), "times": times, "epochs": [epoch for _, epoch in seen.values()]}
+                cursor.execute(FLUSH, {"name": name, "url": url} | renewed)
+            if facts:
+                try:
+                    cursor.execute(FACTS, [msgspec.json.encode(list(facts.values())).decode()])
+                except DataError:  # what agents say of themselves never keeps leases from being renewed
+                    log.exception("what %d agents said of themselves cannot be stored", len(facts))
+
+
+def watch() -> bool:
+    """One look: hosts whose agent is silent for two beats become stale, those heard again live. Nothing more to do."""
+    now = datetime.now(UTC)
+    limit = now - timedelta(seconds=2 * settings.KEYS.beat_s + 2)
+    silent = Host.objects.filter(stale_since__isnull=True, agent__isnull=False, lease__seen_at__lt=limit)
+    heard = Host.objects.filter(stale_since__isnull=False, lease__seen_at__gte=limit)
+    if ids := list(silent.values_list("id", flat=True)):
+        conductor.mark_hosts(ids, now)
+    if ids := list(heard.values_list("id", flat=True)):
+        conductor.mark_hosts(ids, None)
+    return False
+
+
+def run() -> None:
+    """The job `leases`."""
+    jobs.run("leases", watch)

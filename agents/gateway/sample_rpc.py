@@ -1,0 +1,187 @@
+"""How processes ask a gateway for samples: a POST to `PATH` on its event loop, signed with Django's secret key.
+
+`Door` is the gateway's end, mounted by `cyborgweb.asgi` before Django: nothing in it touches the database. `ask` is the
+other end, called by `agents.telemetry` in threads. The texts of samples go through as agents wrote them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+from collections.abc import Collection, Iterator
+from typing import Annotated, Any
+from urllib.parse import urlsplit
+
+import msgspec
+from django.core.signing import BadSignature, TimestampSigner
+from msgspec import Meta, Struct
+
+from agents import wire
+from agents.gateway.sample_cache import Board, Busy
+
+PATH = "/ws/gateway/load"
+HEADER = "x-cyborg-signed"
+MAX_AGE_S = 30
+MAX_ASK_BYTES = 1024 * 1024
+MAX_ANSWER_BYTES = 512 * 1024 * 1024
+HOSTS_A_PIECE = 256
+"""So many hosts' samples are sent before others on the loop have their turn."""
+
+
+class Ask(Struct, frozen=True, omit_defaults=True):
+    """`hosts` None: all. `for_s`: they are to send samples every `every_s` seconds so long; what is known is answered.
+
+    `within_s`: they are asked now, and what came since is answered when all have said it or the time is over.
+    """
+
+    hosts: Annotated[tuple[int, ...], Meta(max_length=100_000)] | None = None
+    every_s: Annotated[float, Meta(ge=0, le=3600)] = 0.0
+    for_s: Annotated[float, Meta(ge=0, le=3600)] = 0.0
+    within_s: Annotated[float, Meta(ge=0, le=60)] = 0.0
+
+
+class Held(Struct, frozen=True):
+    """What one host said last, and the unix time when its gateway took it. Decoded one by one: all at once would hold
+    up whatever else runs in the process that asks."""
+
+    host: int
+    at: float
+    said: msgspec.Raw
+
+    def loads(self) -> tuple[wire.DeviceLoad, ...]:
+        """Of its devices."""
+        return _samples.decode(self.said).loads
+
+
+class Answer(Struct, frozen=True):
+    """Of the gateway with this name."""
+
+    gateway: str
+    hosts: list[Held]
+
+
+class Unanswered(OSError):
+    """A gateway did not say what it was asked; the text says why."""
+
+
+_ask = msgspec.json.Decoder(Ask)
+_answer = msgspec.json.Decoder(Answer)
+_samples = msgspec.json.Decoder(wire.Samples)
+
+
+class Door:
+    """The ASGI application at `PATH`."""
+
+    def __init__(self, board: Board) -> None:
+        self._board = board
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """403 for who does not have our key, 400 and 413 for what is no Ask, 503 for one census too many."""
+        digest = _signed(scope)
+        if scope["method"] != "POST" or digest is None:
+            await _refuse(send, 403, "This is for the gateways' own processes.")
+            return
+        body = await _body(receive)
+        if body is None:
+            await _refuse(send, 413, f"More than {MAX_ASK_BYTES} bytes.")
+            return
+        try:
+            if _digest(body) != digest:
+                raise ValueError("the signature is not over this body")
+            asked = _ask.decode(body)
+        except ValueError as error:
+            await _refuse(send, 400, str(error))
+            return
+        try:
+            since = await _do(self._board, asked)
+        except Busy as error:
+            await _refuse(send, 503, str(error))
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
+        for piece in _pieces(self._board, asked.hosts, since):
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"]}"})
+
+
+async def _do(board: Board, asked: Ask) -> float:
+    """What is asked of agents; since when samples are wanted (monotonic)."""
+    if asked.within_s:
+        return await board.census(asked.hosts or (), asked.within_s)
+    if asked.for_s:
+        board.watch(asked.hosts or (), asked.every_s, asked.for_s)
+    return 0.0
+
+
+def _pieces(board: Board, hosts: Collection[int] | None, since: float) -> Iterator[bytes]:
+    """An Answer but for its end."""
+    begin = b'{"gateway":%s,"hosts":[' % msgspec.json.encode(board.name)
+    piece: list[bytes] = []
+    for number, (host, at, said) in enumerate(board.said(hosts, since), 1):
+        piece.append(b'{"host":%d,"at":%.3f,"said":%b}' % (host, at, said))
+        if number % HOSTS_A_PIECE == 0:
+            yield begin + b",".join(piece)
+            begin, piece = b",", []
+    yield begin + b",".join(piece) if piece or begin != b"," else b""
+
+
+async def _body(receive: Any) -> bytes | None:
+    """None: it is too long."""
+    body, more = b"", True
+    while more:
+        event = await receive()
+        body += event.get("body", b"")
+        more = event.get("more_body", False)
+        if len(body) > MAX_ASK_BYTES:
+            return None
+    return body
+
+
+async def _refuse(send: Any, status: int, sentence: str) -> None:
+    body = msgspec.json.encode({"error": sentence})
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _signer() -> TimestampSigner:
+    return TimestampSigner(salt="agents.gateway.sample_rpc")
+
+
+def _digest(body: bytes) -> str:
+    return hashlib.sha256(body).hexdigest()
+
+
+def _signed(scope: Any) -> str | None:
+    """The digest of the body that somebody with our key signed just now; None: nobody did."""
+    value = next((value for name, value in scope["headers"] if name == HEADER.encode()), b"")
+    try:
+        return str(_signer().unsign(value.decode("latin-1"), max_age=MAX_AGE_S))
+    except BadSignature:
+        return None
+
+
+def ask(url: str, asked: Ask, timeout_s: float) -> Answer:
+    """Have the gateway at `url` answer; raises Unanswered, or Busy for one census too many.
+
+    `timeout_s` is for each step: who waits sets an end.
+    """
+    body = msgspec.json.encode(asked)
+    try:
+        address = urlsplit(url)
+        kind = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
+        connection = kind(address.hostname or "", address.port, timeout=timeout_s)
+    except (ValueError, http.client.HTTPException) as error:
+        raise Unanswered(f"{url[:200]!r} is no address: {error}") from None
+    try:
+        connection.request("POST", PATH, body, {HEADER: _signer().sign(_digest(body))})
+        response = connection.getresponse()
+        said = response.read(MAX_ANSWER_BYTES)
+        if response.status == 503:
+            raise Busy(said[:200].decode(errors="replace"))
+        if response.status != 200:
+            raise Unanswered(f"{response.status} {said[:200].decode(errors='replace')}")
+        return _answer.decode(said)
+    except (OSError, http.client.HTTPException, msgspec.DecodeError) as error:
+        raise Unanswered(f"{type(error).__name__}: {error}") from None
+    finally:
+        connection.close()

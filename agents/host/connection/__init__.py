@@ -1,0 +1,1 @@
+"""The connection to the gateway: addresses, keys, sessions."""

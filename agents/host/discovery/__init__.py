@@ -1,0 +1,1 @@
+"""Find accelerators, notice changes, report them, and sample their load."""

@@ -1,0 +1,135 @@
+"""Which drivers run on this host, with which settings, and which could; changed while the agent runs.
+
+Made by `main` from the host's own configuration and the wishes in the journal, which win. Asked by `report` what else
+is to be told of each driver, by `executor` to `configure` one: the new settings are tried first, in a process of their
+own that can only look, so a mistake in them costs the running driver nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import msgspec
+
+from agents import wire
+from agents.host.journal.desired_drivers import Wishes
+from drivers import catalogue
+from drivers.errors import DriverError, Invalid
+from drivers.inventory import DriverReport
+from drivers.isolation.runner import DriverProcess
+
+log = logging.getLogger("cyborg.agent")
+
+Settings = Mapping[str, object]
+
+
+class Roster:
+    """`local` are the drivers that the host's own configuration enables, `tables` its settings of each; `make` starts
+    nothing yet, and `installed` names what can be run at all. Without `wishes` nothing can be changed."""
+
+    def __init__(
+        self,
+        local: Sequence[str],
+        tables: Mapping[str, Settings],
+        wishes: Wishes | None,
+        make: Callable[[str, Settings], DriverProcess],
+        installed: Callable[[], tuple[str, ...]] = catalogue.names,
+    ) -> None:
+        self._local, self._tables, self._wishes = tuple(local), tables, wishes
+        self._make, self._installed, self._here = make, installed, installed()
+        named = dict.fromkeys((*self._local, *(wishes.drivers() if wishes else ())))
+        self.running = {name: make(name, self._settings(name, self._wish(name))) for name in named if self._runs(name)}
+        """Those that are asked, in the order in which they claim devices; changes while the agent runs."""
+
+    def told(self, reports: Iterable[DriverReport]) -> tuple[DriverReport, ...]:
+        """The answers with what the agent knows of their drivers, and an empty one for each that does not run."""
+        said = [self._stamped(report) for report in reports]
+        wished = self._wishes.drivers() if self._wishes else ()
+        rest = {*self._here, *self._local, *wished} - {report.driver for report in said}
+        return (*said, *(self._off(name) for name in sorted(rest)))
+
+    def verdict(self, command: wire.Command) -> tuple[wire.Outcome, str]:
+        """How a `configure` ended that was interrupted: what is in the journal is what drivers run by now."""
+        if command.wish and self._generation(command.driver) >= command.wish.generation:
+            return "succeeded", "interrupted, since the agent stopped while it ran, and yet done"
+        return "refused", "interrupted, since the agent stopped while it ran: nothing was changed"
+
+    async def configure(self, driver: str, wish: wire.Wish) -> str:
+        """Run the driver, or no more, as it is wanted, from now on and after every restart; what is so then, in words.
+
+        Raises DriverError and sqlite3.OperationalError: then everything is as it was.
+        """
+        if (known := self._generation(driver)) >= wish.generation or self._wishes is None:
+            raise Invalid(f"{driver}: what was wanted later, as generation {known}, is here already")
+        trial, lacks = await self._trial(driver, wish) if wish.runs else (None, ())
+        try:
+            self._wishes.keep(driver, wish)
+        except BaseException:
+            if trial:
+                await trial.close()
+            raise
+        old = self.running.get(driver)
+        if trial:
+            self.running[driver] = trial
+        else:
+            self.running.pop(driver, None)
+        if old:
+            await old.close()
+        log.info("driver %s is wanted as generation %d: %s", driver, wish.generation, _state(wish))
+        return "; ".join((f"{driver} is {_state(wish)}", *lacks))
+
+    async def _trial(self, driver: str, wish: wire.Wish) -> tuple[DriverProcess, tuple[str, ...]]:
+        """The driver with new settings when it answers with them, and what it lacks here. Raises DriverError."""
+        self._here = self._installed()
+        if driver not in self._here:
+            raise Invalid(
+                f"the driver {driver} is not installed on this host, only {', '.join(self._here) or 'none'}: install"
+                " its package there, in the Python environment of cyborg-agent (pip install PACKAGE), and try again"
+            )
+        if "acts" in (wish.settings or {}):
+            raise Invalid("which acts are allowed on this host only its own CYBORG_DRIVER_SETTINGS can say")
+        trial = self._make(driver, self._settings(driver, wish))
+        try:
+            lacks, error = await trial.probe(), (await trial.discover()).error
+            if not error:
+                return trial, lacks
+        except DriverError as problem:
+            error = str(problem)
+        except BaseException:
+            await trial.close()
+            raise
+        await trial.close()
+        raise Invalid(f"with these settings it does not work, so nothing was changed: {error}")
+
+    def _wish(self, name: str) -> wire.Wish | None:
+        return self._wishes.get(name) if self._wishes else None
+
+    def _settings(self, name: str, wish: wire.Wish | None) -> Settings:
+        return wish.settings if wish and wish.settings is not None else self._tables.get(name, {})
+
+    def _runs(self, name: str) -> bool:
+        wish = self._wish(name)
+        return wish.runs if wish else name in self._local
+
+    def _generation(self, name: str) -> int:
+        wish = self._wish(name)
+        return wish.generation if wish else 0
+
+    def _stamped(self, report: DriverReport) -> DriverReport:
+        driver = self.running.get(report.driver)
+        return msgspec.structs.replace(
+            report,
+            version=driver.manifest.version if driver else "",
+            state="quarantined" if driver and driver.quarantined else "",
+            generation=self._generation(report.driver),
+        )
+
+    def _off(self, name: str) -> DriverReport:
+        wish = self._wish(name)
+        state = "disabled" if wish and wish.installed else "absent"
+        return DriverReport(name, state=state, generation=self._generation(name))
+
+
+def _state(wish: wire.Wish) -> str:
+    return "enabled" if wish.runs else "disabled" if wish.installed else "uninstalled"

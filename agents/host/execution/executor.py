@@ -1,0 +1,411 @@
+"""What the conductor wants done on this host: each command once, in order per device, answered for certain.
+
+Fed by `link` (`take`), which also carries away `progress` and the ledger's results; run by `main`. An act on a device
+is done by `perform`, with the driver's plan and under the fence; `recovery` goes before everything else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import logging
+import sqlite3
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import AsyncExitStack, nullcontext
+from dataclasses import dataclass, field
+
+import msgspec
+
+from agents import wire
+from agents.host.discovery.driver_set import Roster
+from agents.host.discovery.reporter import Reporter
+from agents.host.execution import preflight, recovery
+from agents.host.execution.command_semantics import (
+    ACTS,
+    OF_HOST,
+    OPS,
+    Answer,
+    acts_of,
+    ask_of,
+    raw,
+    sentence,
+    settle,
+    slot_of,
+)
+from agents.host.execution.images import Images
+from agents.host.execution.placement_writer import Direct
+from agents.host.execution.plan_runner import Ended, Performance, Site, Writer
+from agents.host.journal.command_log import Applied
+from agents.host.settings import EVERY
+from drivers.errors import DriverError
+from drivers.plan import Ask
+
+log = logging.getLogger("cyborg.executor")
+
+SIDE_BY_SIDE = 8
+"""Devices that are worked on at the same time."""
+MAX_WAITING = 1000
+RETRY_S = 5.0
+"""Between two attempts to write to a journal whose disk is full."""
+STUCK_POLL_S = 1.0
+RECOVERY_S = 120.0
+"""What a reboot took away may take so long to be put back; then the first report is made without the rest."""
+Lane = tuple[str, str]
+
+
+@dataclass(order=True)
+class _Waiting:
+    number: int
+    begin_by: float = field(compare=False)
+    end_by: float = field(compare=False)
+    command: wire.Command = field(compare=False)
+
+
+class Executor:
+    """Takes commands and does them. `rules` are the acts that the operator allows, per driver; all without an entry."""
+
+    def __init__(
+        self,
+        site: Site,
+        reporter: Reporter,
+        images: Images,
+        direct: Direct | None = None,
+        roster: Roster | None = None,
+        *,
+        rules: Mapping[str, frozenset[str]] | None = None,
+        logs: Callable[[], str] = lambda: "",
+        retry_s: float = RETRY_S,
+    ) -> None:
+        self._site, self._ledger = site, site.ledger
+        self._reporter, self._images, self._direct, self._roster = reporter, images, direct, roster
+        self._rules, self._logs = rules or {}, logs
+        self._retry_s = retry_s
+        self.progress: dict[int, wire.Progress] = {}
+        """The last of each command, until somebody carries it away."""
+        self.on_news: Callable[[], None] = lambda: None
+        """Called when there is progress or a result to be told."""
+        self._lanes: dict[Lane, list[_Waiting]] = {}
+        self._running: set[Lane] = set()
+        self._waiting: set[str] = set()
+        """Ids of commands that are in a lane, or being done."""
+        self._begun: dict[tuple[str, str, str], int] = {}
+        self._acting: Counter[str] = Counter()
+        """How many acts a driver is asked for; it is changed while there is none, and asked for none meanwhile."""
+        self._changing: set[str] = set()
+        self._stuck: dict[Lane, Writer] = {}
+        self._open = asyncio.Event()
+        self._free = asyncio.Semaphore(SIDE_BY_SIDE)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._verdicts: list[tuple[wire.Command, Answer]] = []
+
+    def take(self, command: wire.Command) -> None:
+        """Journal a command and have it done in its turn; one that is known already runs no second time."""
+        try:
+            if self._ledger.hear(command) in ("new", "received") and command.id not in self._waiting:
+                self._enqueue(command)
+        except sqlite3.OperationalError as error:
+            text = f"the agent's journal takes no write ({error})"
+            self._ledger.owed[command.number] = wire.Result(command.number, "refused", text)
+        self.on_news()
+
+    async def prepare(self, limit_s: float = RECOVERY_S) -> None:
+        """Before the first report: find out how interrupted commands ended, and put back what a reboot took away."""
+        until = asyncio.get_running_loop().time() + limit_s
+        try:
+            self._ledger.forget_waiting()
+        except sqlite3.OperationalError as error:
+            log.error("the journal takes no write (%s): commands are refused until it does", error)
+        for command, boot in self._ledger.interrupted():
+            if command.op == "configure" and self._roster:
+                answer = Answer(*self._roster.verdict(command), look=command.driver)
+            else:
+                answer = await recovery.verdict(self._site, self._images, command, boot)
+            self._verdicts.append((command, answer))
+        self._images.clear()
+
+        async def in_turn(lane: Lane) -> None:
+            async with self._free:
+                await self._put_back(lane)
+
+        tasks = {lane: asyncio.ensure_future(in_turn(lane)) for lane in recovery.lost(self._site)}
+        try:
+            if tasks:
+                await asyncio.wait(tasks.values(), timeout=max(until - asyncio.get_running_loop().time(), 0))
+        finally:
+            for lane, task in tasks.items():
+                if not task.done():
+                    self._reporter.mark(*lane, f"after the reboot it could not be put back within {limit_s:g} s")
+                    task.cancel()
+            await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+    async def run(self) -> None:
+        """Do what was taken and what is taken; ends by being cancelled."""
+        self._open.set()
+        for command, answer in self._verdicts:
+            self._start(self._finish(command, answer))
+        try:
+            await asyncio.get_running_loop().create_future()
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _finish(self, command: wire.Command, answer: Answer) -> None:
+        """Look again where that is wanted, journal the result, have it told."""
+        report = await self._reporter.looked(answer.look) if answer.look else answer.report
+        result = wire.Result(
+            number=command.number,
+            outcome=answer.outcome,
+            text=sentence(answer.text),
+            detail={name: value.replace("\0", "") for name, value in answer.detail.items()},
+            epoch=report.epoch if report else 0,
+            seq=report.seq if report else 0,
+            hash=report.hash if report else "",
+        )
+        while True:
+            try:
+                self._ledger.end(command, result)
+                break
+            except sqlite3.OperationalError as error:
+                log.error("the journal takes no result (%s): it is told when it does", error)
+                if answer.outcome == "refused":
+                    self._ledger.owed[command.number] = result  # nothing was touched, so nothing can be forgotten
+                    break
+                await asyncio.sleep(self._retry_s)
+        log.info("command %d, %s %s: %s: %s", command.number, command.op, command.key, result.outcome, result.text)
+        self.progress.pop(command.number, None)
+        self.on_news()
+
+    def _enqueue(self, command: wire.Command) -> None:
+        now = asyncio.get_running_loop().time()
+        lane = (command.driver, command.key or command.op)
+        one = _Waiting(command.number, now + command.start_s, now + command.end_s, command)
+        heapq.heappush(self._lanes.setdefault(lane, []), one)
+        self._waiting.add(command.id)
+        if lane not in self._running:
+            self._running.add(lane)
+            self._start(self._serve(lane))
+
+    def _start(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, lane: Lane) -> None:
+        await self._open.wait()
+        try:
+            while waiting := self._lanes.get(lane):
+                async with self._free if lane[0] else nullcontext():  # what is the host's own waits for no device
+                    one = heapq.heappop(waiting)
+                    await self._one(one)
+                    self._waiting.discard(one.command.id)
+            del self._lanes[lane]
+        finally:
+            self._running.discard(lane)
+
+    async def _one(self, one: _Waiting) -> None:
+        command = one.command
+        try:
+            answer = await self._done(one)
+        except DriverError as error:
+            answer = Answer("refused", str(error))
+        except sqlite3.OperationalError as error:
+            answer = Answer("refused", f"the agent's journal takes no write ({error})")
+        except Exception as error:  # a fault of ours must not leave anybody waiting
+            log.exception("command %d (%s) failed in the agent itself", command.number, command.op)
+            look = command.driver if command.driver in self._site.drivers else ""
+            answer = Answer("unknown", f"the agent itself failed: {type(error).__name__}: {error}", look=look)
+        await self._finish(command, answer)
+
+    async def _done(self, one: _Waiting) -> Answer:
+        """Do it. Whatever is raised but Ended comes before the first touch, and refuses."""
+        command = one.command
+        if problem := self._unfit(one):
+            return Answer("refused", problem)
+        self._ledger.begin(command, self._site.boot)
+        self._tell(command, 0, "begun")
+        match command.op:
+            case "logs":
+                answer = Answer("succeeded", "the agent's last lines", {"log": self._logs()})
+            case "report":
+                answer = raw(self._reporter.last, command.driver)
+            case "rescan":
+                answer = await self._rescan(command)
+            case "health":
+                answer = await self._health(command)
+            case "placement" if self._direct:
+                answer = await self._direct.write(command, one.end_by)
+            case "configure" if self._roster and command.wish:
+                answer = await self._configure(command.driver, command.wish, self._roster)
+            case _:
+                self._acting[command.driver] += 1
+                try:
+                    answer = await self._act(command, one.end_by)
+                finally:
+                    self._acting[command.driver] -= 1
+        return answer
+
+    def _unfit(self, one: _Waiting) -> str:
+        """Why it is not begun, '' when it is."""
+        command = one.command
+        late = asyncio.get_running_loop().time() > one.begin_by
+        if command.op not in OPS:
+            return f"this release of the agent has no command {command.op!r}: update it"
+        if late or len(self._waiting) > MAX_WAITING:
+            return f"it could not be begun within {command.start_s:g} s: {len(self._waiting)} commands are waiting"
+        if command.op == "placement" and self._direct is None:
+            return "nothing on this host writes to Placement"
+        if command.op == "configure":
+            return self._unfit_change(command)
+        needs_driver = command.driver or command.op not in OF_HOST
+        if needs_driver and command.driver not in self._site.drivers:
+            return f"the driver {command.driver!r} is not enabled on this host"
+        return self._unfit_act(command) if command.op in ACTS else ""
+
+    def _unfit_act(self, command: wire.Command) -> str:
+        slot = (command.driver, command.key, command.uuid)
+        if self._begun.get(slot, -1) > command.number:
+            return f"a later command ({self._begun[slot]}) was begun here before it"
+        if command.driver in self._changing:
+            return f"{command.driver} is being changed: try again when that has ended"
+        if command.op not in self._rules.get(command.driver, self._rules.get(EVERY, ACTS)):
+            return f"the settings of {command.driver} on this host do not allow to {command.op} its devices"
+        if (command.driver, command.key) in self._stuck:
+            return "an earlier write to this device still hangs in the kernel"
+        if self._site.device(command.driver, command.key) is None:
+            return f"{command.driver} sees no device {command.key} on this host"
+        if len(self._begun) > MAX_WAITING:
+            self._begun.clear()
+        self._begun[slot] = command.number
+        return ""
+
+    def _unfit_change(self, command: wire.Command) -> str:
+        """The guard on the host: a driver is left alone while anything that it made is used (promise S3)."""
+        if self._roster is None or not command.driver or command.wish is None:
+            return "it does not say which driver is wanted how, or no driver here can be changed"
+        if self._acting[command.driver] or any(driver == command.driver for driver, _ in self._stuck):
+            return f"{command.driver} is at work on a device: try again when that has ended"
+        attached = self._ledger.attached(command.driver) if command.driver in self._site.drivers else None
+        return f"{attached.ask.uuid} is attached to {attached.ask.consumer}: detach that first" if attached else ""
+
+    async def _configure(self, driver: str, wish: wire.Wish, roster: Roster) -> Answer:
+        self._changing.add(driver)
+        try:
+            said = await roster.configure(driver, wish)
+            if wish.runs:  # a reboot while it was off took away what it had made
+                await self._reporter.looked(driver)
+                for lane in filter(lambda lane: lane[0] == driver, recovery.lost(self._site)):
+                    await self._put_back(lane)
+            return Answer("succeeded", said, look=driver)
+        finally:
+            self._changing.discard(driver)
+
+    async def _rescan(self, command: wire.Command) -> Answer:
+        running = {name: one for name, one in self._site.drivers.items() if command.driver in ("", name)}
+        if not running:
+            return Answer("succeeded", "no driver runs on this host")
+        for one in running.values():
+            one.release()
+        reports = await asyncio.gather(*map(self._reporter.looked, running))
+        report = max(reports, key=lambda report: report.seq)
+        found = [one for one in report.drivers if one.driver in running]
+        said = [one.error or f"{one.driver}: {len(one.devices)} devices, {len(one.faults)} faults" for one in found]
+        lacks = {name: await self._lacks(name) for name in running}
+        return Answer("succeeded", "; ".join(said), {k: text for k, text in lacks.items() if text}, report=report)
+
+    async def _lacks(self, driver: str) -> str:
+        """What keeps the driver from using this host to the full, '' for nothing, also of one that runs no more."""
+        try:
+            return "; ".join(await self._site.drivers[driver].probe()) if driver in self._site.drivers else ""
+        except DriverError as error:
+            return str(error)
+
+    async def _health(self, command: wire.Command) -> Answer:
+        vitals = await self._site.drivers[command.driver].health(ask_of(command, None, self._site))
+        detail = {name: msgspec.json.encode(getattr(vitals, name)).decode() for name in ("signals", "samples")}
+        detail |= {"status": vitals.status, "reason": vitals.reason}
+        return Answer("succeeded", f"{vitals.status}: {vitals.reason}".removesuffix(": "), detail)
+
+    async def _act(self, command: wire.Command, end_by: float) -> Answer:
+        """An act on a device, with its image."""
+        try:
+            async with AsyncExitStack() as stack:
+                image = None
+                if command.image is not None:
+                    fetching = self._images.lent(
+                        command.image, lambda part: self._tell(command, part, "fetching the image")
+                    )
+                    image = await stack.enter_async_context(fetching)
+                return await self._perform(command, ask_of(command, image, self._site), end_by)
+        except Ended as ended:
+            if ended.hand is not None:
+                self._hangs((command.driver, command.key), ended.hand, ended.text)
+            return Answer(ended.outcome, ended.text, look="" if ended.outcome == "refused" else command.driver)
+
+    async def _perform(self, command: wire.Command, ask: Ask, end_by: float) -> Answer:
+        driver, key = command.driver, command.key
+        acts = acts_of(command)
+        attachments = self._ledger.attachments(driver, key)
+        for act in acts:
+            preflight.unattached(act, ask, attachments)
+        new = "attach" in acts and ask.uuid not in attachments
+        if new:  # from before its first step on it counts as attached
+            self._ledger.apply(Applied(driver, key, slot_of(command), ask, ""))
+        performance = Performance(self._site, driver, ask, lambda *told: self._tell(command, *told), end_by)
+        try:
+            said = await performance.run(*acts)
+        except Ended as ended:
+            if new and ended.undone:
+                self._gone(driver, key, slot_of(command))
+            raise
+        while True:
+            try:
+                settle(command, ask, self._ledger, self._site.boot)
+                break
+            except sqlite3.OperationalError as error:
+                log.error("the journal cannot note what was done (%s): trying again", error)
+                await asyncio.sleep(self._retry_s)
+        if (driver, key) in self._reporter.marks:
+            await self._put_back((driver, key))
+        return Answer("succeeded", said, look=driver)
+
+    def _gone(self, driver: str, key: str, slot: str) -> None:
+        try:
+            self._ledger.remove(driver, key, slot)
+        except sqlite3.OperationalError as error:
+            log.error("the journal cannot forget %s of %s (%s): it is guarded until it is detached", slot, key, error)
+
+    def _tell(self, command: wire.Command, percent: int, text: str) -> None:
+        told = wire.Progress(command.number, min(max(percent, 0), 100), sentence(text)[:500])
+        if self.progress.get(command.number) != told:
+            self.progress[command.number] = told
+            self.on_news()
+
+    def _hangs(self, lane: Lane, hand: Writer, reason: str) -> None:
+        """The device is touched no more until the kernel lets go of the worker."""
+
+        async def wait() -> None:
+            while hand.stuck:
+                await asyncio.sleep(STUCK_POLL_S)
+            await hand.close()
+            await self._put_back(lane)  # that may hang in its turn, and then it has the device
+            if self._stuck.get(lane) is hand:
+                del self._stuck[lane]
+            self._reporter.look([lane[0]])
+
+        self._stuck[lane] = hand
+        self._reporter.mark(*lane, f"stuck in the kernel, and left alone until that ends: {reason}")
+        self._start(wait())
+
+    async def _put_back(self, lane: Lane) -> None:
+        """Have the device as it was before the reboot, or marked with the reason."""
+        try:
+            await recovery.put_back(self._site, recovery.lost(self._site).get(lane, []))
+        except Ended as ended:
+            log.error("%s, %s: %s", *lane, ended.text)
+            self._reporter.mark(*lane, ended.text)
+            if ended.hand is not None:
+                self._hangs(lane, ended.hand, ended.text)
+        else:
+            self._reporter.mark(*lane, "")

@@ -1,0 +1,131 @@
+"""Bitstreams and firmware on their way to a device: fetched from the gateway, checked, deleted. Used by `executor`.
+
+An image is in its place only when size and SHA-256 are the command's, so nothing else ever reaches a device.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import random
+import re
+import shutil
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+from agents import credentials, wire
+from agents.host.connection import http
+from agents.host.connection.identity import Keyring
+from drivers.errors import DriverError, Failed, Invalid
+from drivers.plan import Image
+
+CHALLENGE_S = 10.0
+BUSY_S = 120.0
+"""A gateway that has too much to do is asked again for so long, when it says and not more often than PAUSE_S."""
+PAUSE_S = 1.0
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_ID = re.compile(r"[A-Za-z0-9-]{1,36}")
+
+
+class Images:
+    """The directory of images. `keys` sign each fetch as they sign a connection, in the journal's `epoch`."""
+
+    def __init__(self, directory: Path, gateway: http.Gateway, keys: Keyring, epoch: Callable[[], int]) -> None:
+        self._directory, self._gateway, self._keys, self._epoch = directory, gateway, keys, epoch
+        self._one_at_a_time = asyncio.Lock()
+        self._users: Counter[str] = Counter()
+
+    def clear(self) -> None:
+        """No command is open: nothing of theirs is kept."""
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def here(self, ref: wire.ImageRef) -> Image:
+        """The image as a driver is asked about it, whether its file is there or not."""
+        return Image(str(self._directory / ref.sha256), ref.size, ref.sha256, ref.name, dict(ref.properties))
+
+    @asynccontextmanager
+    async def lent(self, ref: wire.ImageRef, progress: Callable[[int], None]) -> AsyncIterator[Image]:
+        """The image in a private file, which goes with the last who borrowed it.
+
+        Raises Invalid for one that is not what the command says, Failed.
+        """
+        if not _SHA256.fullmatch(ref.sha256) or not _ID.fullmatch(ref.id):
+            raise Invalid("the command names its image in a way that this agent does not know")
+        image = self.here(ref)
+        self._users[ref.sha256] += 1
+        try:
+            async with self._one_at_a_time:
+                if not os.path.exists(image.path):  # another command may have brought it
+                    await self._bring(ref, Path(image.path), progress)
+            yield image
+        finally:
+            self._users[ref.sha256] -= 1
+            if not self._users[ref.sha256]:
+                del self._users[ref.sha256]
+                with suppress(OSError):
+                    os.unlink(image.path)
+
+    async def _bring(self, ref: wire.ImageRef, path: Path, progress: Callable[[int], None]) -> None:
+        try:
+            self._directory.mkdir(mode=0o700, exist_ok=True)
+            if (free := shutil.disk_usage(self._directory).free) < ref.size:
+                raise Failed(f"the image {ref.name} has {ref.size} bytes, and {self._directory} has room for {free}")
+            await self._fetch(ref, path, progress)
+        except http.Refused as error:
+            raise Failed(f"the image {ref.name} cannot be had: {error}") from None
+        except TimeoutError:
+            raise Failed(f"the image {ref.name} cannot be had: the gateway sends nothing") from None
+        except (OSError, wire.Malformed) as error:
+            raise Failed(f"the image {ref.name} cannot be had: {error}") from None
+
+    async def _fetch(self, ref: wire.ImageRef, path: Path, progress: Callable[[int], None]) -> None:
+        """Until the gateway has time for it: while many hosts connect at once, it has none for images."""
+        clock = asyncio.get_running_loop().time
+        give_up = clock() + BUSY_S
+        while True:
+            try:
+                return await self._download(ref, path, progress)
+            except http.Refused as error:
+                pause = max(error.retry_after, PAUSE_S) * (1 + random.random() / 2)
+                if error.status != 503 or clock() + pause > give_up:
+                    raise
+                await asyncio.sleep(pause)
+
+    async def _download(self, ref: wire.ImageRef, path: Path, progress: Callable[[int], None]) -> None:
+        context = http.tls(self._gateway)
+        challenge, gateway = await http.challenge(self._gateway, context, CHALLENGE_S)
+        credential = self._keys.current.credential(challenge, self._epoch(), self._gateway.fingerprint, "")
+        unfinished = path.with_suffix(f".{ref.id}.new")
+        digest, size = hashlib.sha256(), 0
+        try:
+            unfinished.unlink(missing_ok=True)
+            with open(os.open(unfinished, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
+
+                def take(piece: bytes) -> None:
+                    nonlocal size
+                    size += len(piece)
+                    if size > ref.size:
+                        raise Invalid(f"the image {ref.name} is longer than the {ref.size} bytes it was said to have")
+                    digest.update(piece)
+                    file.write(piece)
+                    progress(size * 100 // max(ref.size, 1))
+
+                address = wire.IMAGE_PATH + ref.id
+                await http.download(gateway, context, address, credentials.authorization(credential), take)
+            _check(ref, size, digest.hexdigest())
+            unfinished.rename(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+
+def _check(ref: wire.ImageRef, size: int, found: str) -> None:
+    problem: DriverError | None = None
+    if size != ref.size:
+        problem = Failed(f"the image {ref.name} ended after {size} of {ref.size} bytes")
+    elif found != ref.sha256:
+        problem = Invalid(f"the image {ref.name} has the SHA-256 {found}, the command says {ref.sha256}")
+    if problem:
+        raise problem

@@ -1,0 +1,60 @@
+"""What may be touched, looked at right before touching: the guard precedes the act, on the host (promise S3). Pure.
+
+Used by `perform` for every plan, whoever made it, and by `executor` for every act.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from drivers.errors import Busy, Denied
+from drivers.machine import PCI_ADDRESS, PCI_DEVICES, Machine
+from drivers.plan import DESTRUCTIVE, Act, Ask, Plan, Write, stray
+
+BY_VALUE = frozenset({"bind", "unbind", "drivers_probe", "new_id", "remove_id"})
+"""Files below /sys/bus/pci that concern the device whose address is written into them."""
+
+
+def owned(machine: Machine, address: str | None) -> frozenset[str]:
+    """The PCI addresses that belong to a device: its own and those of its virtual functions."""
+    if not address:
+        return frozenset()
+    home = f"{PCI_DEVICES}/{address}"
+    return frozenset({address} | {machine.link(f"{home}/{name}") for name in machine.names(home, "virtfn*")})
+
+
+def check(plan: Plan, manifest: Sequence[str], own: Collection[str], place: Callable[[str], str]) -> None:
+    """Raise Denied unless every path the plan may write is in the manifest and belongs to the device.
+
+    `own` are the device's PCI addresses; `place` follows the links of a path (`Machine.resolve`).
+    """
+    if path := stray(plan, manifest):
+        raise Denied(f"the driver wants to write {path}, which is none of the paths it says it writes")
+    for step in plan.steps:
+        for write in (step.write, *step.undo):
+            if not _belongs(write, own, place):
+                raise Denied(f"{step.does}: {write.path} with {write.value!r} is not this device's")
+
+
+def unattached(act: Act, ask: Ask, attachments: Mapping[str, str]) -> None:
+    """Raise Busy when the act would harm a consumer: `attachments` is handle uuid → consumer, of this device."""
+    others = {uuid: who for uuid, who in attachments.items() if uuid != ask.uuid or who != ask.consumer}
+    if act in DESTRUCTIVE and others:
+        uuid, who = min(others.items())
+        raise Busy(f"its handle {uuid} is attached to {who}: detach that first")
+    if act in ("attach", "detach") and ask.uuid in others and ask.consumer:
+        raise Busy(f"the handle {ask.uuid} is attached to {others[ask.uuid]}: that has to be detached first")
+
+
+def _belongs(write: Write, own: Collection[str], place: Callable[[str], str]) -> bool:
+    """Where the path leads counts, not how it is spelt: `…/iommu_group/devices/…` leads to other devices."""
+    if write.path.startswith("/state/"):
+        return True  # the driver's own directory, whatever the device
+    folder, _, name = write.path.rpartition("/")
+    real = place(folder)
+    if not real.startswith("/sys/"):
+        return False
+    if name in BY_VALUE:
+        return write.value.strip() in own
+    addresses = [part for part in f"{real}/{name}".split("/") if PCI_ADDRESS.fullmatch(part)]
+    return bool(addresses) and addresses[-1] in own

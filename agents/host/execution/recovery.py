@@ -1,0 +1,80 @@
+"""What a restart of the agent or the host left open. Used by `executor` before the first report.
+
+A command that was begun is never run again: its driver is asked what is left to do. What was made before a reboot is
+asked for again, in the order it was made.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+
+from agents import wire
+from agents.host.execution.command_semantics import ACTS, Answer, acts_of, ask_of, settle
+from agents.host.execution.images import Images
+from agents.host.execution.plan_runner import Ended, Performance, Site
+from agents.host.journal.command_log import Applied
+from drivers.errors import DriverError
+
+
+async def verdict(site: Site, images: Images, command: wire.Command, boot: str) -> Answer:
+    """How an interrupted command ended, as far as that can be seen now; `boot` is the one it was begun in."""
+    how = "the agent stopped" if boot == site.boot else "the host was rebooted"
+    unknown = f"interrupted, since {how} while it ran; outcome unknown"
+    planner = site.drivers.get(command.driver)
+    if command.op not in ACTS or planner is None:
+        return Answer("unknown", unknown)
+    look, said = command.driver, []
+    ask = ask_of(command, images.here(command.image) if command.image else None, site)
+    try:
+        for act in acts_of(command):
+            plan = await planner.plan(act, ask)
+            if plan.steps:
+                return Answer("unknown", f"{unknown}: still to be done: {plan.steps[0].does}", look=look)
+            said.append(plan.said)
+        settle(command, ask, site.ledger, site.boot)
+    except (DriverError, sqlite3.OperationalError) as error:
+        return Answer("unknown", f"{unknown}: {error}", look=look)
+    done = "; ".join(filter(None, said)) or "nothing is left to be done"
+    return Answer("succeeded", f"interrupted, since {how} while it ran, and yet done: {done}", look=look)
+
+
+def lost(site: Site) -> dict[tuple[str, str], list[Applied]]:
+    """(driver, device) → what was made there before the last reboot and is not known to be there again."""
+    found: dict[tuple[str, str], list[Applied]] = {}
+    for one in site.ledger.applied():
+        if one.boot not in ("", site.boot) and one.driver in site.drivers:
+            found.setdefault((one.driver, one.key), []).append(one)
+    return found
+
+
+async def put_back(site: Site, made: list[Applied]) -> None:
+    """Make it so again; what is so already costs no step. Raises Ended."""
+    for one in made:
+        act = one.slot.partition(":")[0]
+        try:
+            if act == "program":
+                await _still_programmed(site, one)
+            else:
+                performance = Performance(site, one.driver, one.ask, lambda *_: None)
+                await performance.run(act)  # type: ignore[arg-type]
+            site.ledger.still(one, site.boot)
+        except Ended as ended:
+            text = f"after the reboot {_what(one)} could not be put back: {ended.text}"
+            raise Ended(ended.outcome, text, hand=ended.hand) from None
+        except (DriverError, sqlite3.OperationalError) as error:
+            raise Ended("failed", f"after the reboot {_what(one)} could not be put back: {error}") from None
+
+
+async def _still_programmed(site: Site, one: Applied) -> None:
+    """Images are not kept on the host: a device that forgets its own has to be programmed by a new command."""
+    plan = await site.drivers[one.driver].plan("program", one.ask)
+    if plan.steps:
+        raise Ended("failed", "the device has forgotten it; program the device again")
+
+
+def _what(one: Applied) -> str:
+    if one.slot == "program":
+        return f"the image {one.ask.image.name if one.ask.image else ''}".rstrip()
+    if one.ask.uuid:
+        return f"the handle {one.ask.uuid} of {one.ask.consumer}"
+    return f"its {one.slot}"

@@ -1,0 +1,1 @@
+"""The local journal: what survives the end of the agent."""

@@ -1,0 +1,111 @@
+"""Who may come in (users, groups, API tokens), and the lists that show more than one room. Loaded by Django's admin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.contrib import admin
+from django.contrib.auth.admin import GroupAdmin as StockGroupAdmin
+from django.contrib.auth.admin import UserAdmin as StockUserAdmin
+from django.contrib.auth.models import Group, User
+from django.db.models import Model
+from django.http import HttpRequest
+from django.utils.safestring import SafeString
+from django_q.models import Failure, OrmQ, Schedule, Success
+from unfold.decorators import display
+from unfold.forms import AdminPasswordChangeForm, UserChangeForm, UserCreationForm
+
+from accelerators.models import AcceleratorRequest, Device, Host
+from accelerators.ui import badges
+from accelerators.ui.changelist import Listing
+from cyborgweb.admin.read_only import MaintenanceAdmin
+from cyborgweb.auth import roles
+from cyborgweb.auth.admin_audit import Recorded
+from cyborgweb.models import ApiToken, Maintenance
+from cyborgweb.models.notify import Delivery, Subscription
+from cyborgweb.notify.admin import DeliveryAdmin, SubscriptionAdmin
+from cyborgweb.pages.device import DevicePage
+from cyborgweb.pages.host import HostPage
+from cyborgweb.pages.request import RequestPage
+from placement_sync.admin.writer import WriterAdmin
+from placement_sync.models import Writer
+
+for stock in (User, Group, Host, Device, AcceleratorRequest):
+    admin.site.unregister(stock)
+for queue in (Failure, OrmQ, Schedule, Success):  # who could write these would have the workers run any function
+    admin.site.unregister(queue)
+admin.site.register(Host, HostPage)
+admin.site.register(Device, DevicePage)
+admin.site.register(AcceleratorRequest, RequestPage)
+admin.site.register(Writer, WriterAdmin)
+admin.site.register(Subscription, SubscriptionAdmin)
+admin.site.register(Delivery, DeliveryAdmin)
+admin.site.register(Maintenance, MaintenanceAdmin)
+
+
+@admin.register(User)
+class UserAdmin(Recorded, StockUserAdmin, Listing):
+    """People who log in to the console, and the owners of API tokens."""
+
+    kind = "user"
+    form, add_form, change_password_form = UserChangeForm, UserCreationForm, AdminPasswordChangeForm
+    list_display = ("username", "email", "access", "shown_login")
+    list_filter = ("is_staff", "is_superuser", "is_active")
+    search_help_text = "name, mail address"
+    exports = {"access": ("is_active", "is_staff", "is_superuser")}
+
+    @display(description="Access")
+    def access(self, user: User) -> SafeString:
+        if not user.is_active:
+            return badges.mark("off", "calm")
+        if user.is_superuser:
+            return badges.mark("everything", "good")
+        return badges.mark("console", "good") if user.is_staff else badges.mark("API only", "calm")
+
+    @display(description="Last login", ordering="-last_login")
+    def shown_login(self, user: User) -> SafeString:
+        return badges.ago(user.last_login)
+
+
+@admin.register(Group)
+class GroupAdmin(Recorded, StockGroupAdmin, Listing):
+    """Permissions that several users share. Those of a role, or of a project, are given by their name."""
+
+    kind = "group"
+    list_display = ("name",)
+
+    def save_related(self, request: HttpRequest, form: Any, formsets: Any, change: bool) -> None:
+        super().save_related(request, form, formsets, change)
+        roles.give(form.instance)
+
+
+@admin.register(ApiToken)
+class ApiTokenAdmin(Recorded, Listing):
+    """Tokens for `X-Auth-Token`. Made by `manage.py api_token`, which shows it once; deleting one revokes it."""
+
+    kind = "token"
+    list_display = ("name", "user", "shown_roles", "project_id", "created")
+    list_select_related = ("user",)
+    search_fields = ("name__icontains", "user__username__icontains", "project_id__startswith")
+    search_help_text = "name, user, project"
+    fields = ("name", "user", "shown_roles", "project_id", "created_at")
+    readonly_fields = fields
+    exports = {"user": ("user__username",), "shown_roles": ("roles",)}
+    empty = "No API tokens yet. “manage.py api_token NAME” makes one and prints it, once."
+
+    def has_add_permission(self, request: HttpRequest) -> bool:
+        return False
+
+    def has_change_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
+        return False
+
+    @display(description="Roles")
+    def shown_roles(self, token: ApiToken) -> str:
+        return ", ".join(token.roles)
+
+    @display(description="Made", ordering="-created_at")
+    def created(self, token: ApiToken) -> SafeString:
+        return badges.ago(token.created_at)
+
+    def get_queryset(self, request: HttpRequest) -> Any:
+        return super().get_queryset(request).defer("token_hash")

@@ -1,0 +1,59 @@
+"""The switch that makes everything read only, in the console: one page. Called by Django's admin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.contrib import messages
+from django.core.exceptions import PermissionDenied
+from django.db.models import Model
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
+from django.template.response import TemplateResponse
+from django.urls import reverse
+
+from accelerators.admin import device_actions
+from accelerators.commands.placing import MAX_REASON
+from accelerators.domain.errors import Refused
+from accelerators.domain.states import Source
+from accelerators.ui import badges
+from accelerators.ui.changelist import ReadOnly
+from cyborgweb.auth import read_only
+
+CHANGE = "cyborgweb.change_maintenance"
+
+
+class MaintenanceAdmin(ReadOnly):
+    """Whoever may change it may change it always, also while nothing else can be changed."""
+
+    list_display = ("since", "by", "reason")  # of its export; the list itself is not shown
+
+    def has_change_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
+        return bool(request.user.has_perm(CHANGE))
+
+    def changelist_view(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
+        """A list of one is no list."""
+        return HttpResponseRedirect(reverse("admin:cyborgweb_maintenance_change", args=[1]))
+
+    def change_view(
+        self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: dict[str, Any] | None = None
+    ) -> HttpResponse:
+        """GET: whether, since when, by whom, why. POST: switch it."""
+        if object_id != "1" or not self.has_view_permission(request):
+            raise PermissionDenied
+        if request.method == "POST" and self.has_change_permission(request):
+            said = request.POST.get("reason", ""), Source.PERSON
+            try:
+                read_only.switch("on" in request.POST, device_actions.person(request), *said)
+            except Refused as refused:
+                messages.error(request, refused.text)
+            return HttpResponseRedirect(request.path)
+        now = read_only.current()
+        context = self.admin_site.each_context(request) | {
+            "title": "Maintenance",
+            "opts": self.opts,
+            "now": now,
+            "since": badges.ago(now.since) if now else "",
+            "may": self.has_change_permission(request),
+            "longest": MAX_REASON,
+        }
+        return TemplateResponse(request, "console/maintenance.html", context)

@@ -1,0 +1,1 @@
+"""Our own API at /api/: its root page and its OpenAPI document."""

@@ -1,0 +1,280 @@
+"""The OpenAPI document of `/api/`, made of the code. `docs/openapi.yaml` is this; a test compares the two.
+
+Called by `cyborgweb.api` at the first question (drf-spectacular takes a while to import), and by `make docs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from inspect import getdoc
+from typing import Any
+
+from django.urls import include, path
+from drf_spectacular import drainage
+from drf_spectacular.extensions import OpenApiSerializerExtension, OpenApiSerializerFieldExtension
+from drf_spectacular.generators import SchemaGenerator
+from drf_spectacular.openapi import AutoSchema
+from drf_spectacular.renderers import OpenApiJsonRenderer2, OpenApiYamlRenderer2
+from drf_spectacular.utils import OpenApiParameter
+from drf_spectacular.validation import validate_schema
+
+from accelerators.api.own.errors import SENTENCES
+from accelerators.domain import groups
+from cyborgweb.manual import fields
+
+ERRORS = {
+    "400": "Something in the query or the body cannot be used; the message names it, and what can.",
+    "401": "There is no valid token in X-Auth-Token, and no session.",
+    "403": "The policy does not let you; the message names its rule.",
+    "404": SENTENCES[404],
+    "406": SENTENCES[406],
+    "409": "Something else is in the way; the message says what.",
+    "413": SENTENCES[413],
+    "415": SENTENCES[415],
+    "503": "The database, or who vouches for tokens, does not answer; try again in a moment.",
+}
+ERROR = {
+    "type": "object",
+    "description": "Every refusal.",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["code", "title", "message", "request_id"],
+            "properties": {
+                "code": {"type": "integer", "description": "The status."},
+                "title": {"type": "string"},
+                "message": {"type": "string", "description": "One sentence that says what to do."},
+                "request_id": {"type": "string", "description": "Names this request in logs and events."},
+            },
+        }
+    },
+}
+SECURITY = {
+    "token": {"type": "apiKey", "in": "header", "name": "X-Auth-Token"},
+    "session": {"type": "apiKey", "in": "cookie", "name": "sessionid", "description": "A login to the console."},
+}
+TAG = {"ETag": {"description": "Holds until what the answer shows was written.", "schema": {"type": "string"}}}
+CONDITION = {
+    "in": "header",
+    "name": "If-None-Match",
+    "schema": {"type": "string"},
+    "description": "An ETag of an earlier answer: 304 without a body while it holds.",
+}
+COMBINATIONS = "x-combinations"
+VERBS = {"list": "List", "retrieve": "Show", "create": "Make", "partial_update": "Change", "destroy": "Delete"}
+
+
+class Schema(AutoSchema):
+    """One view's part. Who may call is the settings' affair, so the ways in are the same everywhere."""
+
+    def get_auth(self) -> list[dict[str, list[str]]]:
+        """Any of them."""
+        return [{name: []} for name in SECURITY]
+
+    def get_summary(self) -> str:
+        """What it does, to what."""
+        names = self.view.basename.replace("_", " ")
+        if said := self._word():
+            return f"{said.capitalize()} {names}"
+        word = VERBS.get(self.view.action) or self.view.action.capitalize()
+        return f"{word} {names if self.view.action == 'list' else names.removesuffix('s')}"
+
+    def get_description(self) -> str:
+        """What the resource says of itself, or what the verb does."""
+        own = self.view.action in self.view.verbs or self.view.action in self.view.answers
+        return getdoc(getattr(self.view, self.view.action) if own else type(self.view)) or ""
+
+    def get_operation_id(self) -> str:
+        """A verb needs no second one."""
+        made: str = super().get_operation_id()
+        return made.removesuffix("_create") if self._word() or self.view.action in self.view.verbs else made
+
+    def get_request_serializer(self) -> Any:
+        """What a verb may send is its own."""
+        if self.view.action in self.view.verbs:
+            return self.view.verbs[self.view.action]
+        if body := self.view.bodies.get(self.view.action):
+            return body
+        if self.view.action == "create" and hasattr(self.view, "sends"):
+            return {self.view.sends: {"type": "string", "format": "binary", "minLength": 1}}
+        return super().get_request_serializer()
+
+    def get_response_serializers(self) -> Any:
+        """What some actions are answered with is no row."""
+        status, body = self.view.answers.get(self.view.action, (0, None))
+        return {status: body} if body else super().get_response_serializers()
+
+    def _word(self) -> str:
+        """What is asked of the whole collection; '' for everything else."""
+        return next((word for word, action in self.view.words.items() if action == self.view.action), "")
+
+    def get_override_parameters(self) -> list[Any]:
+        """The fields there are to choose from, and the orders a list knows."""
+        if self.view.action == "create" and hasattr(self.view, "sent_with"):
+            said = self.view.sent_with.items()
+            return [OpenApiParameter(name, kind, description=about) for name, (kind, about) in said]
+        if self.method != "GET":
+            return []
+        names = {"type": "array", "items": {"type": "string", "enum": [*self.view.get_serializer_class()().fields]}}
+        shown = OpenApiParameter("fields", names, style="form", explode=False, description="Only these are shown.")
+        orders = [sign + word for word in self.view.orders for sign in ("", "-")]
+        described = f"A - turns it around; {self.view.default_order} if nothing is said."
+        if self.view.detail:
+            return [shown, *(OpenApiParameter(name, **said) for name, said in self.view.parameters.items())]
+        return [shown, OpenApiParameter("ordering", str, enum=orders, description=described)]
+
+
+class Groups(OpenApiSerializerFieldExtension):
+    """What may stand in a device profile."""
+
+    target_class = "accelerators.api.own.profiles.GroupsField"
+
+    def map_serializer_field(self, auto_schema: AutoSchema, direction: str) -> dict[str, Any]:
+        """As `accelerators.domain.groups` checks it."""
+        classes = "|".join((*groups.CLASSES, "CUSTOM_.*"))
+        keys = {
+            f"^resources: *({classes})$": {"type": "string", "pattern": "^[0-9]{1,3}$"},
+            "^trait: *CUSTOM_": {"type": "string", "enum": [*groups.TRAIT_VALUES]},
+            "^accel:": {"type": "string", "maxLength": groups.MAX_TEXT},
+        }
+        group = {"type": "object", "patternProperties": keys, "additionalProperties": False}
+        return {"type": "array", "minItems": 1, "maxItems": groups.MAX_GROUPS, "items": group}
+
+
+class Combined(OpenApiSerializerExtension):
+    """A body whose fields depend on each other."""
+
+    target_class = "accelerators.api.own.fields.Closed"
+    match_subclasses = True
+
+    def map_serializer(self, auto_schema: AutoSchema, direction: str) -> dict[str, Any]:
+        """Its fields, and for a request their `combinations`, which `complete` moves to where they belong."""
+        schema: dict[str, Any] = auto_schema._map_serializer(self.target, direction, bypass_extensions=True)
+        said = self.target.combinations
+        return schema | {COMBINATIONS: dict(said)} if said and direction == "request" else schema
+
+
+class Target(OpenApiSerializerExtension):
+    """Of what the number of units is changed: one of two ways to say it."""
+
+    target_class = "accelerators.api.own.accelerators.TargetSerializer"
+    priority = 1
+
+    def map_serializer(self, auto_schema: AutoSchema, direction: str) -> dict[str, Any]:
+        """As it is checked."""
+        schema: dict[str, Any] = auto_schema._map_serializer(self.target, direction, bypass_extensions=True)
+        ways = (["device"], ["host", "backend"])
+        one = [{"required": names, "maxProperties": len(names)} for names in ways]
+        return schema | {"oneOf": one, "additionalProperties": False}
+
+
+class Settings(OpenApiSerializerFieldExtension):
+    """A driver's settings."""
+
+    target_class = "accelerators.api.own.rollouts.SettingsField"
+
+    def map_serializer_field(self, auto_schema: AutoSchema, direction: str) -> dict[str, Any]:
+        """An object."""
+        return {"type": "object", "additionalProperties": {}}
+
+
+class Named(OpenApiSerializerFieldExtension):
+    """A row that is written by its uuid and shown as a reference."""
+
+    target_class = "accelerators.api.own.commands.Named"
+
+    def map_serializer_field(self, auto_schema: AutoSchema, direction: str) -> dict[str, Any]:
+        """As it is written, or as it is shown."""
+        if direction == "request":
+            return {"type": "string", "format": "uuid"}
+        return auto_schema.resolve_serializer(self.target.reference, direction).ref
+
+
+def complete(result: dict[str, Any], **_: Any) -> dict[str, Any]:
+    """What drf-spectacular does not know: the one shape of errors, tags, closed bodies."""
+    components = result.setdefault("components", {})
+    components["securitySchemes"] = SECURITY
+    components["schemas"] = {"Error": ERROR} | components["schemas"]
+    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    components["responses"] = {
+        f"Error{status}": {"description": text, "content": error} for status, text in ERRORS.items()
+    }
+    bodies = {_sent(operation) for _, _, operation in _operations(result)}
+    for _, method, operation in _operations(result):
+        for status in _possible(method):
+            operation["responses"][status] = {"$ref": f"#/components/responses/Error{status}"}
+        if body := operation.get("requestBody", {}):
+            body["required"] = body.get("required", False) or "application/json" not in body["content"]
+        if method == "get":
+            operation["parameters"].append(CONDITION)
+            operation["responses"]["200"] |= {"headers": TAG}
+            operation["responses"]["304"] = {"description": "What you have still holds."}
+        for response in operation["responses"].values():
+            response.get("content", {}).pop("text/html", None)
+    for name, schema in components["schemas"].items():
+        _describe(name, schema)
+        if combinations := schema.pop(COMBINATIONS, None):
+            schema["allOf"] = [combinations]
+        if f"#/components/schemas/{name}" in bodies:
+            schema["additionalProperties"] = False
+        elif name != "Error" and not name.startswith("Paginated"):
+            # Whoever chooses fields gets no others.
+            schema.pop("required", None)
+    return result
+
+
+def _describe(name: str, schema: dict[str, Any]) -> None:
+    """Give fields of which the code says nothing the manual's sentence."""
+    for field, said in schema.get("properties", {}).items():
+        if said.keys().isdisjoint({"$ref", "description"}) and (sentence := fields.of_api(name, field)):
+            said["description"] = sentence
+
+
+def _operations(result: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for address, methods in result["paths"].items():
+        for method, operation in methods.items():
+            yield address, method, operation
+
+
+def _sent(operation: dict[str, Any]) -> str:
+    content = operation.get("requestBody", {}).get("content", {})
+    return str(content.get("application/json", {}).get("schema", {}).get("$ref", ""))
+
+
+def _possible(method: str) -> list[str]:
+    """Which errors can come. Also a list has 404, for cursors that are none, and what makes something of something."""
+    has_body, changes = method in ("post", "patch"), method != "get"
+    never = {
+        "409": not changes,
+        "413": not has_body,
+        "415": not has_body,
+    }
+    return [status for status in ERRORS if not never.get(status)]
+
+
+@lru_cache(maxsize=1)
+def document() -> dict[str, Any]:
+    """Make the OpenAPI document; raises ValueError when drf-spectacular had to guess anything."""
+    drainage.reset_generator_stats()
+    generator = SchemaGenerator(patterns=[path("api/", include("cyborgweb.api.root"))])
+    made: dict[str, Any] = generator.get_schema(request=None, public=True)
+    if drainage.GENERATOR_STATS:
+        raise ValueError(f"the OpenAPI document has gaps: {drainage.GENERATOR_STATS._warn_cache}")
+    return made
+
+
+def validate() -> None:
+    """Raise jsonschema's ValidationError when the document is no valid OpenAPI. Takes a second: not for a request."""
+    validate_schema(document())
+
+
+def as_yaml() -> str:
+    """Render the document for people."""
+    return OpenApiYamlRenderer2().render(document(), renderer_context={}).decode()
+
+
+def as_json() -> str:
+    """The document for programs."""
+    return OpenApiJsonRenderer2().render(document(), renderer_context={}).decode()

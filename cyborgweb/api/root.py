@@ -1,0 +1,122 @@
+"""Where our own API answers: every room's resources below `/api/`, what there is, the OpenAPI document and its page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from typing import Any, ClassVar
+
+from django.http import Http404, HttpRequest, HttpResponse
+from django.shortcuts import render
+from django.urls import URLPattern, path, re_path
+from rest_framework.renderers import BaseRenderer
+from rest_framework.request import Request
+from rest_framework.response import Response
+from rest_framework.views import APIView
+
+from accelerators.api.browsable import Browsable, navigation
+from accelerators.api.json import Json
+from accelerators.api.own import errors
+from accelerators.api.own.routes import RESOURCES
+from accelerators.api.own.views import Collection
+from agents.api import AgentView, DeviceUsageView
+from cyborgweb.notify.api import DeliveryView, InboxView, SubscriptionView
+from cyborgweb.telemetry.usage_api import CensusView, UsageView
+from placement_sync.api import DiscrepancyView
+
+COLLECTIONS: Mapping[str, type[Collection]] = (
+    {"hosts": RESOURCES["hosts"], "agents": AgentView}
+    | RESOURCES
+    | {"discrepancies": DiscrepancyView}
+    | {"subscriptions": SubscriptionView, "deliveries": DeliveryView, "inbox": InboxView}
+)
+ASKED: Mapping[str, tuple[type[Collection], dict[str, str], str]] = {
+    "usage": (UsageView, {"get": "list"}, "usage"),
+    "census": (CensusView, {"post": "create"}, "censuses"),
+}
+"""What is no collection of rows: its view, what can be asked of it, and its name in the document."""
+ON_LIST = {"get": "list", "post": "create"}
+ON_MEMBER = {"get": "retrieve", "patch": "partial_update", "delete": "destroy"}
+
+
+class Open(APIView):
+    """What anybody may see: it says nothing of what is stored."""
+
+    authentication_classes: ClassVar[list[Any]] = []
+    permission_classes: ClassVar[list[Any]] = []
+    renderer_classes: ClassVar[list[type[BaseRenderer]]] = [Json, Browsable]
+    http_method_names = ["get", "head"]
+    schema = None
+
+    def get_exception_handler(self) -> Any:
+        """Our one shape."""
+        return errors.handle
+
+
+class Root(Open):
+    """What there is. A token in X-Auth-Token, or a session of the console, opens it."""
+
+    def get(self, request: Request) -> Response:
+        """Every collection's address."""
+        base = request.build_absolute_uri("/api/")
+        return Response({name: f"{base}{name}/" for name in (*COLLECTIONS, *ASKED, "schema", "docs")})
+
+
+class Nowhere(Open):
+    """404 in our one shape, for everything else."""
+
+    def get(self, request: Request, **kwargs: str) -> Response:
+        """Always raises."""
+        raise Http404
+
+    post = patch = put = delete = get
+    http_method_names = ["get", "head", "post", "patch", "put", "delete"]
+
+
+def schema(request: HttpRequest) -> HttpResponse:
+    """The OpenAPI document: YAML, or JSON for who accepts only that."""
+    media = request.get_preferred_type(["application/vnd.oai.openapi", "application/yaml", "application/json"])
+    as_json = media == "application/json"
+    return HttpResponse(_document(as_json), content_type="application/json" if as_json else media or "application/yaml")
+
+
+@lru_cache(maxsize=2)
+def _document(as_json: bool) -> str:
+    from cyborgweb.api import openapi
+
+    return openapi.as_json() if as_json else openapi.as_yaml()
+
+
+def docs(request: HttpRequest) -> HttpResponse:
+    """Swagger UI, from our own files."""
+    crumbs = [("API", "/api/"), ("docs", "/api/docs/")]
+    page = {"title": "Documentation", "crumbs": crumbs, "navigation": navigation(request.path)}
+    return render(request, "api/docs.html", page)
+
+
+def _routes() -> Iterator[URLPattern]:
+    """A list, its members and what can be done to them, with and without a slash at the end, as on v2."""
+    for name, view in COLLECTIONS.items():
+        key = view.lookup_url_kwarg or view.lookup_field
+        member = rf"{name}/(?P<{key}>{view.lookup_value_regex})"
+        for pattern, verbs, detail in ((name, ON_LIST, False), (member, ON_MEMBER, True)):
+            actions = {method: action for method, action in verbs.items() if hasattr(view, action)}
+            yield re_path(rf"\A{pattern}/?\Z", view.as_view(actions, detail=detail, basename=name))
+        for word, action in view.words.items():
+            yield re_path(rf"\A{name}/{word}/?\Z", view.as_view({"post": action}, detail=False, basename=name))
+        for verb in view.verbs:
+            yield re_path(rf"\A{member}/{verb}/?\Z", view.as_view({"post": verb}, detail=True, basename=name))
+
+
+urlpatterns = [
+    path("", Root.as_view()),
+    re_path(r"\Aschema/?\Z", schema),
+    re_path(r"\Adocs/?\Z", docs),
+    *(re_path(rf"\A{name}/?\Z", view.as_view(does, basename=word)) for name, (view, does, word) in ASKED.items()),
+    re_path(
+        rf"\Adevices/(?P<uuid>{DeviceUsageView.lookup_value_regex})/usage/?\Z",
+        DeviceUsageView.as_view({"get": "retrieve"}, detail=True, basename="device_usage"),
+    ),
+    *_routes(),
+    re_path("", Nowhere.as_view()),
+]

@@ -1,0 +1,1 @@
+"""Who may do what: authentication, roles, policy and the read-only switch."""

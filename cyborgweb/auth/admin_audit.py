@@ -1,0 +1,54 @@
+"""Events of who may come in: what is done at the console to users, groups and API tokens. Used by `cyborgweb.admin`.
+
+Called by Django's admin in the transaction of the change; no secret is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+from django.db.models import Model
+from django.http import HttpRequest
+
+from accelerators import conductor
+from accelerators.domain.states import Source
+
+SECRET = "password"
+
+
+class Recorded:
+    """For a ModelAdmin: each change it makes is an event of this `kind`."""
+
+    kind: ClassVar[str]
+
+    def construct_change_message(self, request: HttpRequest, form: Any, formsets: Any, add: bool = False) -> Any:
+        """With the event: what the form changed, before and after."""
+        changes = {
+            name: [None if add else _shown(form.initial.get(name)), _shown(form.cleaned_data.get(name))]
+            for name in form.changed_data
+            if SECRET not in name
+        }
+        if any(SECRET in name for name in form.changed_data):
+            changes[SECRET] = [None, "another one"]
+        about = form.instance if hasattr(form, "instance") else form.user
+        self._record(request, "created" if add else "changed", about, changes)
+        return super().construct_change_message(request, form, formsets, add)  # type: ignore[misc]
+
+    def log_deletions(self, request: HttpRequest, queryset: Iterable[Model]) -> Any:
+        """With the events."""
+        for one in queryset:
+            self._record(request, "deleted", one, {"name": [str(one), None]})
+        return super().log_deletions(request, queryset)  # type: ignore[misc]
+
+    def _record(self, request: HttpRequest, verb: str, about: Model, changes: dict[str, Any]) -> None:
+        who: Any = request.user
+        subject = (None, str(about))
+        conductor.record(f"{self.kind}.{verb}", Source.PERSON, who.get_username(), subject=subject, changes=changes)
+
+
+def _shown(value: Any) -> Any:
+    """As an event holds it: rows by their names."""
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    return sorted(map(str, value)) if isinstance(value, Iterable) else str(value)

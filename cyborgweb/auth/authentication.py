@@ -1,0 +1,117 @@
+"""Who calls the API, seen by the views as a `Caller`: a token in `X-Auth-Token`, or else a person's console session.
+
+`CYBORG_AUTH` says who vouches for tokens: our own table (`local`) or Keystone. Both take a second token of a service in
+`X-Service-Token`, as keystonemiddleware does (contract section 3.3).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from django.conf import settings
+from django.contrib.auth.models import AbstractBaseUser
+from rest_framework.authentication import BaseAuthentication, SessionAuthentication
+from rest_framework.exceptions import APIException, AuthenticationFailed
+from rest_framework.request import Request
+
+from accelerators import conductor
+from accelerators.domain.caller import Caller
+from cyborgweb.auth import keystone
+from cyborgweb.auth.roles import session_caller
+from cyborgweb.auth.token_cache import PAUSE_S, Unavailable
+from cyborgweb.models import digest
+from cyborgweb.settings.keys import keys
+from drivers.configuration import ConfigurationError
+
+UNAUTHENTICATED = "The request you have made requires authentication."
+TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]{1,8192}")
+"""What a token may look like (RFC 9110's token68); anything else is not worth a question."""
+KNOWN_TOKENS = """
+SELECT t.token_hash, t.name, t.user_id, t.roles, t.project_id FROM cyborgweb_apitoken t
+JOIN auth_user u ON u.id = t.user_id WHERE t.token_hash = ANY(%s) AND u.is_active
+"""
+"""By hand: it runs with every request, and compiling it anew cost more than all the rest of authentication."""
+
+
+class KeystoneAway(APIException):
+    """503: the token is not known here and Keystone cannot be asked. `wait` is for Retry-After, in seconds."""
+
+    status_code = 503
+    default_detail = "Keystone cannot be asked about this token; try again in a few seconds."
+    wait = PAUSE_S
+
+
+class CallerAuthentication(BaseAuthentication):
+    """The caller of a request. Unknown or missing tokens are a 401, never anonymous."""
+
+    def authenticate(self, request: Request) -> tuple[Caller, Any]:
+        """The caller, or AuthenticationFailed. Once there is an `X-Auth-Token`, no session counts."""
+        token = request.headers.get("X-Auth-Token")
+        if token is None:
+            caller = _of_session(request)
+        elif keys().auth == "keystone":
+            caller = _of_keystone(token, request.headers.get("X-Service-Token", ""))
+        else:
+            caller = _of_table(token, request.headers.get("X-Service-Token", ""))
+        if caller is None:
+            raise AuthenticationFailed(UNAUTHENTICATED)
+        return caller, None
+
+    def authenticate_header(self, request: Request) -> str:
+        """What a 401 says about where to get a token (contract section 2.1, form E)."""
+        return f'Keystone uri="{_token_shop(request)}"'
+
+
+def _token_shop(request: Request) -> str:
+    if keys().auth == "keystone":
+        try:
+            return keys().www_authenticate_uri or keystone.auth_url()
+        except ConfigurationError:
+            pass  # whoever comes with a token is told that Keystone cannot be asked
+    return request.build_absolute_uri("/")
+
+
+def _of_session(request: Request) -> Caller | None:
+    if settings.SESSION_COOKIE_NAME not in request.COOKIES:
+        return None  # asking for the user would say in the answer that it depends on the cookie
+    user: AbstractBaseUser = request._request.user
+    caller = session_caller(user, request._request.session) if user.is_authenticated else None
+    if caller:
+        SessionAuthentication().enforce_csrf(request)
+    return caller
+
+
+def _of_table(token: str, service_token: str) -> Caller | None:
+    """From our own table, both tokens in one statement."""
+    hashes = [digest(secret) if _plausible(secret) else "" for secret in (token, service_token)]
+    found = {row[0]: row[1:] for row in conductor.cursor().execute(KNOWN_TOKENS, [hashes]).fetchall()}
+    name, user_id, roles, project_id = found.get(hashes[0], ("", 0, [], ""))
+    caller = Caller(name, str(user_id), frozenset(roles), project_id) if name else None
+    if not service_token:
+        return caller
+    _, _, service_roles, _ = found.get(hashes[1], ("", 0, [], ""))
+    return replace(caller, service=True) if caller and _serves(service_roles) else None
+
+
+def _of_keystone(token: str, service_token: str) -> Caller | None:
+    """From Keystone, or what is remembered of it. A good service token lets the user's token outlive its end."""
+    try:
+        if service_token:
+            service = keystone.tokens().caller(service_token) if _plausible(service_token) else None
+            if service is None or not _serves(service.roles):
+                return None
+        caller = keystone.tokens().caller(token, allow_expired=bool(service_token)) if _plausible(token) else None
+    except Unavailable:
+        raise KeystoneAway from None
+    return replace(caller, service=True) if caller and service_token else caller
+
+
+def _plausible(token: str) -> bool:
+    return TOKEN.fullmatch(token) is not None
+
+
+def _serves(roles: Iterable[str]) -> bool:
+    return not set(keys().service_token_roles).isdisjoint(roles)

@@ -1,0 +1,118 @@
+"""The console's door where Keystone vouches for people: name, password, domain and project (docs/adr/0004).
+
+Named by the settings when `CYBORG_AUTH=keystone`; then no local password opens anything. Neither password nor token is
+kept: a session holds roles and project; `cyborgweb.auth.roles` makes a caller of them.
+"""
+
+from __future__ import annotations
+
+import logging
+from datetime import timedelta
+from typing import Any
+
+from django import forms
+from django.contrib.auth import get_user_model
+from django.contrib.auth.backends import ModelBackend
+from django.contrib.auth.hashers import make_password
+from django.contrib.auth.signals import user_logged_in
+from django.db import connection, transaction
+from django.dispatch import receiver
+from django.utils import timezone
+from django.views.decorators.debug import sensitive_variables
+from unfold.forms import AuthenticationForm
+
+from accelerators.domain.caller import ADMIN
+from cyborgweb.auth import keystone, roles
+from cyborgweb.auth.token_cache import Unavailable
+from cyborgweb.models import KeystoneUser
+from cyborgweb.settings.keys import keys
+
+log = logging.getLogger(__name__)
+
+
+REFUSED = "Keystone does not accept this name, password, domain and project together."
+AWAY = "Keystone cannot be asked now; try again in a few seconds."
+
+
+class KeystoneBackend(ModelBackend):
+    """Who has a session, and their groups' permissions. It checks no passwords; `LoginForm` has Keystone do that."""
+
+    def authenticate(self, request: Any, username: str | None = None, password: str | None = None, **_: Any) -> None:
+        """Nobody: a local password opens nothing."""
+        return None
+
+
+BACKEND = f"{KeystoneBackend.__module__}.{KeystoneBackend.__qualname__}"
+
+
+class LoginForm(AuthenticationForm):
+    """What Keystone wants to know. Wrong in any part: one sentence that does not say which."""
+
+    username = forms.CharField(max_length=255, widget=forms.TextInput({"autocomplete": "username"}))
+    password = forms.CharField(
+        max_length=255, strip=False, widget=forms.PasswordInput({"autocomplete": "current-password"})
+    )
+    domain = forms.CharField(max_length=64, initial="Default")
+    project = forms.CharField(max_length=64)
+
+    def __init__(self, request: Any = None, *args: Any, **kwargs: Any) -> None:
+        super().__init__(request, *args, **kwargs)
+        self.fields["username"].label = "Name"
+        self.fields["username"].widget.attrs["maxlength"] = 255
+        for name in ("domain", "project"):
+            self.fields[name].widget.attrs["class"] = self.fields["username"].widget.attrs["class"]
+
+    @sensitive_variables()
+    def clean(self) -> dict[str, Any]:
+        """Ask Keystone, and bring the person's access up to date."""
+        data: dict[str, Any] = self.cleaned_data
+        if self.errors:
+            return data
+        try:
+            person = keystone.log_in(data["username"], data["password"], data["domain"], data["project"])
+        except Unavailable as error:
+            log.warning("a login could not be checked: %s", error.why)
+            raise forms.ValidationError(AWAY) from None
+        if person is None:
+            raise forms.ValidationError(REFUSED)
+        self.user_cache = admit(person)
+        if self.user_cache is None:
+            wanted = " or ".join(dict.fromkeys((ADMIN, *keys().console_viewer_roles, *keys().console_tenant_roles)))
+            raise forms.ValidationError(f"The console needs the role {wanted} in the project; you do not have it.")
+        return data
+
+
+def admit(person: keystone.Person) -> Any:
+    """The person's user, with the groups their roles give today; None, and nothing left, if they give none.
+
+    It is found by Keystone's id: a name may mean somebody else tomorrow, or in another domain.
+    """
+    caller, seen_by = person.caller, (keys().console_viewer_roles, keys().console_tenant_roles)
+    group = roles.of_keystone(caller.roles, caller.project_id, *seen_by)
+    users = get_user_model().objects
+    with transaction.atomic():
+        with connection.cursor() as cursor:  # two first logins at once
+            cursor.execute("SELECT pg_advisory_xact_lock(hashtextextended(%s, 0))", [person.caller.user_id])
+        known = KeystoneUser.objects.select_related("user").filter(keystone_id=person.caller.user_id).first()
+        if known is None and not group:
+            return None
+        user = known.user if known else get_user_model()(password=make_password(None))
+        user.username = wanted = f"{person.caller.name}@{person.domain}"[:140]
+        if users.filter(username=wanted).exclude(pk=user.pk).exists():
+            user.username = f"{wanted} {person.caller.user_id[:8]}"
+        user.is_staff, user.is_superuser = bool(group), group == roles.ADMINISTRATORS.group
+        user.save()
+        if known is None:
+            KeystoneUser.objects.create(keystone_id=person.caller.user_id, user=user)
+        user.groups.set([roles.group(group)] if group else [])
+    user.backend, user.keystone_caller = BACKEND, person.caller
+    return user if group and user.is_active else None
+
+
+@receiver(user_logged_in)
+def _begin(sender: Any, request: Any, user: Any, **_: Any) -> None:
+    """A session by Keystone ends at a fixed time, and knows for which project it is."""
+    if caller := getattr(user, "keystone_caller", None):
+        facts = {"name": caller.name, "id": caller.user_id, "project": caller.project_id, "roles": sorted(caller.roles)}
+        request.session[roles.SESSION] = facts
+        request.session.set_expiry(timezone.now() + timedelta(hours=keys().console_session_h))

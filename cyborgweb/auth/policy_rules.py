@@ -1,0 +1,243 @@
+"""The policy rules: upstream's names, defaults and legacy alternatives (contract section 3.1), and our own API's.
+
+Plain data. `cyborgweb.auth.policy` hands it to oslo.policy; `manage.py policy_sample` prints it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ADMIN = "rule:admin_api"
+READER = "rule:project_reader_or_admin"
+MANAGER = "rule:project_manager_or_admin"
+MEMBER_OR_SERVICE = "rule:project_member_or_service"
+ANYONE = "rule:admin_or_owner"
+"""Every token of a project: the target of a check is the caller's own project."""
+STRICT_MEMBER = "rule:project_member_api or rule:admin_api"
+ELEVATED = "rule:elevated"
+OPERATOR = "accelerator_operator"
+"""The role of who runs accelerators without being an administrator."""
+AUDITOR = "auditor"
+"""The role of who sees everything and changes nothing."""
+STRICT_MANAGER = f"rule:project_manager_api or rule:admin_api or {ELEVATED} or role:{AUDITOR}"
+"""What `project_manager_or_admin` says, without the legacy alternative that lets everyone in; operators, auditors."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One rule. `legacy` is or-ed to `check` unless `CYBORG_ENFORCE_NEW_DEFAULTS` is on. Without operations it is a
+    building block, which other rules name."""
+
+    name: str
+    check: str
+    description: str
+    operations: tuple[str, ...] = ()
+    legacy: str = ""
+
+
+def _composite(name: str, check: str, who: str) -> Rule:
+    return Rule(name, check, who, legacy="is_admin:True or project_id:%(project_id)s")
+
+
+BLOCKS = (
+    Rule("admin_api", "role:admin", "Administrators of the cloud."),
+    Rule("service_api", "role:service", "Other services of the cloud."),
+    Rule("project_reader_api", "role:reader and project_id:%(project_id)s", "Who may look, in a project."),
+    Rule("project_member_api", "role:member and project_id:%(project_id)s", "Who may use resources, in a project."),
+    Rule("project_manager_api", "role:manager and project_id:%(project_id)s", "Who runs a project."),
+    Rule(
+        "project_member_or_service",
+        "rule:project_member_api or rule:service_api",
+        "Members of a project, and services on their behalf.",
+    ),
+    _composite("project_reader_or_admin", "rule:project_reader_api or rule:admin_api", "Readers and administrators."),
+    _composite("project_member_or_admin", "rule:project_member_api or rule:admin_api", "Members and administrators."),
+    _composite("project_manager_or_admin", "rule:project_manager_api or rule:admin_api", "Managers, administrators."),
+    Rule(
+        "elevated",
+        f"role:admin or role:{OPERATOR}",
+        "Who runs accelerators of the whole cloud, an administrator or not: sees them all, looks for more, installs"
+        " drivers on hosts, attaches and detaches for every project. A project's manager only looks. Give the role to"
+        " whom you trust with all hosts, or name another one here.",
+    ),
+    Rule("admin_or_owner", "is_admin:True or project_id:%(project_id)s", "Legacy: every token of a project."),
+    Rule("admin_or_user", "is_admin:True or user_id:%(user_id)s", "Legacy: every user."),
+    Rule("is_admin", ADMIN, "Legacy: administrators."),
+    Rule("default", ANYONE, "Legacy: every token of a project."),
+    Rule("allow", "@", "Legacy: everyone."),
+    Rule("deny", "!", "Legacy: no one."),
+)
+
+UPSTREAM = (
+    Rule("cyborg:device_profile:get_all", READER, "List device profiles.", ("GET /v2/device_profiles",), ANYONE),
+    Rule("cyborg:device_profile:get_one", READER, "Show a profile.", ("GET /v2/device_profiles/{profile}",), ANYONE),
+    Rule("cyborg:device_profile:create", ADMIN, "Make a device profile.", ("POST /v2/device_profiles",)),
+    Rule(
+        "cyborg:device_profile:delete",
+        ADMIN,
+        "Delete device profiles.",
+        ("DELETE /v2/device_profiles/{profile}", "DELETE /v2/device_profiles?value={names}"),
+    ),
+    Rule("cyborg:arq:get_all", READER, "List accelerator requests.", ("GET /v2/accelerator_requests",), ANYONE),
+    Rule("cyborg:arq:get_one", READER, "Show a request.", ("GET /v2/accelerator_requests/{uuid}",), ANYONE),
+    Rule(
+        "cyborg:arq:create",
+        MEMBER_OR_SERVICE,
+        "Make accelerator requests.",
+        ("POST /v2/accelerator_requests",),
+        "rule:project_member_or_admin",
+    ),
+    Rule(
+        "cyborg:arq:delete", MEMBER_OR_SERVICE, "Delete requests.", ("DELETE /v2/accelerator_requests",), legacy=ANYONE
+    ),
+    Rule(
+        "cyborg:arq:update",
+        MEMBER_OR_SERVICE,
+        "Bind and unbind requests. A service token is needed as well, whatever this rule says.",
+        ("PATCH /v2/accelerator_requests",),
+        ANYONE,
+    ),
+    Rule("cyborg:device:get_all", MANAGER, "List devices.", ("GET /v2/devices",), ADMIN),
+    Rule("cyborg:device:get_one", MANAGER, "Show a device.", ("GET /v2/devices/{uuid}",), ADMIN),
+    Rule("cyborg:device:disable", ADMIN, "Take a device out of offer.", ("POST /v2/devices/{uuid}/disable",)),
+    Rule("cyborg:device:enable", ADMIN, "Offer a device.", ("POST /v2/devices/{uuid}/enable",)),
+    Rule("cyborg:deployable:get_all", MANAGER, "List deployables.", ("GET /v2/deployables",), ADMIN),
+    Rule("cyborg:deployable:get_one", MANAGER, "Show a deployable.", ("GET /v2/deployables/{uuid}",), ADMIN),
+    Rule("cyborg:deployable:program", ADMIN, "Program a deployable.", ("PATCH /v2/deployables/{uuid}/program",)),
+    Rule("cyborg:attribute:get_all", MANAGER, "List attributes.", ("GET /v2/attributes",), ADMIN),
+    Rule("cyborg:attribute:get_one", MANAGER, "Show an attribute.", ("GET /v2/attributes/{uuid}",), ADMIN),
+    Rule("cyborg:attribute:create", ADMIN, "Make an attribute.", ("POST /v2/attributes",)),
+    Rule("cyborg:attribute:delete", ADMIN, "Delete an attribute.", ("DELETE /v2/attributes/{uuid}",)),
+)
+
+OWN = (
+    Rule("cyborg:host:get_all", STRICT_MANAGER, "List hosts.", ("GET /api/hosts/",)),
+    Rule("cyborg:host:get_one", STRICT_MANAGER, "Show a host.", ("GET /api/hosts/{uuid}/",)),
+    Rule("cyborg:agent:get_all", STRICT_MANAGER, "List agents.", ("GET /api/agents/",)),
+    Rule("cyborg:agent:get_one", STRICT_MANAGER, "Show an agent.", ("GET /api/agents/{uuid}/",)),
+    Rule("cyborg:agent:update", ADMIN, "Revoke an agent.", ("POST /api/agents/{uuid}/revoke/",)),
+    Rule(
+        "cyborg:inventory:get_all",
+        STRICT_MANAGER,
+        "List devices and deployables with their states, reasons and holders, and what contradicts them.",
+        ("GET /api/devices/", "GET /api/deployables/", "GET /api/discrepancies/"),
+    ),
+    Rule(
+        "cyborg:inventory:get_one",
+        STRICT_MANAGER,
+        "Show a device or a deployable with its state, reason and holders, or what contradicts it.",
+        ("GET /api/devices/{uuid}/", "GET /api/deployables/{uuid}/", "GET /api/discrepancies/{uuid}/"),
+    ),
+    Rule(
+        "cyborg:device:get_usage", STRICT_MANAGER, "See what a device has to do.", ("GET /api/devices/{uuid}/usage/",)
+    ),
+    Rule("cyborg:attach_handle:get_all", STRICT_MANAGER, "List who holds what.", ("GET /api/attach_handles/",)),
+    Rule("cyborg:attach_handle:get_one", STRICT_MANAGER, "Show who holds it.", ("GET /api/attach_handles/{uuid}/",)),
+    Rule("cyborg:event:get_all", READER, "List events, of one's own project's requests.", ("GET /api/events/",)),
+    Rule("cyborg:event:get_one", READER, "Show such an event.", ("GET /api/events/{id}/",)),
+    Rule("cyborg:seal:get_all", STRICT_MANAGER, "List the seals over events.", ("GET /api/seals/",)),
+    Rule("cyborg:seal:get_one", STRICT_MANAGER, "Show a seal.", ("GET /api/seals/{number}/",)),
+    Rule("cyborg:subscription:get_all", READER, "List subscriptions.", ("GET /api/subscriptions/",)),
+    Rule("cyborg:subscription:get_one", READER, "Show a subscription.", ("GET /api/subscriptions/{uuid}/",)),
+    Rule("cyborg:subscription:create", STRICT_MEMBER, "Subscribe to messages.", ("POST /api/subscriptions/",)),
+    Rule(
+        "cyborg:subscription:update",
+        STRICT_MEMBER,
+        "Change a subscription, test it, give it another secret; see the whole URL it leads to.",
+        ("PATCH /api/subscriptions/{uuid}/", "POST /api/subscriptions/{uuid}/{test,rotate}/"),
+    ),
+    Rule("cyborg:subscription:delete", STRICT_MEMBER, "Unsubscribe.", ("DELETE /api/subscriptions/{uuid}/",)),
+    Rule(
+        "cyborg:subscription:elevated",
+        ELEVATED,
+        "Subscribe to what happens to every device and request, not only to one's own project's.",
+        ("POST /api/subscriptions/ (scope: cloud)",),
+    ),
+    Rule("cyborg:delivery:get_all", READER, "List what was brought to subscriptions.", ("GET /api/deliveries/",)),
+    Rule("cyborg:delivery:get_one", READER, "Show a delivery.", ("GET /api/deliveries/{uuid}/",)),
+    Rule("cyborg:delivery:update", STRICT_MEMBER, "Bring it again.", ("POST /api/deliveries/{uuid}/replay/",)),
+    Rule("cyborg:inbox:get_all", READER, "List one's own messages.", ("GET /api/inbox/",)),
+    Rule("cyborg:inbox:get_one", READER, "Show one's own message.", ("GET /api/inbox/{uuid}/",)),
+    Rule("cyborg:inbox:update", READER, "Mark it read.", ("POST /api/inbox/{uuid}/read/",)),
+    Rule("cyborg:inbox:read_all", READER, "Mark all of them read.", ("POST /api/inbox/read_all/",)),
+    Rule("cyborg:accelerator:get_all", READER, "List what is attached.", ("GET /api/accelerators/",)),
+    Rule("cyborg:accelerator:get_one", READER, "Show what is attached.", ("GET /api/accelerators/{uuid}/",)),
+    Rule("cyborg:accelerator:update", STRICT_MEMBER, "Label what is attached.", ("PATCH /api/accelerators/{uuid}/",)),
+    Rule(
+        "cyborg:accelerator:elevated",
+        STRICT_MANAGER,
+        "See and label the accelerators of every project, not only one's own, and see the free ones.",
+        ("GET /api/accelerators/", "PATCH /api/accelerators/{uuid}/"),
+    ),
+    Rule("cyborg:accelerator:create", ADMIN, "Divide devices into more units.", ("POST /api/accelerators/",)),
+    Rule("cyborg:accelerator:delete", ADMIN, "Divide them into fewer.", ("POST /api/accelerators/delete/",)),
+    Rule(
+        "cyborg:device:update",
+        ADMIN,
+        "Move a device to another state, or give it another layout.",
+        (
+            "POST /api/devices/{uuid}/{enable,disable,drain,quarantine,release,retire,reinstate}/",
+            "PATCH /api/devices/{uuid}/",
+        ),
+    ),
+    Rule(
+        "cyborg:backend:get",
+        STRICT_MANAGER,
+        "See drivers' backends.",
+        ("GET /api/backends/", "GET /api/backends/{id}/"),
+    ),
+    Rule("cyborg:service:get", STRICT_MANAGER, "See what backends can do.", ("GET /api/services/",)),
+    Rule(
+        "cyborg:service:discover", ELEVATED, "Have a host's drivers look again.", ("POST /api/commands/ (op: rescan)",)
+    ),
+    Rule(
+        "cyborg:driver:get",
+        STRICT_MANAGER,
+        "See hosts' drivers and what is rolled out.",
+        ("GET /api/drivers/", "GET /api/rollouts/", "GET /api/rollouts/{uuid}/"),
+    ),
+    Rule(
+        "cyborg:driver:rollout",
+        ELEVATED,
+        "Install, uninstall, change drivers on any host: for administrators and the role accelerator_operator.",
+        ("POST /api/rollouts/", "POST /api/rollouts/{uuid}/cancel/"),
+    ),
+    Rule(
+        "cyborg:attachment:get",
+        ELEVATED,
+        "See what was attached to running instances, step by step.",
+        ("GET /api/attachments/", "GET /api/attachments/{uuid}/"),
+    ),
+    Rule("cyborg:attachment:create", ELEVATED, "Attach to a running instance.", ("POST /api/attachments/",)),
+    Rule("cyborg:attachment:delete", ELEVATED, "Detach from it.", ("POST /api/attachments/{uuid}/detach/",)),
+    Rule(
+        "cyborg:attachment:elevated",
+        ELEVATED,
+        "See, attach and detach for the instances of every project, not only of one's own.",
+        ("GET /api/attachments/", "POST /api/attachments/", "POST /api/attachments/{uuid}/detach/"),
+    ),
+    Rule("cyborg:usage:get", READER, "See how many units one's own project holds.", ("GET /api/usage/",)),
+    Rule(
+        "cyborg:usage:elevated",
+        STRICT_MANAGER,
+        "See what every project holds, what is free on each host, and how busy devices are.",
+        ("GET /api/usage/",),
+    ),
+    Rule(
+        "cyborg:census:create",
+        STRICT_MANAGER,
+        "Ask hosts now how busy they are, and which have room. Nothing is changed.",
+        ("POST /api/census/",),
+    ),
+    Rule("cyborg:command:get_all", STRICT_MANAGER, "List commands to agents.", ("GET /api/commands/",)),
+    Rule("cyborg:command:get_one", STRICT_MANAGER, "Show a command.", ("GET /api/commands/{uuid}/",)),
+    Rule("cyborg:command:create", ADMIN, "Command a host's agent.", ("POST /api/commands/",)),
+    Rule("cyborg:rule:get_all", STRICT_MANAGER, "List admission rules.", ("GET /api/rules/",)),
+    Rule("cyborg:rule:get_one", STRICT_MANAGER, "Show an admission rule.", ("GET /api/rules/{uuid}/",)),
+    Rule("cyborg:rule:create", ADMIN, "Make an admission rule.", ("POST /api/rules/",)),
+    Rule("cyborg:rule:update", ADMIN, "Change an admission rule.", ("PATCH /api/rules/{uuid}/",)),
+    Rule("cyborg:rule:delete", ADMIN, "Delete an admission rule.", ("DELETE /api/rules/{uuid}/",)),
+    Rule("cyborg:device_profile:update", ADMIN, "Edit a profile until it is used.", ("PATCH /api/profiles/{uuid}/",)),
+)
+
+RULES = (*BLOCKS, *UPSTREAM, *OWN)

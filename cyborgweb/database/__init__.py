@@ -1,0 +1,1 @@
+"""PostgreSQL: find it, start the embedded one, connect to it."""

@@ -1,0 +1,148 @@
+"""A page of `docs/` as HTML, with its headings and with its text for the search. Pure: no Django; called by `site`.
+
+Markdown is CommonMark with tables, as its readers elsewhere have it. HTML in it is shown and not obeyed, except `<br>`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Any
+
+from markdown_it import MarkdownIt
+from markdown_it.common.utils import escapeHtml
+from markdown_it.token import Token
+
+from cyborgweb.manual import contents, sequence
+
+Address = Callable[[str], str]
+"""Where something of docs/ is in this edition of the manual: `guide.md#words`, `images/host.png`."""
+
+
+@dataclass
+class Section:
+    """A heading and what stands below it until the next one, as text."""
+
+    level: int
+    anchor: str
+    title: str
+    text: list[str] = field(default_factory=list)
+
+    @property
+    def said(self) -> str:
+        """The text on one line."""
+        return " ".join(" ".join(self.text).split())
+
+
+@dataclass(frozen=True)
+class Page:
+    """One page, ready to be put into a frame. The first section is the page itself."""
+
+    name: str
+    html: str
+    sections: tuple[Section, ...]
+
+
+def render(name: str, source: str, address: Address) -> Page:
+    """`source` is Markdown; its relative links are read from where the page is below docs/."""
+    parser = MarkdownIt("commonmark", {"html": False}).enable("table")
+    for rule, how in RULES.items():
+        parser.add_render_rule(rule, how)
+    tokens = parser.parse(source)
+    sections: list[Section] = []
+    counts: Counter[str] = Counter()
+    for token, following in zip(tokens, [*tokens[1:], None], strict=True):
+        if token.type == "heading_open" and following:
+            title = _plain(following)
+            sections.append(Section(int(token.tag[1]), _anchor(title, counts), title))
+            token.attrSet("id", sections[-1].anchor)
+        elif token.type in ("inline", "fence") and sections:
+            sections[-1].text.append(_plain(token) if token.type == "inline" else token.content)
+        if token.type == "inline":
+            _lead(token.children or [], name, address)
+    for section in sections:
+        section.text = section.text[1:]  # the heading itself
+    return Page(name, parser.renderer.render(tokens, parser.options, {"page": name}), tuple(sections))
+
+
+def target(name: str, link: str) -> str:
+    """What a relative link on page `name` leads to, as a path below docs/ with its anchor."""
+    path, _, anchor = link.partition("#")
+    here = PurePosixPath(name).parent
+    parts: list[str] = []
+    for part in (here / path).parts if path else (f"{name}.md",):
+        if part == "..":
+            parts.pop()
+        else:
+            parts.append(part)
+    return "/".join(parts) + (f"#{anchor}" if anchor else "")
+
+
+def _lead(tokens: Sequence[Token], name: str, address: Address) -> None:
+    """Point links and pictures to where this edition has them."""
+    for token in tokens:
+        key = {"link_open": "href", "image": "src"}.get(token.type)
+        link = str(token.attrGet(key) or "") if key else ""
+        if key and link and "://" not in link:
+            token.meta["docs"] = target(name, link)
+            token.attrSet(key, link if link.startswith("#") else address(token.meta["docs"]))
+
+
+def _anchor(title: str, counts: Counter[str]) -> str:
+    """As GitHub has it, so that a link serves both readers."""
+    slug = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+    counts[slug] += 1
+    return slug if counts[slug] == 1 else f"{slug}-{counts[slug] - 1}"
+
+
+def _plain(token: Token) -> str:
+    return "".join(_words(token.children or []))
+
+
+def _words(tokens: Sequence[Token]) -> Iterator[str]:
+    for token in tokens:
+        yield token.content if token.type in ("text", "code_inline", "image") else " " * (token.type == "softbreak")
+
+
+def _text(self: Any, tokens: Sequence[Token], at: int, options: Any, env: Any) -> str:
+    return escapeHtml(tokens[at].content).replace("&lt;br&gt;", "<br>")
+
+
+def _fence(self: Any, tokens: Sequence[Token], at: int, options: Any, env: Any) -> str:
+    """A block of code; the word after the language is the name of a file."""
+    token = tokens[at]
+    language, _, name = token.info.partition(" ")
+    if language == "mermaid":
+        heading = next((n for n in range(at, 0, -1) if tokens[n - 1].type == "heading_open"), None)
+        called = _plain(tokens[heading]) if heading else env["page"]
+        return f'<div class="drawing" tabindex="0" role="group">{sequence.svg(token.content, called)}</div>\n'
+    caption = f"<figcaption>{escapeHtml(name)}</figcaption>" if name else ""
+    return f'<figure class="code">{caption}<pre tabindex="0"><code>{escapeHtml(token.content)}</code></pre></figure>\n'
+
+
+def _image(self: Any, tokens: Sequence[Token], at: int, options: Any, env: Any) -> str:
+    """A photograph as a file; a drawing becomes part of the page, so that it has the page's colours."""
+    token = tokens[at]
+    said, path = escapeHtml(token.content), token.meta.get("docs", "")
+    if path.endswith(".svg") and path in contents.files():
+        drawing = (contents.DOCS / path).read_text().partition("<svg ")[2]
+        return f'<span class="drawing" tabindex="0"><svg role="img" aria-label="{said}" {drawing.strip()}</span>'
+    return f'<img src="{escapeHtml(str(token.attrGet("src")))}" alt="{said}" loading="lazy">'
+
+
+def _th(self: Any, tokens: Sequence[Token], at: int, options: Any, env: Any) -> str:
+    tokens[at].attrSet("scope", "col")
+    return str(self.renderToken(tokens, at, options, env))
+
+
+RULES: dict[str, Callable[..., str]] = {
+    "text": _text,
+    "fence": _fence,
+    "image": _image,
+    "th_open": _th,
+    "table_open": lambda *_: '<div class="scroll" tabindex="0"><table>\n',
+    "table_close": lambda *_: "</table></div>\n",
+}

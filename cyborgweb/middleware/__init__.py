@@ -1,0 +1,1 @@
+"""Django middleware that sees every request."""

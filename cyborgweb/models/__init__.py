@@ -1,0 +1,6 @@
+"""Tables of the console and of access: API tokens, users of Keystone, saved views, subscriptions."""
+
+from cyborgweb.models.identity import ApiToken, KeystoneUser, Maintenance, SavedView, digest
+from cyborgweb.models.notify import Delivery, Reader, Subscription
+
+__all__ = ["ApiToken", "Delivery", "KeystoneUser", "Maintenance", "Reader", "SavedView", "Subscription", "digest"]

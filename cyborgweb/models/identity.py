@@ -1,0 +1,88 @@
+"""Identity: API tokens for `X-Auth-Token` where there is no Keystone, and which user is whom where there is one.
+
+And what people keep of the console's lists.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+
+from django.conf import settings
+from django.contrib.postgres.fields import ArrayField
+from django.db import models
+from django.db.models.functions import Now
+
+
+class ApiToken(models.Model):
+    """A token of a local user. Only its hash is stored. `roles` are Keystone's words: admin, member, service…"""
+
+    name = models.CharField(max_length=255)
+    token_hash = models.CharField(max_length=64, unique=True)
+    user = models.ForeignKey(settings.AUTH_USER_MODEL, models.CASCADE, related_name="api_tokens")
+    roles = ArrayField(models.CharField(max_length=64), default=list)
+    project_id = models.CharField(max_length=64, default="", blank=True)
+    created_at = models.DateTimeField(db_default=Now())
+
+    class Meta:
+        ordering = ["name"]
+        verbose_name = "API token"
+
+    def __str__(self) -> str:
+        return self.name
+
+    @classmethod
+    def make(cls, name: str, user: object, roles: list[str], project_id: str) -> str:
+        """Store a new token and return its secret, which is shown once and kept nowhere."""
+        secret = secrets.token_urlsafe(32)
+        cls.objects.create(name=name, user=user, token_hash=digest(secret), roles=roles, project_id=project_id)
+        return secret
+
+
+class KeystoneUser(models.Model):
+    """Whom Keystone knows by this id. Names change and come again; the id does neither."""
+
+    keystone_id = models.CharField(max_length=64, primary_key=True)
+    user = models.OneToOneField(settings.AUTH_USER_MODEL, models.CASCADE, related_name="keystone")
+
+    def __str__(self) -> str:
+        return self.keystone_id
+
+
+class SavedView(models.Model):
+    """A list as somebody wants it again: filters, search, order. Without a name: the columns they always want of it."""
+
+    user = models.ForeignKey(settings.AUTH_USER_MODEL, models.CASCADE, related_name="saved_views")
+    of = models.CharField(max_length=100, help_text="The model it lists, app.model.")
+    name = models.CharField(max_length=64, blank=True)
+    query = models.CharField(max_length=2000, blank=True, help_text="The address after its question mark.")
+    columns = ArrayField(models.CharField(max_length=64), default=list)
+    shared = models.BooleanField(default=False)
+
+    class Meta:
+        ordering = ["name", "id"]
+        constraints = [models.UniqueConstraint(fields=["user", "of", "name"], name="saved_view_one_per_name")]
+        indexes = [models.Index(fields=["of"], name="saved_view_of")]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class Maintenance(models.Model):
+    """There is this one row while nobody is to change anything."""
+
+    since = models.DateTimeField(db_default=Now(), help_text="Since when nothing can be changed.")
+    by = models.CharField(max_length=255, help_text="Who said so.")
+    reason = models.CharField(max_length=4096, blank=True, help_text="Why; shown to everybody who is refused.")
+
+    class Meta:
+        verbose_name_plural = "maintenance"
+        constraints = [models.CheckConstraint(condition=models.Q(id=1), name="maintenance_is_one")]
+
+    def __str__(self) -> str:
+        return f"read only since {self.since:%Y-%m-%d %H:%M}"
+
+
+def digest(secret: str) -> str:
+    """How a token is stored and looked up. Tokens are 256 random bits, so a plain hash suffices."""
+    return hashlib.sha256(secret.encode()).hexdigest()

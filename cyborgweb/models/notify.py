@@ -1,0 +1,167 @@
+"""Subscriptions, deliveries, and how far the events were read. Loaded by `cyborgweb.models`."""
+
+from __future__ import annotations
+
+import uuid
+from urllib.parse import urlsplit
+
+from django.conf import settings
+from django.contrib.postgres.fields import ArrayField
+from django.db import models
+from django.db.models import Q
+from django.db.models.functions import Now
+
+from accelerators.domain.states import DeviceType
+from accelerators.models import fields
+from cyborgweb.models.event_types import Kind, Progress, Scope, Standing, Way
+
+
+class Subscription(fields.Row):
+    """What somebody wants to be told of, and how. It belongs to a person, or to a project as a whole."""
+
+    name = models.CharField(max_length=64, help_text="Your own word for it.")
+    project_id = models.CharField(max_length=255, db_collation="C", help_text="The project it was made in.")
+    person = models.CharField(
+        max_length=255,
+        db_collation="C",
+        default="",
+        blank=True,
+        help_text="The id of the person it belongs to; empty: it belongs to the project.",
+    )
+    user = models.ForeignKey(
+        settings.AUTH_USER_MODEL,
+        models.CASCADE,
+        null=True,
+        blank=True,
+        related_name="subscriptions",
+        help_text="Who made it; it ends with this user.",
+    )
+    scope = models.CharField(
+        max_length=8,
+        choices=fields.choices(Scope),
+        default=Scope.PROJECT.value,
+        help_text="The project's own requests and the devices they hold, or all of the cloud.",
+    )
+    kinds = ArrayField(
+        models.CharField(max_length=32, choices=fields.choices(Kind)), help_text="What you want to be told of."
+    )
+    host = fields.name(
+        default="", blank=True, help_text="Only this host; * and ? stand for what differs. For all of the cloud only."
+    )
+    type = models.CharField(
+        max_length=16,
+        choices=[("", "any"), *fields.choices(DeviceType)],
+        default="",
+        blank=True,
+        help_text="Only devices of this type.",
+    )
+    label = models.CharField(
+        max_length=255, default="", blank=True, help_text="Only what a project labelled with exactly these words."
+    )
+    way = models.CharField(max_length=8, choices=fields.choices(Way), help_text="How you are told.")
+    target = models.CharField(
+        max_length=2000, default="", blank=True, help_text="The webhook's URL, or the e-mail address."
+    )
+    secret = models.TextField(default="", blank=True, editable=False, help_text="Encrypted; signs webhooks.")
+    standing = models.CharField(
+        max_length=8,
+        choices=fields.choices(Standing),
+        default=Standing.ACTIVE.value,
+        help_text="Paused: its destination failed for days. Gone: it answered 410.",
+    )
+    last_error = models.TextField(default="", blank=True, help_text="What the last try failed with.")
+    failures = models.IntegerField(default=0, help_text="Failed tries since the last that succeeded.")
+    failing_since = models.DateTimeField(null=True, blank=True, help_text="When it began to fail.")
+    retry_at = models.DateTimeField(db_default=Now(), help_text="Nothing is tried before.")
+
+    class Meta:
+        ordering = ["id"]
+        constraints = [
+            fields.one_of("scope", Scope, "subscription_scope_known"),
+            fields.one_of("way", Way, "subscription_way_known"),
+            fields.one_of("standing", Standing, "subscription_standing_known"),
+            models.CheckConstraint(condition=~Q(way="inbox") | ~Q(person=""), name="subscription_inbox_has_a_person"),
+        ]
+        indexes = [models.Index(fields=["project_id", "person"], name="subscription_owner")]
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def personal(self) -> bool:
+        """Whether it belongs to a person."""
+        return bool(self.person)
+
+    @property
+    def destination(self) -> str:
+        """Where it leads, for everybody's eyes: of a URL, which may hold a token, only the beginning."""
+        if self.way == Way.WEBHOOK:
+            parts = urlsplit(self.target)
+            return f"{parts.scheme}://{parts.netloc}"
+        return self.target or "the inbox"
+
+
+class Delivery(models.Model):
+    """One message for one subscription. `message` is its id, the same at every try."""
+
+    message = models.UUIDField(
+        default=uuid.uuid4, unique=True, editable=False, help_text="The same at every try: receivers tell by it."
+    )
+    subscription = models.ForeignKey(Subscription, models.CASCADE, related_name="deliveries")
+    event = models.BigIntegerField(null=True, blank=True, help_text="The number of the event that it tells of.")
+    kind = models.CharField(max_length=32, help_text="What it is about.")
+    at = models.DateTimeField(db_default=Now(), help_text="When it happened.")
+    data = models.JSONField(default=dict, help_text="What is told.")
+    progress = models.CharField(
+        max_length=16,
+        choices=fields.choices(Progress),
+        default=Progress.WAITING.value,
+        help_text="Whether it arrived.",
+    )
+    attempts = models.IntegerField(default=0, db_default=0, help_text="How often it was tried.")
+    next_at = models.DateTimeField(db_default=Now(), help_text="When it is tried next.")
+    last_error = models.TextField(default="", db_default="", blank=True, help_text="What the last try failed with.")
+    delivered_at = models.DateTimeField(null=True, blank=True, help_text="When it arrived.")
+    reader = models.CharField(
+        max_length=255,
+        db_collation="C",
+        default="",
+        db_default="",
+        blank=True,
+        help_text="The id of the person in whose inbox it is, if in any.",
+    )
+    read_at = models.DateTimeField(null=True, blank=True, help_text="When its reader marked it read.")
+    created_at = models.DateTimeField(db_default=Now(), help_text="When it was written.")
+
+    class Meta:
+        ordering = ["-id"]
+        verbose_name_plural = "deliveries"
+        constraints = [
+            fields.one_of("progress", Progress, "delivery_progress_known"),
+            models.UniqueConstraint(fields=["subscription", "event"], name="delivery_one_per_event"),
+        ]
+        indexes = [
+            models.Index(fields=["subscription", "next_at"], condition=Q(progress="waiting"), name="delivery_waiting"),
+            models.Index(fields=["subscription", "-id"], name="delivery_of"),
+            models.Index(fields=["reader", "-id"], condition=~Q(reader=""), name="delivery_inbox"),
+            models.Index(fields=["reader"], condition=~Q(reader="") & Q(read_at__isnull=True), name="delivery_unread"),
+            models.Index(fields=["created_at"], name="delivery_age"),
+        ]
+
+    def __str__(self) -> str:
+        return f"{self.kind} to {self.subscription}"
+
+
+class Reader(models.Model):
+    """How far the events were read: all that was committed by transactions before `horizon`, and of later ones those
+    up to (`transaction`, `event`). `since`: no event that is left is older. One row (`notify.fanout`)."""
+
+    transaction = models.BigIntegerField(default=0)
+    event = models.BigIntegerField(default=0)
+    since = models.DateTimeField(db_default=Now())
+
+    class Meta:
+        default_permissions = ()
+
+    def __str__(self) -> str:
+        return f"{self.transaction}, {self.event}"

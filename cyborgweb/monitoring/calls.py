@@ -1,0 +1,85 @@
+"""Counts what other services of the cloud are asked: Placement, Nova, Glance, Keystone. Wraps the one session.
+
+The agents' own calls, where agents write to Placement, are made on their hosts and are not among them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from accelerators.runtime import metrics
+
+SERVICES = {"placement": "placement", "compute": "nova", "image": "glance", None: "keystone", "identity": "keystone"}
+"""By keystoneauth1's service types; Keystone is asked by its address."""
+COUNTED_AT = "_cyborg_counted_at"
+"""On an error: when it was counted, by the clock of `time.monotonic`."""
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"})
+
+_calls = metrics.counter(
+    "cyborg_cloud_calls_total",
+    "Calls to other services by what came of them: a status, `timeout`, `unreachable`, `error`.",
+    "service",
+    "method",
+    "status",
+)
+_seconds = metrics.histogram(
+    "cyborg_cloud_call_seconds",
+    "How long other services took to answer, or not to.",
+    (0.02, 0.1, 0.3, 1.0, 3.0, 10.0),
+    "service",
+    "method",
+)
+
+
+def counted(session: Any) -> Any:
+    """The same keystoneauth1 session, whose calls are counted from now on."""
+    session.request = _counting(session.request)
+    return session
+
+
+def _counting(ask: Callable[..., Any]) -> Callable[..., Any]:
+    def request(url: str, method: str, *positional: Any, **named: Any) -> Any:
+        began = time.monotonic()
+
+        def count(status: str) -> None:
+            service = SERVICES.get((named.get("endpoint_filter") or {}).get("service_type"), "other")
+            verb = method if method in METHODS else "other"
+            _calls.labels(service, verb, status).inc()
+            _seconds.labels(service, verb).observe(time.monotonic() - began)
+
+        try:
+            answer = ask(url, method, *positional, **named)
+        except BaseException as error:
+            if not _is_counted(error, began):
+                count(_failure(error))
+                vars(error)[COUNTED_AT] = time.monotonic()
+            raise
+        count(_status(answer.status_code))
+        return answer
+
+    return request
+
+
+def _is_counted(error: BaseException | None, since: float) -> bool:
+    """Whether a call within this one, a login, failed and was counted: nobody else was asked then."""
+    while error is not None:
+        if vars(error).get(COUNTED_AT, float("-inf")) >= since:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _failure(error: BaseException) -> str:
+    from keystoneauth1 import exceptions
+
+    if isinstance(error, exceptions.HttpError):
+        return _status(error.http_status)
+    if isinstance(error, exceptions.ConnectTimeout):
+        return "timeout"
+    return "unreachable" if isinstance(error, exceptions.ConnectionError | exceptions.EndpointNotFound) else "error"
+
+
+def _status(code: int) -> str:
+    return str(code) if 100 <= code < 600 else "error"

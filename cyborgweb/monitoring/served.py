@@ -1,0 +1,68 @@
+"""Django's middleware that counts what was asked and how long it took, by the route's template.
+
+Never by the path: a path holds ids, and whoever asks for nonsense would make a series of each.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+from functools import lru_cache
+
+from django.contrib.admindocs.utils import replace_named_groups
+from django.http import HttpRequest, HttpResponse
+
+from accelerators.runtime import metrics
+
+METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
+NOWHERE = "(none)"
+"""The route of what no route answers, and of static files."""
+
+_requests = metrics.counter(
+    "cyborg_http_requests_total", "HTTP requests by route, method and class of status.", "route", "method", "status"
+)
+_seconds = metrics.histogram(
+    "cyborg_http_request_seconds",
+    "How long HTTP requests took until the answer began.",
+    (0.005, 0.02, 0.1, 0.5, 2.0, 10.0),
+    "route",
+    "method",
+)
+busy = metrics.counter("cyborg_http_busy_total", "HTTP requests that found no free thread and no place to wait: 503.")
+
+
+class ServedMiddleware:
+    """The outermost one, so that it counts what the others answer."""
+
+    def __init__(self, get_response: Callable[[HttpRequest], HttpResponse]) -> None:
+        self.get_response = get_response
+
+    def __call__(self, request: HttpRequest) -> HttpResponse:
+        began = time.monotonic()
+        response = self.get_response(request)
+        match = request.resolver_match
+        route = template(match.route) if match else NOWHERE
+        method = request.method if request.method in METHODS else "other"
+        _requests.labels(route, method, f"{response.status_code // 100}xx").inc()
+        _seconds.labels(route, method).observe(time.monotonic() - began)
+        return response
+
+
+@lru_cache(maxsize=1024)
+def template(route: str) -> str:
+    r"""A route as people write it: `^api(?:/|$)\Ahosts/(?P<uuid>…)/?\Z` is `/api/hosts/{uuid}`; both mounts of v2 are
+    one."""
+    _, anchored, rest = route.rpartition(r"\A")
+    if route.startswith("^api"):
+        return "/api/" + _plain(rest if anchored else "")
+    if anchored:
+        return "/v2/" + _plain(rest.removeprefix("(?:v2/)?").removeprefix("v2"))
+    return NOWHERE if route.startswith("^") else "/" + _plain(rest)
+
+
+def _plain(pattern: str) -> str:
+    """Groups and converters by their names, without anchors and what may be there or not at its end."""
+    named = replace_named_groups(pattern) if "(?P" in pattern else pattern
+    short = re.sub(r"\(\?:/\[\^/\]\+\)\?|\(\?:\\\.json\)\?|/\?|\\Z|\$$|\^", "", named)
+    return re.sub(r"<(?:\w+:)?(\w+)>", r"{\1}", short)

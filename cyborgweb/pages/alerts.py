@@ -1,0 +1,144 @@
+"""What needs an operator, as sentences that lead to where it is mended: the worst first. Pure; called by `overview`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from urllib.parse import urlencode
+
+from django.urls import reverse
+
+from accelerators.runtime import jobs
+from accelerators.ui.badges import lasted
+from cyborgweb.monitoring.backlog import NEAR_S, Work
+from cyborgweb.pages.capacity import Capacity
+
+LATE = timedelta(seconds=60)
+"""Placement and Nova may be behind for so long before anybody has to know."""
+SLOW = timedelta(seconds=15)
+"""What our own workers may leave lying."""
+ERROR = 160
+
+
+@dataclass(frozen=True)
+class Need:
+    """How bad it is (a tone of `marks`), in a word; the link's words, the rest of the sentence, and where it leads."""
+
+    tone: str
+    word: str
+    what: str
+    then: str
+    url: str
+
+
+@dataclass(frozen=True)
+class House:
+    """All that is looked at. `devices`: state → how many."""
+
+    hosts: Mapping[str, int]
+    devices: Counter[str]
+    work: Work
+    classes: Sequence[Capacity]
+    failing: int
+    faults: int
+    now: datetime
+
+
+def needs(house: House) -> list[Need]:
+    """Bad before warnings before what only waits for a decision."""
+    found = [*_hardware(house), *_hosts(house), *_told(house), *_work(house), *_capacity(house)]
+    return sorted(found, key=lambda need: ("bad", "warn", "calm").index(need.tone))
+
+
+def _hardware(house: House) -> Iterator[Need]:
+    work, of = house.work, house.devices
+    if n := work.missing_held:
+        lost = "held by instances all the same: see to the host first, then to the instances."
+        yield Need("bad", "missing", some(n, "device"), lost, listed("device", state__exact="missing"))
+    if n := work.discrepancies:
+        says = "between us, Placement and Nova; each says what to do."
+        url = reverse("admin:placement_sync_discrepancy_changelist")
+        yield Need("bad", "differs", some(n, "contradiction"), says, url)
+    if n := of["failed"]:
+        why = "to look at: read why, then enable or retire."
+        yield Need("bad", "failed", some(n, "device"), why, listed("device", state__exact="failed"))
+    if n := work.broken:
+        broken = "with broken hardware, says the driver: drain, then replace."
+        yield Need("bad", "broken", some(n, "device"), broken, listed("device", status__exact="failed"))
+    if n := work.degraded:
+        degraded = "not quite well, says the driver: plan to look."
+        yield Need("warn", "degraded", some(n, "device"), degraded, listed("device", status__exact="degraded"))
+    if n := of["missing"] - work.missing_held:
+        gone = "no longer named by the driver: put back, or retire."
+        yield Need("warn", "missing", some(n, "device"), gone, listed("device", state__exact="missing"))
+    if n := of["inactive"]:
+        decide = "found, and not decided about: enable, or let an admission rule do it."
+        yield Need("calm", "new", some(n, "device"), decide, listed("device", state__exact="inactive"))
+
+
+def _hosts(house: House) -> Iterator[Need]:
+    if n := house.hosts["down"]:
+        silent = "not heard, so what is shown of the host is old: start cyborg-agent there."
+        yield Need("bad", "down", some(n, "agent"), silent, f"{reverse('admin:agents_agent_changelist')}?is=down")
+    if n := house.failing:
+        answer = "without an answer: the reason stands below."
+        yield Need("bad", "failing", some(n, "driver"), answer, "#failing")
+    if n := house.faults:
+        taken = "not taken for a device: the reason stands below."
+        yield Need("warn", "faults", some(n, "piece of hardware", "pieces of hardware"), taken, "#faults")
+
+
+def _told(house: House) -> Iterator[Need]:
+    work = house.work
+    if n := work.stuck:
+        error = next((one.error for one in work.intents.values() if one.stuck and one.error), "")
+        failed = _so("failed ten times and more", error)
+        yield Need("bad", "stuck", some(n, "intent"), failed, listed("intent", stuck="yes"))
+    trees, notices = reverse("admin:placement_sync_tree_changelist") + "?is=behind", listed("intent", kind="notice")
+    for name, kind, told, url in (
+        ("Placement", "provider", work.placement, trees),
+        ("Nova", "notice", work.nova, notices),
+    ):
+        if jobs.has_taker(kind) and not told.stuck and told.oldest and house.now - told.oldest > LATE:
+            behind = f"is behind by {lasted(told.oldest, house.now)}, {told.number} to tell"
+            yield Need("warn", "behind", name, _so(behind, told.error), url)
+
+
+def _work(house: House) -> Iterator[Need]:
+    work, binding = house.work, listed("acceleratorrequest", state__exact="BindStarted")
+    if n := work.overdue:
+        late = "past the deadline of the bind, and not ended: do the workers run?"
+        yield Need("bad", "stuck", some(n, "request"), late, binding)
+    if n := work.near - work.overdue:
+        soon = f"within {NEAR_S} s of the deadline of the bind: the host is slow to answer."
+        yield Need("warn", "late", some(n, "request"), soon, binding)
+    if work.spool_oldest and house.now - work.spool_oldest > SLOW:
+        waits = f"not merged, the oldest for {lasted(work.spool_oldest, house.now)}: does the cluster “ingest” run?"
+        yield Need("bad", "waiting", some(work.spool, "report"), waits, listed("host"))
+    if work.tick_oldest and house.now - work.tick_oldest > SLOW:
+        asleep = f"have taken nothing up for {lasted(work.tick_oldest, house.now)}: start the clusters again."
+        yield Need("bad", "asleep", "The workers", asleep, listed("intent"))
+
+
+def _capacity(house: House) -> Iterator[Need]:
+    for one in house.classes:
+        if one.name and not one.free and one.held:
+            out = f"{one.held} held, {one.reserved} out of offer"
+            yield Need("warn", "full", one.name, f"has nothing free: {out}.", listed("device", state__exact="ready"))
+
+
+def listed(model: str, **asked: str) -> str:
+    """Address of a filtered list of `accelerators`."""
+    url = reverse(f"admin:accelerators_{model}_changelist")
+    return f"{url}?{urlencode(asked)}" if asked else url
+
+
+def some(number: int, one: str, many: str = "") -> str:
+    """`1 device`, `2 devices`."""
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
+def _so(text: str, error: str) -> str:
+    return f"{text}: {error[:ERROR]}{'…' if len(error) > ERROR else ''}" if error else f"{text}."

@@ -1,0 +1,62 @@
+"""What the console says where it has no page to show. Named by `cyborgweb.urls` as Django's handlers.
+
+Who may enter the console is told what to do, within its frame; anybody else, and the APIs, get Django's plain answers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.contrib import admin
+from django.core.exceptions import BadRequest, PermissionDenied
+from django.http import Http404, HttpRequest, HttpResponse
+from django.shortcuts import render
+from django.views import defaults
+
+from cyborgweb.auth.read_only import RETRY_S
+
+WORDS = {
+    400: ("Not understood", "The address or the form has a part that this page does not know. Go back and try again."),
+    403: ("Not allowed", "Your account may not see this. An administrator can put it into a group that may."),
+    404: ("Not found", "There is nothing at this address, or no longer."),
+    503: ("Read only", ""),
+}
+
+
+def nowhere(request: HttpRequest) -> HttpResponse:
+    """Raises Http404: an address with a NUL, which PostgreSQL's texts cannot have, names no row."""
+    raise Http404
+
+
+def bad_request(request: HttpRequest, exception: Exception) -> HttpResponse:
+    """400."""
+    return _shown(request, exception, 400) or defaults.bad_request(request, exception)
+
+
+def permission_denied(request: HttpRequest, exception: Exception) -> HttpResponse:
+    """403."""
+    return _shown(request, exception, 403) or defaults.permission_denied(request, exception)
+
+
+def not_found(request: HttpRequest, exception: Exception) -> HttpResponse:
+    """404."""
+    return _shown(request, exception, 404) or defaults.page_not_found(request, exception)
+
+
+def read_only(request: HttpRequest, sentence: str) -> HttpResponse:
+    """503 with Retry-After: nobody changes anything now."""
+    answer = _shown(request, PermissionDenied(sentence), 503) or HttpResponse(sentence, status=503)
+    answer["Retry-After"] = str(RETRY_S)
+    return answer
+
+
+def _shown(request: HttpRequest, exception: Exception, status: int) -> HttpResponse | None:
+    """In the console's frame; a sentence of our own says more than the number does. None for who may not enter."""
+    user: Any = getattr(request, "user", None)
+    if user is None or not request.path.startswith("/admin/") or not admin.site.has_permission(request):
+        return None
+    title, sentence = WORDS[status]
+    if isinstance(exception, BadRequest | PermissionDenied | Http404) and exception.args:
+        sentence = exception.args[0] if isinstance(exception.args[0], str) else sentence
+    page = admin.site.each_context(request) | {"title": title, "sentence": sentence}
+    return render(request, "console/refused.html", page, status=status)

@@ -1,0 +1,132 @@
+"""What people keep of the console's lists: views by name, for themselves or for all, and the columns they always want.
+
+`accelerators.ui.changelist` asks through the setting LIST_MEMORY; the forms of `console/chips.html` post to `keep`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import parse_qsl, urlencode
+
+from django.contrib import admin, messages
+from django.contrib.auth.models import User
+from django.core.exceptions import BadRequest, PermissionDenied
+from django.db.models import Q
+from django.http import Http404, HttpRequest, HttpResponseBase, HttpResponseNotAllowed, HttpResponseRedirect
+from django.urls import reverse
+
+from accelerators.ui.changelist import COLUMNS, Listing, public
+from cyborgweb.auth.roles import project_of
+from cyborgweb.models import SavedView
+
+MOST = 50
+"""Views that one person may save of one list; so many are shown, one's own first."""
+
+
+@dataclass(frozen=True)
+class View:
+    """A saved view, as its chip shows it."""
+
+    key: int
+    name: str
+    query: str
+    mine: bool
+    by: str
+    shared: bool
+
+
+@dataclass(frozen=True)
+class Remembered:
+    """What one person sees of one list's memory."""
+
+    columns: tuple[str, ...]
+    views: tuple[View, ...]
+
+
+def remembered(user: Any, model: str) -> Remembered:
+    """One statement. What others share is not for who sees one project: names and searches tell of the rest."""
+    others = Q() if project_of(user) else Q(shared=True)
+    kept = SavedView.objects.filter(Q(user_id=user.pk) | others, of=model).select_related("user")
+    rows = list(kept.order_by("name", "id")[: 20 * MOST])
+    columns = next((row.columns for row in rows if not row.name and row.user_id == user.pk), [])
+    views = [
+        View(row.pk, row.name, row.query, row.user_id == user.pk, row.user.get_username(), row.shared)
+        for row in rows
+        if row.name
+    ]
+    return Remembered(tuple(columns), tuple(sorted(views, key=lambda view: not view.mine)[:MOST]))
+
+
+def keep(request: HttpRequest, model: str) -> HttpResponseBase:
+    """POST: save the view `name`, delete the view `delete`, or choose the `columns` of this list; then show it."""
+    listing = _listing(model)
+    if not listing.has_view_permission(request):
+        raise PermissionDenied
+    if request.method != "POST":
+        return HttpResponseNotAllowed(["POST"])
+    query = request.POST.get("query", "")[:2000]
+    if "delete" in request.POST:
+        _delete(request, model, request.POST["delete"])
+    elif "name" in request.POST:
+        _save(request, model, query)
+    else:
+        query = _choose(request, listing, query)
+    url = reverse(f"admin:{model.replace('.', '_')}_changelist")
+    return HttpResponseRedirect(f"{url}?{query}" if query else url)
+
+
+def _listing(model: str) -> Listing:
+    found = next((one for of, one in admin.site._registry.items() if of._meta.label_lower == model), None)
+    if not isinstance(found, Listing):
+        raise Http404(f"There is no list of {model!r}.")
+    return found
+
+
+def _save(request: HttpRequest, model: str, query: str) -> None:
+    name, user = " ".join(request.POST["name"].split()), _user(request)
+    if not 1 <= len(name) <= 64 or not name.isprintable():
+        messages.error(request, "Give the view a name of at most 64 letters.")
+        return
+    own = SavedView.objects.filter(user=user, of=model).exclude(name="")
+    if not own.filter(name=name).exists() and own.count() >= MOST:
+        messages.error(request, f"{MOST} views of this list are saved: delete one first.")
+        return
+    values = {"query": query.replace("\0", ""), "shared": "shared" in request.POST}
+    SavedView.objects.update_or_create(user=user, of=model, name=name, defaults=values)
+    messages.success(request, f"This view is saved as “{name}”{', for everybody' if values['shared'] else ''}.")
+
+
+def _delete(request: HttpRequest, model: str, key: str) -> None:
+    """One's own; whoever may do everything, also what others share."""
+    user = _user(request)
+    views = SavedView.objects.filter(Q(user=user) | Q(shared=user.is_superuser), of=model).exclude(name="")
+    gone, _ = views.filter(pk=int(key)).delete() if key.isdecimal() and len(key) < 19 else (0, {})
+    if gone:
+        messages.success(request, "The view is deleted.")
+    else:
+        messages.error(request, "It is not there any more, or not yours to delete.")
+
+
+def _choose(request: HttpRequest, listing: Listing, query: str) -> str:
+    """Remember the columns; the address that names others, or an order by their places, is freed of it."""
+    every = [public(str(name)) for name in listing.list_display]
+    chosen = request.POST.getlist(COLUMNS)
+    if "reset" in request.POST:
+        chosen = []
+    elif not chosen or any(name not in every for name in chosen):
+        raise BadRequest(f"Choose one or more columns of: {', '.join(every)}.")
+    defaults = {"columns": list(dict.fromkeys(chosen))}
+    SavedView.objects.update_or_create(user=_user(request), of=listing.opts.label_lower, name="", defaults=defaults)
+    return urlencode(_without(parse_qsl(query, keep_blank_values=True), COLUMNS, "o"))
+
+
+def _without(pairs: Iterable[tuple[str, str]], *names: str) -> list[tuple[str, str]]:
+    return [pair for pair in pairs if pair[0] not in names]
+
+
+def _user(request: HttpRequest) -> User:
+    if not isinstance(request.user, User):
+        raise PermissionDenied
+    return request.user

@@ -1,0 +1,1 @@
+"""The processes of the controller: start and supervise them, TLS, backup and restore."""

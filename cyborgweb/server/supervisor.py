@@ -1,0 +1,344 @@
+"""The one-command supervisor behind `make up`: database, web, two clusters and an agent, for one machine.
+
+No Django in this process: it must start fast and outlive whatever goes wrong in the others. Every child has a session
+of its own, so a signal to the group reaches us alone; every child dies with us, also when we are killed with SIGKILL.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import IO, Any
+
+from accelerators.runtime import metric_files
+from cyborgweb.database.postgres import Postgres, PostgresError
+from cyborgweb.server.child_process import Child, say
+from cyborgweb.server.cluster_watchdog import TickWatch
+from cyborgweb.settings.keys import Keys, keys, listen_address
+from drivers.configuration import ConfigurationError
+from drivers.isolation.process import die_with_parent
+
+ROOT = Path(__file__).resolve().parents[1]
+STOP_S = {"web": 2.5, "agent": 2.0, "work": 1.5, "ingest": 1.5}
+"""Stopping order, and how long each may take before SIGKILL; with PostgreSQL's below 10 s."""
+PREPARE_S = 3.0
+"""What is being prepared when we are to stop has so long to end."""
+TIMELY_S = 8.0
+COUNTS = "metrics"
+"""Below the state directory: where every process keeps what it counts (`accelerators.runtime.metric_files`)."""
+
+
+SAMPLE_DRIVERS = """\
+# What this machine's agent is told of its drivers: one table each. Written once, yours to edit.
+
+[fake_driver]
+# Changed by `python -m drivers.fake`; --help lists what its hardware can be made to do.
+control_file = {control}
+
+[pci_driver]
+# Virtual machines have virtio functions, so that a first look shows real PCI hardware.
+# A function that the host itself uses (its disks, its network) is never taken.
+# vfs = 4 in a rule divides a card into virtual functions when it is enabled, bind = "vfio-pci" gives what is handed out
+# to that driver. acts = ["install", "uninstall"] in any table here allows only these acts of its driver on this host.
+rules = [{{ vendor = "1af4", type = "FPGA" }}]
+"""
+
+
+class CannotStart(RuntimeError):
+    """What stands in the way, in one sentence for the person at the terminal."""
+
+
+class Supervisor:
+    """Starts everything, keeps it running, stops it in order."""
+
+    def __init__(self, settings: Keys, *, agent: bool = True) -> None:
+        self.settings, self.agent = settings, agent
+        self.selector = selectors.DefaultSelector()
+        self.children: dict[str, Child] = {}
+        self.postgres: Postgres | None = None
+        self.postgres_retry = 0.0
+        self.watch: TickWatch | None = None
+        self.stopping = False
+        self.gate = self.after = -1
+        self.wake_r, self.wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def run(self) -> None:
+        """Everything, until SIGINT or SIGTERM; raises CannotStart before anything runs."""
+        self._catch_signals()
+        lock = self._own_state_directory()
+        listener = _listener(self.settings.listen, "CYBORG_LISTEN")
+        agents = self._agents_listener()
+        metric_files.clear(self.settings.state / COUNTS)
+        try:
+            self._start_database()
+            self._start_web(listener, agents)
+            facts = self._prepare(self._for_the_agent(listener) if self.agent else [])
+            if not self.stopping:
+                self._start_others(facts)
+                self._greet(listener, agents, facts)
+            while not self.stopping:
+                self._turn()
+        except PostgresError:
+            if not self.stopping:
+                raise
+        finally:
+            self._stop()
+            listener.close()
+            if agents:
+                agents.close()
+            lock.close()
+
+    def _catch_signals(self) -> None:
+        signal.set_wakeup_fd(self.wake_w)
+        for sig in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(sig, self._on_signal)
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # wakes the selector
+        self.selector.register(self.wake_r, selectors.EVENT_READ)
+
+    def _on_signal(self, signum: int, _frame: object) -> None:
+        if not self.stopping:
+            say("serve", f"{signal.Signals(signum).name}: stopping")
+        self.stopping = True
+
+    def _own_state_directory(self) -> IO[str]:
+        state = self.settings.state
+        try:
+            state.mkdir(parents=True, exist_ok=True, mode=0o700)
+            lock = (state / "lock").open("a")
+        except OSError as error:
+            raise CannotStart(
+                f"the state directory {state} is not writable ({error.strerror}): set CYBORG_STATE_DIR"
+            ) from None
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CannotStart(
+                f"another one runs on {state}: stop it, or set CYBORG_STATE_DIR to another folder"
+            ) from None
+        return lock
+
+    def _agents_listener(self) -> socket.socket | None:
+        """The agents' own, with a certificate that can be used; None: they come to the one for all."""
+        if not self.settings.agent_listen:
+            return None
+        from cyborgweb.server import tls
+
+        tls.context(self.settings)
+        tls.fingerprint(self.settings)
+        return _listener(self.settings.agent_listen, "CYBORG_AGENT_LISTEN")
+
+    def _start_database(self) -> None:
+        if self.settings.database_url:
+            return
+        home = self.settings.state / "postgres"
+        self.postgres = Postgres(home, self.settings.pg_bin, give_up=lambda: self.stopping)
+        self.postgres.start()
+        self.postgres.ensure_database("cyborg")
+        say("postgres", f"accepting connections in {self.postgres.socket}")
+
+    def _for_the_agent(self, listener: socket.socket) -> list[str]:
+        """What is prepared for this machine's own: with the sample drivers the rule that lets their devices in."""
+        samples = [] if "CYBORG_ENABLED_DRIVERS" in os.environ else ["--sample-rules"]
+        return ["--address", _address(listener), *samples]
+
+    def _prepare(self, more: list[str]) -> dict[str, Any]:
+        """Migrate, make the first login and what `more` asks for: `manage.py prepare`, in a process of its own.
+
+        Told to stop it has PREPARE_S to end; what a migration had not committed then was never done.
+        """
+        preparing = subprocess.Popen(
+            [sys.executable, ROOT / "manage.py", "prepare", *more],
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=self._environment(),
+            start_new_session=True,
+        )
+        said, left = "", PREPARE_S
+        while preparing.returncode is None:
+            try:
+                said, _ = preparing.communicate(timeout=0.2)
+            except subprocess.TimeoutExpired:
+                left -= 0.2 if self.stopping else 0.0
+                if left <= 0:
+                    os.killpg(preparing.pid, signal.SIGKILL)
+        if self.stopping:
+            return {}
+        if preparing.returncode:
+            raise CannotStart("the database could not be prepared; the reason stands above")
+        facts: dict[str, Any] = json.loads(said.splitlines()[-1])
+        return facts
+
+    def _environment(self, **more: str) -> dict[str, str]:
+        state = {"CYBORG_STATE_DIR": str(self.settings.state), "DJANGO_SETTINGS_MODULE": "cyborgweb.settings.base"}
+        state[metric_files.VARIABLE] = str(self.settings.state / COUNTS)
+        return os.environ | {"PYTHONUNBUFFERED": "1", "CYBORG_PARENT": str(os.getpid())} | state | more
+
+    def _start_web(self, listener: socket.socket, agents: socket.socket | None) -> None:
+        """Web loads its code while the database is prepared, and serves once `self.gate` is closed."""
+        after, self.gate = os.pipe()
+        self.after = after
+        command = [sys.executable, "-m", "cyborgweb.server.web", "--fd", str(listener.fileno()), "--after", str(after)]
+        fds = [listener.fileno(), after]
+        if agents:
+            command += ["--agent-fd", str(agents.fileno())]
+            fds.append(agents.fileno())
+        self._start("web", command, self._environment(), tuple(fds))
+
+    def _start_others(self, facts: dict[str, Any]) -> None:
+        os.close(self.gate)
+        manage, worker = str(ROOT / "manage.py"), "cyborgweb.settings.worker"
+        for name in ("ingest", "work"):
+            environment = self._environment(DJANGO_SETTINGS_MODULE=worker, Q_CLUSTER_NAME=name)
+            self._start(name, [sys.executable, manage, "cluster", name], environment)
+        if self.agent:
+            environment = self._environment(CYBORG_JOIN_TOKEN=facts["join"], **self._agent_defaults())
+            self._start("agent", [sys.executable, "-m", "agents.host.main", "--die-with-parent"], environment)
+        self.watch = TickWatch(facts["jobs"], facts["dsn"], self.settings.tick_stall_s, self.wake_w)
+        self.watch.start()
+
+    def _start(self, name: str, command: list[str], environment: dict[str, str], fds: tuple[int, ...] = ()) -> None:
+        self.children[name] = Child(name, command, environment, fds, self.selector, ROOT)
+        self.children[name].start()
+
+    def _agent_defaults(self) -> dict[str, str]:
+        """What `make up` adds so that a fresh machine shows something; whatever the operator sets wins."""
+        ours = {
+            "CYBORG_AGENT_STATE_DIR": str(self.settings.state / "agent"),
+            "CYBORG_ENABLED_DRIVERS": "fake_driver,pci_driver",
+            "CYBORG_DRIVER_SETTINGS": str(self._sample_drivers()),
+        }
+        return {name: value for name, value in ours.items() if name not in os.environ}
+
+    def _sample_drivers(self) -> Path:
+        """The agent's driver settings, written once; the operator's edits stay."""
+        path = self.settings.state / "drivers.toml"
+        if not path.exists():
+            control = json.dumps(str(self.settings.state / "fake-driver.json"))  # a TOML string, too
+            path.write_text(SAMPLE_DRIVERS.format(control=control))
+        return path
+
+    def _greet(self, listener: socket.socket, agents: socket.socket | None, facts: dict[str, Any]) -> None:
+        if agents:
+            from cyborgweb.server import tls
+
+            secure = _address(agents).replace("http:", "https:")
+            say("serve", f"agents: {secure} (certificate sha256:{tls.fingerprint(self.settings)})")
+        say("serve", f"console: {_address(listener)}/admin/")
+        kept = f" (kept in {facts['login_file']})" if facts["login_file"] else ""
+        say("serve", f"first login: {facts['login']}{kept}")
+
+    def _turn(self) -> None:
+        """One round of the loop: output, deaths, stalls."""
+        for ready, _ in self.selector.select(timeout=0.5):
+            if ready.fd == self.wake_r:
+                _drain(self.wake_r)
+            elif isinstance(ready.data, Child):
+                ready.data.read()
+        if self.stopping:
+            return
+        self._keep_database()
+        for child in self.children.values():
+            child.keep()
+        for name, job in self.watch.seen() if self.watch else ():
+            self._judge(self.children[name], job)
+
+    def _judge(self, cluster: Child, stuck: str | None) -> None:
+        """Replace a cluster that is `stuck` with a job, unless it may still be starting.
+
+        It is given twice as long after each quick death, or a busy machine would have it replaced before it has
+        started; once it has taken up its work, the deaths before count no more.
+        """
+        patience = self.settings.tick_stall_s + 3
+        if stuck is None:
+            cluster.deaths = 0 if cluster.running_for() > patience else cluster.deaths
+        elif cluster.running_for() > patience * 2 ** min(cluster.deaths, 4):
+            say("serve", f"cluster {cluster.name} does not take up job {stuck}: replacing it")
+            cluster.kill()
+
+    def _keep_database(self) -> None:
+        if self.postgres is None or self.postgres.process is None or self.postgres.process.poll() is None:
+            return
+        if time.monotonic() < self.postgres_retry:
+            return
+        say("postgres", f"ended with {self.postgres.process.returncode}: starting it again")
+        try:
+            self.postgres.start()
+        except PostgresError as error:
+            if not self.stopping:
+                say("postgres", str(error))
+            self.postgres_retry = time.monotonic() + 5
+
+    def _stop(self) -> None:
+        end = time.monotonic() + TIMELY_S
+        for name, patience in STOP_S.items():
+            if child := self.children.get(name):
+                child.stop(min(patience, max(0.2, end - time.monotonic())))
+        if self.postgres:
+            self.postgres.stop(timeout=max(1.0, end - time.monotonic()))
+        say("serve", "stopped")
+
+
+def _listener(listen: str, key: str) -> socket.socket:
+    host, port = listen_address(listen, key)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        raise CannotStart(
+            f"cannot listen on {host}:{port} ({error.strerror}): set {key}, port 0 takes a free one"
+        ) from None
+    listener.listen(4096)
+    return listener
+
+
+def _address(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _drain(fd: int) -> None:
+    try:
+        while os.read(fd, 4096):
+            pass
+    except BlockingIOError:
+        return
+
+
+def main() -> None:
+    """`python -m cyborgweb.server.supervisor`."""
+    parser = argparse.ArgumentParser(
+        prog="cyborgweb.server.supervisor",
+        description="Run the whole control plane on this machine: database, web, clusters, agent. Ctrl-C stops it.",
+        epilog="Configuration: CYBORG_… variables or a TOML file named by CYBORG_CONFIG; see docs/configuration.md.",
+    )
+    parser.add_argument("--leash", action="store_true", help="stop when the process that started this one ends")
+    parser.add_argument(
+        "--no-agent",
+        dest="agent",
+        action="store_false",
+        help="leave out this machine's own agent, its join token and the sample rule: for a controller",
+    )
+    arguments = parser.parse_args()
+    if arguments.leash:
+        die_with_parent(signal.SIGTERM)
+    try:
+        Supervisor(keys(), agent=arguments.agent).run()
+    except (CannotStart, ConfigurationError, PostgresError) as error:
+        print(f"cyborgweb: {error}", file=sys.stderr)  # noqa: T201
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""`python -m cyborgweb.server.web`: uvicorn on sockets that the supervisor has bound, so a restart of web loses no
+caller.
+
+With CYBORG_AGENT_LISTEN a second socket speaks TLS to agents, in the same process and with the same gateway.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import logging
+import os
+import resource
+import socket
+import ssl
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+import uvicorn
+
+from cyborgweb.settings.keys import keys
+from drivers.isolation.process import die_with_parent
+
+HANDSHAKE_S = 10.0
+OTHER_FILES = 500
+"""Open files that are no agent's: HTTP, the database, code."""
+
+
+def main() -> None:
+    """Serve until SIGTERM; `--fd` is an inherited, listening socket."""
+    parser = argparse.ArgumentParser(prog="cyborgweb.server.web", description=__doc__)
+    parser.add_argument("--fd", type=int, required=True, help="file descriptor of a listening socket")
+    parser.add_argument("--agent-fd", type=int, help="the same for the agents' TLS listener")
+    parser.add_argument("--after", type=int, help="file descriptor of a pipe: serve when its other end is closed")
+    arguments = parser.parse_args()
+    die_with_parent()
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # a line for every agent that comes and goes
+    _open_files(keys().agent_connections)
+    from cyborgweb import asgi
+
+    listener = socket.socket(fileno=arguments.fd)
+    server = Server(configured(asgi.application), asgi.end)
+    if arguments.agent_fd is not None:
+        from cyborgweb.server import tls
+
+        agents = configured(asgi.AgentsOnly(asgi.gateway, tls.fingerprint(keys())))
+        server.beside(socket.socket(fileno=arguments.agent_fd), agents, tls.context(keys()))
+    _settle_memory()
+    if arguments.after is not None:
+        os.read(arguments.after, 1)
+    asgi.begin(reached_at(listener, keys().database_url))
+    server.run(sockets=[listener])
+
+
+def reached_at(listener: socket.socket, database_url: str = "") -> str:
+    """The address under which our other processes reach it.
+
+    What listens on all addresses is reached at the one that faces the database, as others of ours use that one, too.
+    """
+    host, port = listener.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        host = _facing(urlsplit(database_url).hostname or "") or {"::": "::1"}.get(host, "127.0.0.1")
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def _facing(database: str) -> str:
+    """This machine's address on the way there, '' for a database of its own. To connect a UDP socket sends nothing."""
+    if not database:
+        return ""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(database.partition(",")[0], 5432, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        logging.getLogger(__name__).warning(
+            "other machines do not learn where this gateway is (%s): set CYBORG_GATEWAY_URL", error
+        )
+        return ""
+
+
+def websocket_settings(max_message_bytes: int) -> dict[str, Any]:
+    """Return uvicorn's settings for WebSockets. The tests' server uses them, too."""
+    from cyborgweb.websocket_protocol import WebSocketProtocol
+
+    return {
+        "ws": WebSocketProtocol,
+        "ws_per_message_deflate": False,
+        "ws_max_size": max_message_bytes,
+        "ws_ping_interval": 30.0,
+        "ws_ping_timeout": 30.0,
+    }
+
+
+def configured(application: Any) -> uvicorn.Config:
+    """What holds for both sockets."""
+    return uvicorn.Config(
+        application,
+        **websocket_settings(keys().max_message_bytes),
+        loop="uvloop",
+        http="httptools",
+        lifespan="off",
+        access_log=False,
+        log_config=None,
+        backlog=4096,
+        timeout_graceful_shutdown=2,
+        server_header=False,
+    )
+
+
+class Server(uvicorn.Server):
+    """uvicorn with a second listener: it is started and stopped with the first, and shares its connections' fate.
+
+    `ending` is called before connections are waited for.
+    """
+
+    _beside: tuple[socket.socket, uvicorn.Config, ssl.SSLContext] | None = None
+
+    def __init__(self, config: uvicorn.Config, ending: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._ending = ending
+
+    def beside(self, listener: socket.socket, config: uvicorn.Config, context: ssl.SSLContext) -> None:
+        """Serve `config`'s application on `listener` as well, over TLS. Called before `run`."""
+        self._beside = listener, config, context
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Whatever has no end of its own is ended."""
+        self._ending()
+        await super().shutdown(sockets)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Open both."""
+        await super().startup(sockets)
+        if self._beside is None:
+            return
+        listener, config, context = self._beside
+        config.load()
+
+        def protocol() -> asyncio.Protocol:
+            made: asyncio.Protocol = config.http_protocol_class(  # type: ignore[call-arg]
+                config=config, server_state=self.server_state, app_state=self.lifespan.state
+            )
+            return made
+
+        loop = asyncio.get_running_loop()
+        opened = await loop.create_server(
+            protocol, sock=listener, ssl=context, backlog=config.backlog, ssl_handshake_timeout=HANDSHAKE_S
+        )
+        self.servers.append(opened)
+
+
+def _open_files(agents: int) -> None:
+    """As many as the machine allows: every agent's socket is one, and the usual limit of 1 024 is for a shell."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if hard != resource.RLIM_INFINITY and hard < agents + OTHER_FILES:
+        logging.getLogger(__name__).warning(
+            "%d open files are allowed, so that about %d agents can be connected, not %d (CYBORG_AGENT_CONNECTIONS):"
+            " raise LimitNOFILE of the service, or `ulimit -Hn`",
+            *(hard, max(0, hard - OTHER_FILES), agents),
+        )
+
+
+def _settle_memory() -> None:
+    """What is loaded stays for good, and a thousand agents at once are no garbage: look at less, less often.
+
+    A storm of connections is a fifth faster for it (measured). What connections leave behind when they end only a look
+    at everything finds: it comes after some 200 000 objects, or memory would grow for an hour until it is flat.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 5, 2)
+
+
+if __name__ == "__main__":
+    main()

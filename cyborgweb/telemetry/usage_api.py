@@ -1,0 +1,242 @@
+"""`/api/usage/` and `/api/census/`: units and load by groups, and hosts asked now. Mounted by `cyborgweb.api`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import django_filters as filters
+import msgspec
+from django.db.models import QuerySet
+from rest_framework import serializers
+from rest_framework.exceptions import NotFound, ParseError
+from rest_framework.request import Request
+from rest_framework.response import Response
+from rest_framework.utils.urls import replace_query_param
+
+from accelerators.api.own.fields import Closed, HostReference, Number, Text
+from accelerators.api.own.paging import Cursor, Pages
+from accelerators.api.own.views import Collection
+from accelerators.domain.states import DeviceType
+from accelerators.models import Device
+from accelerators.requests import capacity
+from accelerators.requests.capacity import Asked, Group
+from agents import telemetry
+from cyborgweb.telemetry import census, usage_with_load
+
+OF_PROJECTS = ("project", "type", "resource_class")
+"""What who sees one project alone may have groups made by; hosts are the cloud's affair."""
+
+
+class LoadSerializer(serializers.Serializer):
+    """How busy devices are, as those said that were heard in the last minutes. Null: none of them gives this number.
+    Memory is of those that give both."""
+
+    devices = serializers.IntegerField(read_only=True)
+    sampled = serializers.IntegerField(read_only=True, help_text="So many of the devices said something.")
+    utilization_percent_mean = serializers.FloatField(source="mean", read_only=True, allow_null=True)
+    utilization_percent_max = serializers.FloatField(source="highest", read_only=True, allow_null=True)
+    memory_used_bytes = serializers.IntegerField(source="used", read_only=True, allow_null=True)
+    memory_total_bytes = serializers.IntegerField(source="size", read_only=True, allow_null=True)
+    power_watts = serializers.FloatField(source="power", read_only=True, allow_null=True)
+
+
+class GroupSerializer(serializers.Serializer):
+    """Units of one group; what projects hold has no total."""
+
+    group = serializers.DictField(child=serializers.CharField(), read_only=True, help_text="By what → which.")
+    total = serializers.IntegerField(read_only=True, allow_null=True)
+    held = serializers.IntegerField(read_only=True)
+    free = serializers.IntegerField(read_only=True, allow_null=True, help_text="What requests can get now.")
+    reserved = serializers.IntegerField(read_only=True, help_text="Neither held nor free: not offered.")
+    load = LoadSerializer(read_only=True, allow_null=True, help_text="Null for who sees one project alone.")
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        for name in set(self.fields) - set(self.context.get("fields") or self.fields):
+            self.fields.pop(name)
+
+
+class UsageFilter(filters.FilterSet):
+    """Which groups, of what."""
+
+    by = filters.CharFilter(
+        help_text=f"One or two of {', '.join(capacity.COLUMNS)}, with a comma between them; resource_class if nothing "
+        "is said, project for who sees one project alone."
+    )
+    host = filters.CharFilter(help_text="Of this host alone.")
+    type = filters.ChoiceFilter(choices=[(word.value, word.value) for word in DeviceType], help_text="Of this type.")
+    resource_class = filters.CharFilter(help_text="Of this resource class alone.")
+
+    def filter_queryset(self, queryset: QuerySet[Any]) -> QuerySet[Any]:
+        """There are no rows: what was said is only judged."""
+        return queryset
+
+
+class Groups(Pages):
+    """Pages of groups, onwards only: each begins beyond the last group of the one before."""
+
+    def after(self) -> tuple[str, ...] | None:
+        """The group beyond which this page begins; 404 for a cursor that names none."""
+        if self.cursor is None:
+            return None
+        try:
+            return msgspec.json.decode(self.cursor.value, type=tuple[str, str])
+        except msgspec.MsgspecError as error:
+            raise NotFound("cursor: it names no group; leave it out to start at the first page.") from error
+
+    def page(self, rows: list[Group]) -> tuple[list[Group], str | None]:
+        """What is shown of `size` + 1 rows, and the address of what comes after."""
+        if len(rows) <= self.size:
+            return rows, None
+        value = msgspec.json.encode((*rows[self.size - 1].names, "")[:2]).decode()
+        cursor = Cursor(self.order, False, value, 0)
+        return rows[: self.size], replace_query_param(self.base_url, self.cursor_query_param, cursor.text())
+
+
+class UsageView(Collection):
+    """How many units there are, held, free and out of offer, by host, type, resource class or project; and how busy
+    their devices are. A project sees what it holds itself."""
+
+    policy = "usage"
+    http_method_names = ["get", "head"]
+    pagination_class = Groups
+    orders = {"group": "group"}
+    default_order = "group"
+    serializer_class = GroupSerializer
+    filterset_class = UsageFilter
+    queryset = Device.objects.none()
+
+    @property
+    def policy_rules(self) -> dict[str, str]:
+        """One rule."""
+        return dict.fromkeys(("GET", "HEAD"), "cyborg:usage:get")
+
+    def sees_all(self) -> bool:
+        """Admins, and whom the policy elevates."""
+        return self.caller.is_admin or self.allowed("cyborg:usage:elevated")
+
+    def list(self, request: Request) -> Response:
+        """A page. What was asked is judged before anything is counted."""
+        self.filter_queryset(self.get_queryset())
+        self.paginator.read(request, self)
+        elevated = self.sees_all()
+        asked = self._asked(request, elevated)
+        return self._tagged(request, lambda: self._groups(asked, elevated))
+
+    def _asked(self, request: Request, elevated: bool) -> Asked:
+        said = request.query_params
+        by = tuple((said.get("by") or ("resource_class" if elevated else "project")).split(","))
+        if not 1 <= len(set(by)) == len(by) <= 2 or not set(by) <= capacity.COLUMNS.keys():
+            raise ParseError(f"by: say one or two of {', '.join(capacity.COLUMNS)}.")
+        if not elevated and ("project" not in by or not set(by) <= set(OF_PROJECTS) or said.get("host")):
+            self.require("cyborg:usage:elevated")
+        return Asked(
+            by,
+            host=said.get("host") or None,
+            type=said.get("type") or None,
+            resource_class=said.get("resource_class") or None,
+            project=None if elevated else self.caller.project_id,
+            order=self.paginator.order,
+            after=self.paginator.after(),
+            limit=self.paginator.size + 1,
+        )
+
+    def _groups(self, asked: Asked, elevated: bool) -> dict[str, Any]:
+        loads = telemetry.last() if elevated else None
+        rows, onwards = self.paginator.page(usage_with_load.groups(loads, asked)[0])
+        shown = [
+            {
+                "group": dict(zip(asked.by, row.names, strict=True)),
+                **{name: getattr(row, name) for name in ("total", "held", "free", "reserved")},
+                "load": row.load if loads else None,
+            }
+            for row in rows
+        ]
+        return {"next": onwards, "previous": None, "results": self.get_serializer(shown, many=True).data}
+
+
+class Seconds(serializers.FloatField):
+    """A number; no text of it."""
+
+    def to_internal_value(self, data: Any) -> float:
+        """As it came."""
+        if isinstance(data, bool) or not isinstance(data, int | float):
+            self.fail("invalid")
+        return float(super().to_internal_value(data))
+
+
+class QuestionSerializer(Closed):
+    """What is to be known."""
+
+    hosts = serializers.ListField(
+        child=Text(max_length=255),
+        required=False,
+        min_length=1,
+        max_length=census.MOST_NAMED,
+        help_text="Names; all hosts if absent.",
+    )
+    profile = Text(max_length=255, required=False, help_text="Name of a device profile; any unit will do if absent.")
+    count = Number(
+        min_value=1, max_value=census.MOST, required=False, help_text="So many requests more of it; 1 if absent."
+    )
+    within_s = Seconds(
+        min_value=0.1,
+        max_value=census.LONGEST_S,
+        required=False,
+        help_text=f"Seconds to wait for answers; {census.WITHIN_S:g} if absent.",
+    )
+
+
+class CandidateSerializer(serializers.Serializer):
+    """One host, as it answered."""
+
+    host = HostReference(read_only=True)
+    free = serializers.IntegerField(read_only=True, help_text="Units that fit what is asked for.")
+    room = serializers.IntegerField(read_only=True, help_text="So many requests find a place, counted up to `count`.")
+    fits = serializers.BooleanField(read_only=True)
+    why = serializers.CharField(read_only=True, help_text="What is in the way.")
+    load = LoadSerializer(read_only=True, allow_null=True, help_text="Null: no answer came.")
+
+
+class MissingSerializer(serializers.Serializer):
+    """Who did not answer."""
+
+    host = serializers.CharField(read_only=True)
+    why = serializers.CharField(read_only=True)
+
+
+class CensusSerializer(serializers.Serializer):
+    """Hosts that fit first, of those the least busy first; those whose load is not known after the others."""
+
+    came = serializers.IntegerField(read_only=True, help_text="So many hosts answered.")
+    fitting = serializers.IntegerField(read_only=True)
+    took_s = serializers.FloatField(read_only=True)
+    left_out = serializers.IntegerField(read_only=True, help_text="Hosts beyond the first 10 000: name some.")
+    missing = MissingSerializer(many=True, read_only=True)
+    hosts = CandidateSerializer(many=True, read_only=True)
+
+
+class CensusView(Collection):
+    """Hosts are asked how busy they are."""
+
+    policy = "census"
+    only_reads = True
+    """Whatever its method."""
+    http_method_names = ["post"]
+    serializer_class = CensusSerializer
+    bodies: ClassVar[Mapping[str, type[serializers.Serializer]]] = {"create": QuestionSerializer}
+    answers: ClassVar[Mapping[str, tuple[int, type[serializers.Serializer]]]] = {"create": (200, CensusSerializer)}
+    queryset = Device.objects.none()
+
+    def create(self, request: Request) -> Response:
+        """Ask hosts now how busy they are, and which of them have room for so many requests more of a profile.
+
+        Nothing is kept for who asks: Placement and the bind decide anew."""
+        said = self.body()
+        hosts = tuple(said.pop("hosts")) if "hosts" in said else None
+        taken = census.take(census.Question(hosts, **said))
+        missing = [{"host": host.name, "why": why} for host, why in taken.missing]
+        numbers = {name: getattr(taken, name) for name in ("came", "fitting", "took_s", "left_out")}
+        shown = {**numbers, "missing": missing, "hosts": taken.rows}
+        return Response(CensusSerializer(shown, context=self.get_serializer_context()).data)

@@ -1,0 +1,1 @@
+"""A driver with simulated hardware. `python -m drivers.fake` changes that hardware."""

@@ -1,0 +1,102 @@
+"""`python -m drivers.fake`: changes the script of a running fake driver. For people who try things, and for tests."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from drivers.errors import KINDS, Invalid
+from drivers.fake.driver import Script, read_script
+
+LESSON = """\
+The driver reads its control file at every call, and looks again at once when it changes. Things to try:
+
+  count 3                               three devices
+  unplug 1; plug 1                      one goes and comes back
+  fail 0 "no power"; degrade 0 warm     its health, until it is plugged again
+  set install '["firmware", "clock"]'   making a device ready takes two steps
+  set handle_type '"MDEV"'              handles are made on the host when they are bound
+  refuse install Busy "a guest has it"  an act ends with this reason; kinds: {kinds}
+  set wrong '{{"install": true}}'         an act fails at its last step, and is undone
+  set slow_s '{{"program": 5}}'           an act takes thought
+  set busy '[0]'                        somebody on the host uses device 0
+  set stats '{{"power_watts": 12.5}}'     the load of every device; `null`: it moves by itself
+  set slow_s '{{"stats": 9}}'             the load is not said in time, and everything else is
+  misbehave hang                        the driver itself fails; five times in ten minutes, and it is started no more
+  reset                                 one healthy device, as at first
+"""
+
+
+def main() -> None:
+    """Change the script as the command line says."""
+    arguments = _parser().parse_args()
+    try:
+        script = Script() if arguments.verb == "reset" else _changed(read_script(arguments.control), arguments)
+        _write(Path(arguments.control), script)
+    except (Invalid, OSError, msgspec.MsgspecError) as error:
+        sys.exit(f"drivers.fake: {error}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    state = os.environ.get("CYBORG_STATE_DIR", "./var")
+    parser = argparse.ArgumentParser(
+        prog="drivers.fake",
+        description="Change what the fake driver of this machine shows and does.",
+        epilog=LESSON.format(kinds=", ".join(KINDS)),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--control", default=f"{state}/fake-driver.json", help="control file (default: %(default)s)")
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    for verb, text in (("unplug", "take device N away"), ("plug", "put device N back")):
+        verbs.add_parser(verb, help=text).add_argument("n", type=int)
+    for verb, text in (("fail", "device N fails"), ("degrade", "device N is degraded")):
+        parts = verbs.add_parser(verb, help=text)
+        parts.add_argument("n", type=int)
+        parts.add_argument("reason")
+    verbs.add_parser("count", help="have N devices").add_argument("n", type=int)
+    refuse = verbs.add_parser("refuse", help="have the driver refuse an act")
+    refuse.add_argument("act")
+    refuse.add_argument("kind", choices=[*KINDS])
+    refuse.add_argument("reason")
+    misbehave = verbs.add_parser("misbehave", help="make the driver itself fail")
+    misbehave.add_argument("how", choices=["raise", "fail", "hang", "flood", "rubbish", "die"])
+    anything = verbs.add_parser("set", help="any key of the script, as JSON")
+    anything.add_argument(
+        "key", choices=Script.__struct_fields__, metavar="KEY", help=", ".join(Script.__struct_fields__)
+    )
+    anything.add_argument("json", metavar="JSON")
+    verbs.add_parser("reset", help="one healthy device, as at first")
+    return parser
+
+
+def _changed(script: Script, arguments: argparse.Namespace) -> Script:
+    if arguments.verb == "misbehave":
+        script.misbehave = arguments.how
+    elif arguments.verb == "count":
+        script.count = arguments.n
+    elif arguments.verb == "unplug":
+        script.unplugged = sorted({*script.unplugged, arguments.n})
+    elif arguments.verb == "plug":
+        script.unplugged = [n for n in script.unplugged if n != arguments.n]
+        script.failing.pop(str(arguments.n), None)
+        script.degraded.pop(str(arguments.n), None)
+    elif arguments.verb == "refuse":
+        script.refuse[arguments.act] = (arguments.kind, arguments.reason)
+    elif arguments.verb == "set":
+        setattr(script, arguments.key, msgspec.json.decode(arguments.json))
+    else:
+        (script.failing if arguments.verb == "fail" else script.degraded)[str(arguments.n)] = arguments.reason
+    return msgspec.convert(msgspec.to_builtins(script), Script)
+
+
+def _write(path: Path, script: Script) -> None:
+    """In one step: the driver never reads half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(msgspec.json.encode(script))
+    os.replace(file.name, path)

@@ -1,0 +1,345 @@
+"""The fake driver: upstream's fake FPGA to the byte, and a script for everything that can go wrong with hardware.
+
+Loaded by `drivers.isolation.driver_main`. Settings: `control_file`, a JSON file read at every call: the Script, which
+`python -m drivers.fake` changes. Its hardware is files: `/state/<boot id>/<n>/…` is what device n was made into, and
+like real hardware it forgets at a reboot.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import time
+import zlib
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal, get_args
+
+import msgspec
+from msgspec import Meta, Struct
+
+from drivers.base import Driver, Findings, Settings
+from drivers.errors import KINDS, Busy, Failed, Gone, Invalid
+from drivers.inventory import AttachHandle, Attribute, Deployable, Device, Sample, Word
+from drivers.machine import Machine
+from drivers.plan import Act, Ask, Check, Plan, Signal, Step, Vitals, Write
+
+HANDLES, MAX_HANDLES = 16, 128
+MEMORY = 16 * 2**30
+"""Bytes that a device says it has."""
+BOOT_ID = "/proc/sys/kernel/random/boot_id"
+UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+MADE = re.compile(r"[a-z0-9_-]+")
+MDEV = "mdev-"
+
+Kind = Literal["Invalid", "Unsupported", "Busy", "Denied", "Gone", "Failed", "Timeout"]
+Setup = Annotated[str, Meta(pattern=r"^[a-z0-9_]{1,32}$")]
+Seconds = Annotated[float, Meta(ge=0, le=3600)]
+
+
+class Script(Struct, forbid_unknown_fields=True):
+    """What the control file may say. Devices go by their numbers, which JSON writes as strings where they are keys.
+
+    `failing`, `degraded`: number → why. `install`: words, each of which takes a step. `handle_type` MDEV makes handles
+    that have to be attached. `refuse`: act → kind and text of the error. `wrong`: acts whose last step is never seen to
+    have worked. `slow_s`: act, or stats → seconds of thought. `busy`: numbers in use by somebody else. `signals`: what
+    health shows. `stats`: every device's load, which moves by itself (`moving`) while nothing is said here.
+    """
+
+    count: Annotated[int, Meta(ge=0, le=4096)] = 1
+    handles: Annotated[int, Meta(ge=1, le=MAX_HANDLES)] = HANDLES
+    unplugged: list[int] = []
+    failing: dict[str, str] = {}
+    degraded: dict[str, str] = {}
+    delay_s: Annotated[float, Meta(ge=0)] = 0.0
+    misbehave: str = ""
+    install: list[Setup] = []
+    handle_type: Literal["TEST_PCI", "MDEV"] = "TEST_PCI"
+    refuse: dict[Act, tuple[Kind, str]] = {}
+    wrong: dict[Act, bool] = {}
+    slow_s: dict[Act | Literal["stats"], Seconds] = {}
+    busy: list[int] = []
+    signals: tuple[Signal, ...] = (Signal("temperature", "40", "°C", "90"),)
+    stats: dict[Word, float] | None = None
+
+
+class FakeDriver(Driver):
+    """One FPGA with 16 `TEST_PCI` handles, as upstream's; more of them, other handles, and faults, by script."""
+
+    name: ClassVar[str] = "fake_driver"
+    watched: ClassVar[tuple[str, ...]] = ("control_file",)
+    writes: ClassVar[tuple[str, ...]] = ("/state/*/*/*",)
+    acts: ClassVar[tuple[Act, ...]] = get_args(Act)
+
+    def discover(self, machine: Machine, settings: Settings) -> Findings:
+        """The scripted devices; raises Invalid for an unusable control file."""
+        script = _script(settings)
+        time.sleep(script.delay_s)
+        _misbehave(script.misbehave)
+        home = _home(machine)
+        return Findings(tuple(FakeDevice(machine, script, n, home).shown() for n in _numbers(script)))
+
+    def health(self, machine: Machine, settings: Settings, ask: Ask) -> Vitals:
+        """The scripted verdict and signals."""
+        device = _device(machine, _script(settings), ask)
+        return Vitals(*device.status(), signals=device.script.signals)
+
+    def stats(self, machine: Machine, settings: Settings, ask: Ask) -> tuple[Sample, ...]:
+        """The scripted numbers, or those of this moment."""
+        script = _script(settings)
+        time.sleep(script.slow_s.get("stats", 0))
+        load = moving(ask.key, time.time()) if script.stats is None else script.stats
+        return tuple(Sample(ask.key, metric, value) for metric, value in load.items())
+
+    def install(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
+        """The script's words, and the parts that `ask.layout` wants."""
+        device = _begin("install", machine, settings, ask)
+        return device.plan("install", [*device.to_install(), *device.to_divide(ask.layout)])
+
+    def uninstall(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
+        """All that was written is as it was before, or gone."""
+        device = _begin("uninstall", machine, settings, ask)
+        device.refuse_if_attached()
+        first = {name: ask.first.get(device.path(name), "") for name in device.made}
+        steps = [device.set(name, value) for name, value in first.items() if device.made[name] != value]
+        return device.plan("uninstall", steps)
+
+    def attach(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
+        """An MDEV handle is made for its consumer, under the handle's uuid; TEST_PCI handles need nothing."""
+        device = _begin("attach", machine, settings, ask)
+        return device.plan("attach", device.to_attach(ask) if _is_mdev(ask) else [])
+
+    def detach(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
+        """What `attach` made for this consumer is taken away; what is another's stays."""
+        device = _begin("detach", machine, settings, ask)
+        holder = device.made.get(MDEV + ask.uuid, "")
+        mine = holder and ask.consumer in ("", holder)
+        return device.plan("detach", [device.set(MDEV + ask.uuid, "")] if mine else [])
+
+    def program(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
+        """The image becomes a file, its checksum a second one that tells what is loaded."""
+        device = _begin("program", machine, settings, ask)
+        if ask.image is None:
+            raise Invalid("there is no image to program")
+        wanted = ask.image.properties.get("accel:device", "fake")
+        if wanted != "fake":
+            raise Invalid(f"the image {ask.image.name} is made for the device {wanted}, and this one is fake")
+        device.refuse_if_attached()
+        if device.made.get("loaded") == ask.image.sha256:
+            return device.plan("program", [])
+        path = device.path("image")
+        copy = Step(f"copy {ask.image.size} bytes", Write(path, ""), "copy", undo=(Write(path, ""),), timeout_s=60)
+        forget = [device.set("loaded", "")] if "loaded" in device.made else []
+        return device.plan("program", [*forget, copy, device.set("loaded", ask.image.sha256, now="")])
+
+    def partition(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
+        """`parts`: so many handles."""
+        device = _begin("partition", machine, settings, ask)
+        if not ask.layout:
+            raise Invalid('the layout does not say into how many parts: {"parts": "4"}')
+        device.refuse_if_attached()
+        return device.plan("partition", device.to_divide(ask.layout))
+
+    def reset(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
+        """What was programmed is gone; `resets` counts."""
+        device = _begin("reset", machine, settings, ask)
+        device.refuse_if_attached()
+        count = device.made.get("resets", "0")
+        loaded = [device.set(name, "") for name in ("loaded", "image") if name in device.made]
+        return device.plan("reset", [*loaded, device.set("resets", str(int(count) + 1))])
+
+
+class FakeDevice:
+    """Device `n` as it is now. Device 0 is upstream's (contract section 6.3); others have buses, names of their own."""
+
+    def __init__(self, machine: Machine, script: Script, n: int, home: str) -> None:
+        self.n, self.script, self._node = n, script, machine.node
+        self.address = _address(n)
+        domain, bus, _ = self.address.split(":")
+        self.place = {"bus": bus, "device": "00", "domain": domain, "function": "0"}
+        self.key = f"fake_driver:{self.address}"
+        self._folder = f"{home}/{n}"
+        names = filter(MADE.fullmatch, machine.names(self._folder))
+        self.made = {name: "…" if name == "image" else machine.text(self.path(name)) for name in names}
+
+    def path(self, name: str) -> str:
+        """Of one of its files."""
+        return f"{self._folder}/{name}"
+
+    def status(self) -> tuple[Literal["ok", "degraded", "failed"], str]:
+        """And why."""
+        failed, degraded = (reasons.get(str(self.n), "") for reasons in (self.script.failing, self.script.degraded))
+        return "failed" if failed else "degraded" if degraded else "ok", failed or degraded
+
+    def shown(self) -> Device:
+        """As it is reported."""
+        name = re.sub(r"[^a-zA-Z0-9_-]", "_", f"{self._node}_FakeDevice" + (f"_{self.n}" if self.n else ""))
+        attributes = (Attribute("traits1", "CUSTOM_FAKE_DEVICE"), Attribute("rc", "FPGA"))
+        handles = self._handles()
+        status, reason = self.status()
+        return Device(
+            key=self.key,
+            type="FPGA",
+            vendor="0xABCD",
+            model="miss model info",
+            address=self.address,
+            std_board_info='{"device_id": "0xabcd", "class": "Fake class"}',
+            vendor_board_info="fake_vendor_info",
+            status=status,
+            status_reason=reason,
+            deployables=(Deployable(name, len(handles), attributes, handles, "fake"),),
+            to_install="\n".join(step.does for step in self.to_install()),
+            acts=" ".join(sorted((*FakeDriver.acts, "health"))),
+            changeable="parts",
+            sized_by="parts",
+        )
+
+    def set(self, name: str, value: str, now: str | None = None) -> Step:
+        """One of its files, which holds `now`, becomes `value`; '' is its absence."""
+        path = self.path(name)
+        before = self.made.get(name, "") if now is None else now
+        does = f"set {name} of device {self.n} to {value}" if value else f"take {name} of device {self.n} away"
+        if name == "image":
+            return Step(does, Write(path, ""))
+        checks = (Check(path, before),), (Check(path, value),)
+        return Step(does, Write(path, value), expect=checks[0], seen=checks[1], undo=(Write(path, before),))
+
+    def plan(self, act: Act, steps: list[Step]) -> Plan:
+        """The steps; as scripted, with a last one that is never seen to have worked."""
+        if self.script.wrong.get(act):
+            path = self.path("wrong")
+            never = (Check(self.path("never"), "so"),)
+            steps.append(Step("do it wrong", Write(path, "on"), seen=never, undo=(Write(path, ""),), timeout_s=0.2))
+        return Plan(tuple(steps), "; ".join(step.does for step in steps)[:4096])
+
+    def to_install(self) -> list[Step]:
+        """What the script wants and is not so."""
+        return [self.set(word, "on") for word in dict.fromkeys(self.script.install) if self.made.get(word) != "on"]
+
+    def to_divide(self, layout: dict[str, str]) -> list[Step]:
+        """So many handles as `parts` says; raises Invalid for another layout."""
+        parts = layout.get("parts", "1")
+        if layout.keys() - {"parts"} or not re.fullmatch("[1-9][0-9]{0,2}", parts) or int(parts) > MAX_HANDLES:
+            raise Invalid(
+                f'the layout {json.dumps(layout)} is not like {{"parts": "4"}}, with 1 to {MAX_HANDLES} parts'
+            )
+        if not layout or self.made.get("parts") == parts:
+            return []
+        self.refuse_if_attached()
+        return [self.set("parts", parts)]
+
+    def to_attach(self, ask: Ask) -> list[Step]:
+        """Raises Busy when the handle is somebody else's."""
+        if not UUID.fullmatch(ask.uuid) or not ask.consumer:
+            raise Invalid(f"an MDEV handle needs a uuid and a consumer, not {ask.uuid!r} and {ask.consumer!r}")
+        if ask.handle not in self._handles():
+            raise Gone(f"device {self.n} has no such handle (any more)")
+        holder = self.made.get(MDEV + ask.uuid, "")
+        if holder == ask.consumer:
+            return []
+        if holder:
+            raise Busy(f"handle {ask.uuid} is attached to {holder}")
+        return [self.set(MDEV + ask.uuid, ask.consumer)]
+
+    def refuse_if_attached(self) -> None:
+        """Raises Busy."""
+        for name, holder in self.made.items():
+            if name.startswith(MDEV):
+                raise Busy(f"handle {name.removeprefix(MDEV)} is attached to {holder}: detach it first")
+
+    def _handles(self) -> tuple[AttachHandle, ...]:
+        count = int(self.made.get("parts", self.script.handles))
+        if self.script.handle_type == "TEST_PCI":
+            places = ({**self.place, "device": f"{k // 8:x}", "function": f"{k % 8:x}"} for k in range(1, count + 1))
+            return tuple(AttachHandle("TEST_PCI", json.dumps(place)) for place in places)
+        marks = ({"asked_type": "fake-1", **self.place, "vgpu_mark": f"fake-1_{k}"} for k in range(count))
+        return tuple(AttachHandle("MDEV", json.dumps(mark)) for mark in marks)
+
+
+def moving(key: str, at: float) -> dict[str, float]:
+    """The load of a device at a unix time: a job of minutes with a flicker of seconds over it, each key at its own
+    pace; memory, heat and power follow."""
+    own = zlib.crc32(key.encode()) / 2**32
+    job = 0.5 + 0.5 * math.sin(math.tau * (at / (400 + 400 * own) + own))
+    busy = min(100.0, max(0.0, 90 * job + 8 * math.sin(math.tau * (at / 23 + 7 * own))))
+    return {
+        "utilization_percent": round(busy, 1),
+        "memory_used_bytes": float(int(MEMORY * (0.05 + 0.85 * job))),
+        "memory_total_bytes": float(MEMORY),
+        "temperature_celsius": round(36 + 0.42 * busy, 1),
+        "power_watts": round(25 + 1.75 * busy, 1),
+        **dict.fromkeys(("errors_correctable_total", "errors_nonfatal_total", "errors_fatal_total"), 0.0),
+    }
+
+
+def _begin(act: Act, machine: Machine, settings: Settings, ask: Ask) -> FakeDevice:
+    """The device an act is about, after what the script says about all acts and this one."""
+    script = _script(settings)
+    _misbehave(script.misbehave)
+    time.sleep(script.slow_s.get(act, 0))
+    if act in script.refuse:
+        kind, text = script.refuse[act]
+        raise KINDS[kind](text)
+    device = _device(machine, script, ask)
+    if device.n in script.busy:
+        raise Busy(f"device {device.n} is in use by another program of this host")
+    return device
+
+
+def _device(machine: Machine, script: Script, ask: Ask) -> FakeDevice:
+    for n in _numbers(script):
+        if ask.key == f"fake_driver:{_address(n)}":
+            return FakeDevice(machine, script, n, _home(machine))
+    raise Gone(f"there is no device {ask.key} (any more)")
+
+
+def _is_mdev(ask: Ask) -> bool:
+    return ask.handle is not None and ask.handle.attach_type == "MDEV"
+
+
+def _home(machine: Machine) -> str:
+    return f"/state/{machine.text(BOOT_ID, 'unknown')}"
+
+
+def _numbers(script: Script) -> list[int]:
+    return [n for n in range(script.count) if n not in script.unplugged]
+
+
+def _address(n: int) -> str:
+    return f"{(0x0C + n) // 256:04x}:{(0x0C + n) % 256:02x}:00.0"
+
+
+def _misbehave(how: str) -> None:
+    """Every way in which a driver can fail its host."""
+    if how == "raise":
+        raise RuntimeError("told to raise")
+    if how == "fail":
+        raise Failed("told to fail")
+    if how == "hang":
+        while True:
+            time.sleep(3600)
+    if how == "flood":
+        while True:
+            print("x" * 65536)  # noqa: T201
+    if how == "rubbish":
+        os.write(1, b"{]\n")
+        raise Failed("told to answer rubbish")
+    if how == "die":
+        os._exit(3)
+    if how:
+        raise Invalid(f"misbehave={how!r}: raise, fail, hang, flood, rubbish or die")
+
+
+def _script(settings: Settings) -> Script:
+    return read_script(str(settings.get("control_file") or ""))
+
+
+def read_script(path: str) -> Script:
+    """The control file, or the default where there is none; raises Invalid."""
+    try:
+        return msgspec.json.decode(Path(path).read_bytes(), type=Script) if path else Script()
+    except FileNotFoundError:
+        return Script()
+    except (OSError, msgspec.MsgspecError) as error:
+        raise Invalid(f"the control file {path} is not usable: {error}") from None

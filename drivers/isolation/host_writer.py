@@ -1,0 +1,127 @@
+"""Writing to the host, from the agent's side. Used by `agents.host.execution.executor` for the steps of one act at a
+time.
+
+The write itself is done by a worker (`drivers.isolation.write_worker`), which starts with the first one and is
+killed when one does not
+return in time. What even SIGKILL does not end hangs in the kernel and holds the device: the hand is *stuck* until then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+from drivers.errors import Busy, Denied, DriverError, Failed, Timeout, Unsupported, from_os
+from drivers.isolation.pipe import Broken, Pipe
+from drivers.isolation.runner import PASSED_ON
+from drivers.plan import Image
+
+MAX_ANSWER = 64 * 1024
+START_S = 30.0
+"""Seconds for a worker to be ready; they are not the write's."""
+WORKER = (sys.executable, "-I", "-m", "drivers.isolation.write_worker")
+
+
+class Hand:
+    """Writes where `roots` lead (`/sys`, `/state`); all methods raise the errors of `drivers.errors`.
+
+    Timeout: the outcome is unknown. After the last use, `close`.
+    """
+
+    def __init__(self, roots: Mapping[str, str], command: tuple[str, ...] = WORKER) -> None:
+        self._roots = {name: root.rstrip("/") for name, root in roots.items()}
+        self._command = command
+        self._pipe: Pipe | None = None
+
+    @property
+    def stuck(self) -> bool:
+        """Whether a write outlived its worker's killing."""
+        return self._pipe is not None and self._pipe.killed and not self._pipe.exited.is_set()
+
+    async def write(self, path: str, value: str, timeout_s: float) -> None:
+        """One value into one file. Below /state it is made as needed, and removed by an empty value."""
+        do = "own" if path.startswith("/state/") else "attribute"
+        await self._ask({"do": do, "path": self._real(path), "value": value}, path, timeout_s, lambda _: None)
+
+    async def upload(
+        self, path: str, kind: str, image: Image, timeout_s: float, progress: Callable[[int], None]
+    ) -> None:
+        """The image to `path`, as `drivers.plan.Step.image` says; `progress` is told percent."""
+        order = {"do": kind, "path": self._real(path), "image": image.path}
+        await self._ask(order, path, timeout_s, progress)
+
+    async def close(self) -> None:
+        """End the worker. One that is stuck is left; it ends by itself as soon as the kernel lets it."""
+        if self._pipe and await self._pipe.kill():
+            self._pipe = None
+
+    def _real(self, path: str) -> str:
+        top = "/" + path.split("/", 2)[1]
+        if top not in self._roots:
+            raise Denied(f"{path} is no place where this agent writes")
+        return self._roots[top] + path[len(top) :]
+
+    async def _ask(self, order: dict[str, Any], path: str, timeout_s: float, progress: Callable[[int], None]) -> None:
+        if self.stuck:
+            raise Timeout(f"{path}: an earlier write still hangs in the kernel")
+        try:
+            pipe = await self._running()
+            async with asyncio.timeout(timeout_s):
+                answer = await _talk(pipe, order, progress)
+        except TimeoutError:
+            await self.close()
+            raise Timeout(f"{path}: the kernel did not answer within {timeout_s:g} s; the outcome is unknown") from None
+        except Broken as error:
+            await self.close()
+            raise Timeout(f"{path}: the worker that wrote it is gone ({error}); the outcome is unknown") from None
+        except BaseException:  # cancelled, or it did not start: nobody waits for its answer any more
+            await self.close()
+            raise
+        if problem := _problem(answer, path):
+            raise problem
+
+    async def _running(self) -> Pipe:
+        """The worker, ready. Raises Failed: nothing was touched."""
+        if self._pipe is not None and not self._pipe.exited.is_set():
+            return self._pipe
+        environment = {key: os.environ[key] for key in PASSED_ON if key in os.environ}
+        try:
+            async with asyncio.timeout(START_S):
+                _, self._pipe = await asyncio.get_running_loop().subprocess_exec(
+                    lambda: Pipe(MAX_ANSWER), *self._command, env=environment, start_new_session=True
+                )
+                await self._pipe.line()
+        except (OSError, Broken) as error:
+            raise Failed(f"no worker can be started to write with: {str(error) or 'it does not answer'}") from None
+        return self._pipe
+
+
+async def _talk(pipe: Pipe, order: dict[str, Any], progress: Callable[[int], None]) -> dict[str, Any]:
+    pipe.begin()
+    pipe.send(msgspec.json.encode(order))
+    while "percent" in (answer := msgspec.json.decode(await pipe.line(), type=dict[str, Any])):
+        progress(int(answer["percent"]))
+    return answer
+
+
+def _problem(answer: Mapping[str, Any], path: str) -> DriverError | None:
+    """The worker's answer in our words."""
+    for kind, word in ((Busy, "busy"), (Failed, "failed")):
+        if word in answer:
+            return kind(str(answer[word]))
+    code = int(answer.get("errno", 0))
+    if not code:
+        return None
+    if code == errno.EROFS:
+        return Denied(f"{path}: it is mounted read-only for this agent (a container without write access?)")
+    if code in (errno.EACCES, errno.EPERM):
+        return Denied(f"{path}: {os.strerror(code)}; run the agent as root, or with CAP_DAC_OVERRIDE")
+    if code == errno.ENOENT and answer["at"] == "write":  # the file is there: its driver has no such function
+        return Unsupported(f"{path}: the kernel's driver of this device cannot do that")
+    return from_os(OSError(code, os.strerror(code)), path)

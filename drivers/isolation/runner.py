@@ -1,0 +1,288 @@
+"""A driver in its own process, seen from the agent (`agents.host`): asked in JSON lines, never trusted.
+
+Whatever the driver does - raise, hang, flood, lie, die - the agent gets an answer in bounded time and memory: a
+DriverReport with the reason in `error` (promise L6), or an error of `drivers.errors`. The other end of the pipe is
+`drivers.isolation.driver_main`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+import msgspec
+
+from drivers.base import API
+from drivers.errors import KINDS, Denied, DriverError, Failed
+from drivers.inventory import DriverReport, Sample
+from drivers.isolation.driver_main import Answer, Call, Ready
+from drivers.isolation.pipe import Broken, Pipe
+from drivers.plan import Act, Ask, Load, Plan, Vitals, stray
+
+log = logging.getLogger("cyborg.driver")
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+BREAKS, WITHIN_S = 5, 600.0
+"""A driver that broke so often in so many seconds is started no more until `release`."""
+PASSED_ON = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "LD_PRELOAD", "UMOCKDEV_DIR")
+"""The environment a driver sees: none of the agent's secrets; the last two are how a simulated /sys is put under it."""
+SAMPLES_S = 2.0
+"""The deadline of one round of samples."""
+CATCH_UP_S = 4.0
+"""How long a later call waits for the answer to one that was given up."""
+ANSWERS: Mapping[str, str] = {"discover": "report", "probe": "reasons", "health": "vitals", "samples": "load"}
+"""Which field answers which call; all others are answered by a plan."""
+
+_warned: set[str] = set()
+
+
+class DriverProcess:
+    """One driver. The process starts with the first call, stays between calls, and starts again after a failure.
+
+    Calls wait for each other in the order they came; samples wait for nobody. `deadline_s` bounds one call with its
+    start, from its turn on; `max_answer` is in bytes; `state` is the driver's directory, where `/state` leads.
+    `command` replaces ours in tests.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        node: str,
+        settings: Mapping[str, object],
+        *,
+        state: str = "",
+        deadline_s: float = 20.0,
+        max_answer: int = 4 * 1024 * 1024,
+        command: list[str] | None = None,
+    ) -> None:
+        self.name = name
+        self.manifest = Ready()
+        self._settings = dict(settings)
+        self._request = {"node": node, "state": state, "settings": self._settings}
+        self._deadline_s = deadline_s
+        self._max_answer = max_answer
+        self._command = command or [sys.executable, "-I", "-m", "drivers.isolation.driver_main", name]
+        self._one_at_a_time = asyncio.Lock()
+        self._pipe: Pipe | None = None
+        self._calls = 0
+        self._pause_s = FIRST_PAUSE_S
+        self._not_before = 0.0
+        self._broken = ""
+        self._breaks: deque[float] = deque(maxlen=BREAKS)
+        self._given_up = False
+        """Whether the last question asked for samples and its answer is still to come."""
+        self._unread: dict[str, str] = {}
+        """Why no load could be read, as it was said last, by device."""
+
+    @property
+    def pid(self) -> int | None:
+        """The process, None while there is none."""
+        return self._pipe.pid if self._pipe and not self._pipe.exited.is_set() else None
+
+    @property
+    def quarantined(self) -> bool:
+        """Whether it is started no more until `release`."""
+        return self._not_before == float("inf")
+
+    @property
+    def subsystems(self) -> tuple[str, ...]:
+        """Those whose uevents concern it; known after the first call."""
+        return self.manifest.subsystems
+
+    @property
+    def watched(self) -> tuple[str, ...]:
+        """The files whose changes do the same."""
+        paths = (self._settings.get(key) for key in self.manifest.watched)
+        return tuple(path for path in paths if isinstance(path, str) and path)
+
+    async def discover(self) -> DriverReport:
+        """What the driver sees now, or a report that has only `error`. Never raises for anything the driver does."""
+        try:
+            return cast(DriverReport, (await self._asked("discover")).report)
+        except DriverError as error:
+            return DriverReport(self.name, error=str(error))
+
+    async def probe(self) -> tuple[str, ...]:
+        """Why this host cannot be used to the full, walls it lacks against the driver included. Raises DriverError."""
+        return cast("tuple[str, ...]", (await self._asked("probe")).reasons)
+
+    async def health(self, ask: Ask) -> Vitals:
+        """How the device `ask.key` is, its load among the samples. Raises DriverError."""
+        return cast(Vitals, (await self._asked("health", ask)).vitals)
+
+    async def samples(self, asks: Sequence[Ask]) -> tuple[Sample, ...]:
+        """The load of these devices, as far as it could be read; none while the driver does anything else.
+
+        Raises Failed when there is no answer in time. That costs samples and nothing else: nobody waits for load, the
+        process is not killed for being late (the machine may be), and one that breaks over it is just started again by
+        the next call. It counts for no quarantine, so no driver loses its devices by what it says beside them.
+        """
+        if self._one_at_a_time.locked() or self.pid is None:
+            return ()
+        async with self._one_at_a_time:
+            try:
+                async with asyncio.timeout(SAMPLES_S):
+                    answer = await self._ask("samples", SAMPLES_S, asks=asks)
+            except TimeoutError:
+                raise self._error(Failed, f"it did not say its load within {SAMPLES_S:g} s") from None
+            except Broken as error:
+                await self._stop()
+                raise self._error(Failed, f"it broke when it was asked for its load: {error}") from None
+        if answer.error:
+            raise self._error(Failed, answer.error)
+        load = cast(Load, answer.load)
+        before, self._unread = self._unread, {fault.subject: fault.reason for fault in load.unread}
+        for subject, reason in self._unread.items():
+            if before.get(subject) != reason:
+                log.warning("driver %s, %s: no load: %s", self.name, subject, reason)
+        return load.samples
+
+    async def plan(self, act: Act, ask: Ask) -> Plan:
+        """What is to be done for `act`; no path of it lies outside the driver's manifest. Raises DriverError.
+
+        Nothing is touched: every error, Failed for a driver that broke included, leaves the host as it was.
+        """
+        plan = cast(Plan, (await self._asked(act, ask)).plan)
+        if path := stray(plan, self.manifest.writes):
+            raise Denied(f"{self.name}: it wants to write {path}, which is none of the paths it says it writes")
+        return plan
+
+    def release(self) -> None:
+        """Start it again with the next call, whatever it did so far."""
+        self._breaks.clear()
+        self._pause_s, self._not_before = FIRST_PAUSE_S, 0.0
+
+    async def close(self) -> None:
+        """End the process and all it started; whoever still waits for an answer is refused. May be called twice."""
+        async with self._one_at_a_time:
+            await self._stop()
+            self._not_before, self._broken = float("inf"), "it was stopped"
+
+    async def _asked(self, call: Call, ask: Ask | None = None) -> Answer:
+        async with self._one_at_a_time:
+            if time.monotonic() < self._not_before:
+                raise self._error(Failed, self._broken)
+            try:
+                async with asyncio.timeout(self._deadline_s):
+                    answer = await self._ask(call, self._deadline_s, ask=ask)
+            except (Broken, TimeoutError) as error:
+                late = f"it did not answer within {self._deadline_s:g} s and was killed"
+                await self._give_up(str(error) or late)
+                raise self._error(Failed, self._broken) from None
+            except BaseException:  # cancelled: the answer that may still come must not meet the next question
+                await self._stop()
+                raise
+        self._pause_s = FIRST_PAUSE_S
+        if answer.error:
+            raise self._error(KINDS.get(answer.kind, Failed), answer.error)
+        return answer
+
+    async def _ask(self, call: Call, deadline_s: float, **about: object) -> Answer:
+        if self._given_up:
+            await self._catch_up()
+        pipe = await self._running()
+        self._calls += 1
+        self._given_up = call == "samples"  # until the answer is here
+        question = {"id": self._calls, "call": call, "deadline_s": deadline_s, **about, **self._request}
+        pipe.send(msgspec.json.encode(question))
+        answer = await self._answer(pipe, ANSWERS.get(call, "plan"))
+        self._given_up = False
+        return answer
+
+    async def _catch_up(self) -> None:
+        """Let samples come that nobody waits for any more; a process that does not say them even now is ended."""
+        if self._pipe and self.pid is not None:
+            try:
+                async with asyncio.timeout(CATCH_UP_S):
+                    await self._answer(self._pipe, "load")
+            except (TimeoutError, Broken):
+                await self._stop()
+        self._given_up = False
+
+    async def _running(self) -> Pipe:
+        if self._pipe and self._pipe.killed and not self._pipe.exited.is_set():
+            raise Broken("it is stuck in the kernel and cannot even be killed")
+        if self._pipe is None or self._pipe.exited.is_set():
+            self._pipe = await self._start()
+        self._pipe.begin()
+        return self._pipe
+
+    async def _start(self) -> Pipe:
+        environment = {key: os.environ[key] for key in PASSED_ON if key in os.environ}
+        try:
+            _, pipe = await asyncio.get_running_loop().subprocess_exec(
+                lambda: Pipe(self._max_answer), *self._command, env=environment, start_new_session=True
+            )
+        except OSError as error:
+            raise Broken(f"it cannot be started: {error}") from None
+        return pipe
+
+    async def _answer(self, pipe: Pipe, wanted: str) -> Answer:
+        while True:
+            answer = _decoded(await pipe.line())
+            if answer.ready is not None:
+                self._learn(pipe, answer.ready)
+            elif answer.error and not answer.id:
+                raise Broken(answer.error)
+            elif answer.id != self._calls:
+                raise Broken(f"it answered rubbish: to question {answer.id} in place of {self._calls}")
+            elif answer.report and answer.report.driver != self.name:
+                raise Broken(f"it answered rubbish: in the name of {answer.report.driver!r}")
+            elif not answer.error and getattr(answer, wanted) is None:
+                raise Broken(f"it answered rubbish: neither a {wanted} nor an error")
+            else:
+                return answer
+
+    def _learn(self, pipe: Pipe, ready: Ready) -> None:
+        """Once a process, before its first answer: what a driver may write does not change while it runs."""
+        if pipe.introduced:
+            raise Broken("it answered rubbish: a second manifest")
+        if (ready.name, ready.api) != (self.name, API):
+            raise Broken(f"it speaks for {ready.name!r} by version {ready.api} of the drivers' protocol, not {API}")
+        pipe.introduced = True
+        self.manifest = ready
+        for reason in {*ready.unconfined} - _warned:
+            log.warning("driver %s: %s", self.name, reason)
+        _warned.update(ready.unconfined)
+
+    async def _give_up(self, reason: str) -> None:
+        """Kill what is left and start again later. The words stay the same all that time: each change is a report."""
+        tail = self._pipe.complaint() if self._pipe else ""
+        await self._stop()
+        now = time.monotonic()
+        self._breaks.append(now)
+        said = f" (it said: {tail})" if tail else ""
+        if len(self._breaks) == BREAKS and now - self._breaks[0] <= WITHIN_S:
+            self._not_before = float("inf")
+            self._broken = (
+                f"it broke {BREAKS} times within {WITHIN_S / 60:g} minutes and is started no more; the last time: "
+                f"{reason}{said}; when that is put right, have this host rescan with {self.name}, or restart the agent"
+            )
+            return
+        self._not_before = now + self._pause_s
+        self._pause_s = min(self._pause_s * 2, LONGEST_PAUSE_S)
+        self._broken = f"{reason}{said}; it is started again after a pause"
+
+    async def _stop(self) -> None:
+        if self._pipe and await self._pipe.kill():
+            self._pipe = None
+
+    def _error(self, kind: type[DriverError], reason: str) -> DriverError:
+        return kind(f"{self.name}: {reason}"[:4096])
+
+
+def _decoded(line: bytes) -> Answer:
+    if rb"\u0000" in line:
+        raise Broken("it answered rubbish: text with NUL characters, which no database takes")
+    try:
+        answer = msgspec.json.decode(line, type=Answer)
+        msgspec.json.encode(answer)  # half a surrogate pair may be read, but not be sent on
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise Broken(f"it answered rubbish: {str(error)[:200]}") from None
+    return answer

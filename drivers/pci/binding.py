@@ -1,0 +1,173 @@
+"""PCI functions and the kernel drivers they are bound to: what is so, what stands in the way, the steps to another one.
+
+Pure planning for `drivers.pci.functions` and `drivers.pci.sriov`. Source: Documentation/ABI/testing/sysfs-bus-pci,
+-iommu_groups.
+`driver_override` alone binds nothing, and a probe that fails over it is told nobody; writing to `bind` is answered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from drivers.errors import Busy, Unsupported
+from drivers.machine import PCI_DEVICES, Machine
+from drivers.plan import Check, Path, Step, Write
+
+VFIO = "vfio-pci"
+DRIVERS = "/sys/bus/pci/drivers"
+NO_OVERRIDE = "(null)"
+OPTED_OUT = "none"
+"""The override that no driver has: nothing binds to the function by itself."""
+HARMLESS = frozenset({"", VFIO, "pci-stub"})
+"""Drivers that the other functions of an IOMMU group may have while a guest uses one."""
+BIND_S = 30.0
+
+
+@dataclass(frozen=True)
+class Look:
+    """The machine before an act, or (not `acting`) only for a report; `in_use` is what the host uses.
+
+    A report opens no node, since it is busy for a guest that starts just then, and reads nothing for which the kernel
+    takes the device's lock (`sriov_numvfs`, `driver_override`): a write that hangs may hold it for ever.
+    """
+
+    machine: Machine
+    in_use: Mapping[str, str]
+    acting: bool
+
+    def refuse(self, addresses: Iterable[str]) -> None:
+        """Raise Busy when the host or a guest uses one of them."""
+        for address in addresses:
+            if reason := self.in_use.get(address):
+                raise Busy(f"{address} cannot be touched: {reason}")
+            for node in nodes(self.machine, [address]) if self.acting else ():
+                if self.machine.is_open(node):
+                    raise Busy(f"{address} cannot be touched: a guest uses it ({node} is open)")
+
+    def override(self, address: str) -> str:
+        """The only driver the function may have, `(null)` when it may have any."""
+        path = f"{PCI_DEVICES}/{address}/driver_override"
+        return self.machine.text(path, NO_OVERRIDE) if self.acting else NO_OVERRIDE
+
+
+def driver_of(machine: Machine, address: str) -> str:
+    """The kernel driver a function is bound to, ''."""
+    return machine.link(f"{PCI_DEVICES}/{address}/driver")
+
+
+def nodes(machine: Machine, addresses: Iterable[str]) -> tuple[Path, ...]:
+    """The nodes that a guest holds open while it uses one of the functions, each once; at most what a Step takes."""
+    groups = (group_of(machine, address) for address in addresses if driver_of(machine, address) == VFIO)
+    return tuple(dict.fromkeys(f"/dev/vfio/{group}" for group in groups if group))[:64]
+
+
+def group_of(machine: Machine, address: str) -> str:
+    """Its IOMMU group, '' without an IOMMU."""
+    return machine.link(f"{PCI_DEVICES}/{address}/iommu_group")
+
+
+def is_bound(machine: Machine, address: str, wanted: str) -> bool:
+    """Whether it is as wanted. Without a driver also means with vfio-pci, where libvirt puts what it attaches."""
+    driver = driver_of(machine, address)
+    return driver in ("", VFIO) if wanted == "" else driver == wanted
+
+
+def refuse_unable(machine: Machine, address: str, wanted: str) -> None:
+    """Raise Unsupported, with what to do, when the kernel cannot bind this or any part of it to `wanted`."""
+    if wanted and not machine.exists(f"{DRIVERS}/{wanted}"):
+        raise Unsupported(f"the kernel has no driver {wanted}: load it (modprobe {wanted}), and at every boot")
+    if wanted == VFIO and not group_of(machine, address):
+        raise Unsupported(
+            f"{address} is in no IOMMU group, so {VFIO} cannot take it: switch the IOMMU on (VT-d or AMD-Vi in the "
+            "firmware, intel_iommu=on on the kernel's command line for Intel)"
+        )
+
+
+def plan(look: Look, address: str, wanted: str) -> list[Step]:
+    """Bind one function to `wanted`, or to none; no step when it is so. Raises Busy, Unsupported."""
+    machine = look.machine
+    if is_bound(machine, address, wanted):
+        return []
+    look.refuse([address])
+    refuse_unable(machine, address, wanted)
+    if wanted == VFIO:
+        _refuse_neighbours(machine, address)
+    driver, before = driver_of(machine, address), look.override(address)
+    path = f"{PCI_DEVICES}/{address}"
+    override, back = Write(f"{path}/driver_override", wanted or OPTED_OUT), _overriding(address, before)
+    held = nodes(machine, [address])
+    steps = [
+        Step(
+            does=f"let {address} be bound to {wanted or 'no driver'} only",
+            write=override,
+            idle=held,
+            seen=(Check(override.path, override.value),),
+            undo=(back,),
+        )
+    ]
+    if driver:
+        again = (back, Write(f"{DRIVERS}/{driver}/bind", address))
+        steps.append(_unbound(machine, address, driver, undo=again))
+    if wanted:
+        steps.append(
+            Step(
+                does=f"bind {address} to {wanted}",
+                write=Write(f"{DRIVERS}/{wanted}/bind", address),
+                expect=(Check(f"{path}/driver", "", link=True),),
+                seen=(Check(f"{path}/driver", wanted, link=True),),
+                undo=(Write(f"{DRIVERS}/{wanted}/unbind", address),),
+                timeout_s=BIND_S,
+            )
+        )
+    return steps
+
+
+def back(look: Look, address: str, first: Mapping[str, str]) -> list[Step]:
+    """The function as it was: its first override, and the driver the kernel then chooses."""
+    path = f"{PCI_DEVICES}/{address}/driver_override"
+    machine = look.machine
+    if path not in first or (before := look.override(address)) == first[path]:
+        return []
+    look.refuse([address])
+    driver, held = driver_of(machine, address), nodes(machine, [address])
+    write, undo = _overriding(address, first[path]), _overriding(address, before)
+    says = f"let {address} be bound to {first[path] if first[path] != NO_OVERRIDE else 'any driver'}"
+    steps = [Step(does=says, write=write, idle=held, seen=(Check(path, first[path]),), undo=(undo,))]
+    if driver:
+        steps.append(_unbound(machine, address, driver, undo=(undo, Write(f"{DRIVERS}/{driver}/bind", address))))
+    probe = Write("/sys/bus/pci/drivers_probe", address)
+    steps.append(Step(does=f"have the kernel choose a driver for {address}", write=probe, timeout_s=BIND_S))
+    return steps
+
+
+def _unbound(machine: Machine, address: str, driver: str, undo: tuple[Write, ...]) -> Step:
+    link = f"{PCI_DEVICES}/{address}/driver"
+    return Step(
+        does=f"unbind {address} from {driver}",
+        write=Write(f"{DRIVERS}/{driver}/unbind", address),
+        expect=(Check(link, driver, link=True),),
+        idle=nodes(machine, [address]),
+        seen=(Check(link, "", link=True),),
+        undo=undo,
+        timeout_s=BIND_S,
+    )
+
+
+def _overriding(address: str, value: str) -> Write:
+    """None is written as a line without a name (an empty write never reaches the kernel)."""
+    return Write(f"{PCI_DEVICES}/{address}/driver_override", "\n" if value in ("", NO_OVERRIDE) else value)
+
+
+def _refuse_neighbours(machine: Machine, address: str) -> None:
+    """Nothing of its IOMMU group may be the host's: no guest gets a part of a group (bridges do not count)."""
+    group = group_of(machine, address)
+    for other in machine.names(f"/sys/kernel/iommu_groups/{group}/devices"):
+        driver = driver_of(machine, other)
+        if driver in HARMLESS or machine.text(f"{PCI_DEVICES}/{other}/class").startswith("0x06"):
+            continue
+        if other != address:
+            raise Busy(
+                f"{other}, which the host's {driver} has, is in the IOMMU group {group} of {address} too: a guest gets "
+                f"all of a group or nothing, so unbind {other} or have a rule bind it to {VFIO}"
+            )

@@ -1,0 +1,385 @@
+"""Any PCI function by an operator's rules, handed out whole or as its virtual functions. Loaded by
+`drivers.isolation.driver_main`.
+
+Settings: `rules`, a list of tables with `vendor`, `product`, `class`, `address` (globs over lower-case hex without 0x;
+those given must all match), `type`, and what it is to be made of: `vfs`, how many virtual functions, and `bind`, the
+kernel driver of what is handed out (`vfio-pci`; '' for none). What a rule does not say is left as it is.
+Forms are upstream's (contract section 6.3), its faults are not: a rule or the PCI class decides the type, and what the
+host itself uses is never offered. The steps are planned by `drivers.pci.sriov` and `drivers.pci.binding`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import Annotated, ClassVar, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from drivers.base import Driver, Findings, at_most
+from drivers.errors import Busy, DriverError, Gone, Invalid, Unsupported
+from drivers.inventory import AttachHandle, Attribute, Deployable, Device, DeviceType, Fault, Sample
+from drivers.machine import MAX_TABLE, PCI_DEVICES, Machine
+from drivers.pci import binding, pci_health, sriov
+from drivers.pci.host_usage import used_by_host
+from drivers.plan import Act, Ask, Plan, Step, Vitals, Write
+
+VENDORS = {"10de": "NVIDIA", "102b": "MATROX", "10ee": "XILINX", "1bd4": "INSPUR", "8086": "INTEL", "19e5": "HUAWEI"}
+"""Vendors that upstream calls by name; others go by number."""
+CLASS_TYPES: tuple[tuple[str, str, DeviceType], ...] = (
+    ("03", "*", "GPU"),
+    ("0b40", "8086", "QAT"),
+    ("0108", "*", "SSD"),
+    ("02", "*", "NIC"),
+)
+"""PCI class prefix, vendor, type. 1200, processing accelerator, says nothing of what it processes: the rule must."""
+BRIDGE = "06"
+DSN_CAPABILITY = 0x0003
+
+RESET_S = 100.0
+"""A function-level reset may take more than a minute."""
+MAX_STEPS, TOLD_STEPS = 240, 20
+"""Steps in one plan (the next one goes on), and of them those that `to_install` tells."""
+CAP_DAC_OVERRIDE = 1 << 1
+NOT_NOW = "cannot be done: "
+
+M = TypeVar("M", bound="Match")
+Vfs = Annotated[int, Meta(ge=0, le=1024)]
+Bind = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_-]*$", max_length=64)]
+Glob = Annotated[str, Meta(pattern=r"^[0-9a-f*?\[\]!:.-]+$", max_length=64)]
+
+
+class Match(Struct, frozen=True, forbid_unknown_fields=True, rename={"pci_class": "class"}):
+    """Which functions are meant. A class has four digits (`0302`) or six (`030200`)."""
+
+    vendor: Glob = "*"
+    product: Glob = "*"
+    pci_class: Glob = "*"
+    address: Glob = "*"
+
+
+class Rule(Match, frozen=True, forbid_unknown_fields=True):
+    """One line of what to take, and what to make of it."""
+
+    type: DeviceType | None = None
+    vfs: Vfs | None = None
+    bind: Bind | None = None
+
+
+class Function(Struct, frozen=True):
+    """A PCI function as sysfs has it; ids are lower-case hex without 0x, `pci_class` has six digits."""
+
+    address: str
+    vendor: str
+    product: str
+    pci_class: str
+
+
+class PciDriver(Driver):
+    """One device and one deployable for each function that a rule takes and the host does not use.
+
+    It hands out a `PCI` handle for each of the function's virtual functions, else for itself, never both; where a rule
+    wants virtual functions nothing, until they are there.
+    """
+
+    name: ClassVar[str] = "pci_driver"
+    version: ClassVar[str] = "2"
+    subsystems: ClassVar[tuple[str, ...]] = ("pci",)
+    watched: ClassVar[tuple[str, ...]] = ()
+    writes: ClassVar[tuple[str, ...]] = (
+        *(
+            f"{PCI_DEVICES}/*:*:*.*/{name}"
+            for name in ("sriov_numvfs", "sriov_drivers_autoprobe", "driver_override", "reset")
+        ),
+        f"{binding.DRIVERS}/*/bind",
+        f"{binding.DRIVERS}/*/unbind",
+        "/sys/bus/pci/drivers_probe",
+    )
+    acts: ClassVar[tuple[Act, ...]] = ("install", "uninstall", "partition", "reset")
+
+    def probe(self, machine: Machine, settings: dict[str, object]) -> tuple[str, ...]:
+        """Privileges, an IOMMU, the drivers that the rules name."""
+        return tuple(_lacks(machine, read_rules(settings)))
+
+    def discover(self, machine: Machine, settings: dict[str, object]) -> Findings:
+        """Raises Invalid for unusable rules, DriverError when it cannot be told what the host uses."""
+        rules = read_rules(settings)
+        found = take(machine, rules) if rules else Findings()
+        if found == Findings():
+            nothing = Fault("rules", "no PCI function of this machine matches: say in `rules` which ones to offer")
+            return Findings(faults=(nothing,))
+        return found
+
+    def health(self, machine: Machine, settings: dict[str, object], ask: Ask) -> Vitals:
+        """The verdict of `discover`, with all there is to read."""
+        address = find(machine, ask.key)
+        return Vitals(*pci_health.status(machine, address), pci_health.signals(machine, address))
+
+    def stats(self, machine: Machine, settings: dict[str, object], ask: Ask) -> tuple[Sample, ...]:
+        """What sysfs has of it: utilization, memory, temperatures, power, errors."""
+        return pci_health.samples(machine, ask.key, find(machine, ask.key))
+
+    def install(self, machine: Machine, settings: dict[str, object], ask: Ask) -> Plan:
+        """As the rule, or the words `vfs` and `bind` of `ask.layout` over it, want the function.
+
+        A plan knows only what is there now, and virtual functions that are to be bound must exist first: do the steps
+        and ask again, until there are none (two plans, more for a hundred functions). Raises Busy before anything is
+        touched when the host or a guest uses any of it; Invalid, Unsupported with what to do about it.
+        """
+        address = find(machine, ask.key)
+        rule = _rule_over(matching(_function(machine, address), read_rules(settings)) or Rule(), ask.layout)
+        look = binding.Look(machine, used_by_host(machine), acting=True)
+        return Plan(tuple(_steps(look, address, rule)[:MAX_STEPS]), _said(rule))
+
+    def partition(self, machine: Machine, settings: dict[str, object], ask: Ask) -> Plan:
+        """The same as install, for a layout."""
+        return self.install(machine, settings, ask)
+
+    def uninstall(self, machine: Machine, settings: dict[str, object], ask: Ask) -> Plan:
+        """The number of virtual functions and the driver as at first. Raises Busy as `install` does."""
+        address = find(machine, ask.key)
+        look = binding.Look(machine, used_by_host(machine), acting=True)
+        steps = sriov.back(look, address, ask.first)
+        for part in [address] if steps else [address, *sriov.virtual(machine, address)]:
+            steps += binding.back(look, part, ask.first)
+        return Plan(tuple(steps[:MAX_STEPS]), "as it was before it was first touched" if ask.first else "never touched")
+
+    def reset(self, machine: Machine, settings: dict[str, object], ask: Ask) -> Plan:
+        """By the kernel's own method; of a card, its virtual functions with it. Raises Busy, Unsupported."""
+        address = find(machine, ask.key)
+        path, parts = f"{PCI_DEVICES}/{address}", [address, *sriov.virtual(machine, address)]
+        if not machine.exists(f"{path}/reset"):
+            raise Unsupported(f"{address} cannot be reset: the kernel knows no method for it")
+        binding.Look(machine, used_by_host(machine), acting=True).refuse(parts)
+        step = Step(
+            does=f"reset {address}",
+            write=Write(f"{path}/reset", "1"),
+            idle=binding.nodes(machine, parts),
+            timeout_s=RESET_S,
+        )
+        return Plan((step,), "reset")
+
+
+def take(machine: Machine, rules: list[Rule]) -> Findings:
+    """What the rules take. Raises DriverError when it cannot be told what the host uses."""
+    taken: list[Device] = []
+    faults: list[Fault] = []
+    in_use = used_by_host(machine)
+    for address in machine.pci_functions():
+        try:
+            for found in _take(machine, address, rules, in_use):
+                if isinstance(found, Fault):
+                    faults.append(found)
+                else:
+                    taken.append(found)
+        except Gone:
+            continue  # unplugged while we looked
+        except DriverError as error:
+            faults.append(Fault(address, str(error)))
+    return Findings(tuple(taken), at_most(faults))
+
+
+def read_rules(settings: dict[str, object]) -> list[Rule]:
+    """The rules of a settings table; raises Invalid with a sentence."""
+    try:
+        rules = msgspec.convert(settings.get("rules", []), list[Rule])
+    except msgspec.ValidationError as error:
+        hint = " (hex digits in lower case without 0x, and * ? [] as wildcards)" if "regex" in str(error) else ""
+        raise Invalid(f"the rules of pci_driver are not usable: {error}{hint}") from None
+    for number, rule in enumerate(rules, 1):
+        if rule == Rule(type=rule.type, vfs=rule.vfs, bind=rule.bind):
+            raise Invalid(f"rule {number} of pci_driver takes everything: state vendor, product, class or address")
+    return rules
+
+
+def _rule_over(rule: Rule, layout: dict[str, str]) -> Rule:
+    """The rule with the words of a layout in place of its own."""
+    try:
+        if unknown := set(layout) - {"vfs", "bind"}:
+            raise Invalid(f"the layout of a PCI function has no word {min(unknown)}: it has vfs and bind")
+        changed = {**msgspec.to_builtins(rule), **layout}
+        return msgspec.convert(changed, Rule, strict=False)
+    except msgspec.ValidationError as error:
+        raise Invalid(f"the layout is not usable: {error}") from None
+
+
+def _lacks(machine: Machine, rules: list[Rule]) -> Iterator[str]:
+    status = dict(line.split(":", 1) for line in machine.text("/proc/self/status").splitlines() if ":" in line)
+    user, capabilities = status.get("Uid", "0").split()[:1], int(status.get("CapEff", "2").strip(), 16)
+    if user != ["0"] and not capabilities & CAP_DAC_OVERRIDE:
+        yield "the agent may not write to /sys: run it as root, or with CAP_DAC_OVERRIDE"
+    for line in machine.read("/proc/self/mountinfo", MAX_TABLE).splitlines():
+        fields = line.split()
+        if fields[4:5] == ["/sys"] and "ro" in fields[5].split(","):
+            yield "/sys is mounted read-only for the agent (a container without write access?)"
+    if not machine.names("/sys/kernel/iommu_groups"):
+        yield "no IOMMU, so no guest gets a PCI function: switch it on in the firmware and on the kernel's command line"
+    for name in sorted({rule.bind for rule in rules if rule.bind}):
+        if not machine.exists(f"{binding.DRIVERS}/{name}"):
+            yield f"the kernel has no driver {name}, which a rule binds to: load it (modprobe {name})"
+
+
+def find(machine: Machine, key: str) -> str:
+    """The address of the device with this key; raises Gone."""
+    kind, _, rest = key.partition(":")
+    for address in [rest] if kind == "pci" else machine.pci_functions():
+        try:
+            if kind != "pci" and not rest.startswith(f"{_id(machine, address, 'vendor')}:"):
+                continue  # on a host with hundreds of functions most of the reading is spared
+            function = _function(machine, address)
+            if kind == "pci" or _key(machine, function) == key:
+                return address
+        except Gone:
+            continue
+    raise Gone(f"there is no {key} on this host (any more)")
+
+
+def _function(machine: Machine, address: str) -> Function:
+    return Function(address, *(_id(machine, address, name) for name in ("vendor", "device", "class")))
+
+
+def _id(machine: Machine, address: str, name: str) -> str:
+    return machine.read(f"{PCI_DEVICES}/{address}/{name}").removeprefix("0x")
+
+
+def _take(machine: Machine, address: str, rules: list[Rule], in_use: dict[str, str]) -> Iterator[Device | Fault]:
+    """The device that a function is, if a rule takes it, and what of it is not handed out."""
+    function = _function(machine, address)
+    rule = matching(function, rules)
+    if rule is None or _is_part(machine, address, rules):
+        return
+    virtual = sriov.virtual(machine, address)
+    parts = virtual or [address]
+    yield from (Fault(part, in_use[part]) for part in parts if part in in_use)
+    if parts == [address] and address in in_use:
+        return
+    kind = rule.type or class_type(function)
+    if kind is None:
+        yield Fault(address, f"its PCI class {function.pci_class} does not tell what it is: state the rule's type")
+        return
+    handed_out = [part for part in parts if part not in in_use and (virtual or not rule.vfs)]
+    to_install = _to_install(binding.Look(machine, in_use, acting=False), address, rule)
+    yield _device(machine, function, kind, handed_out, to_install)
+
+
+def _is_part(machine: Machine, address: str, rules: list[Rule]) -> bool:
+    """Whether it is a virtual function of a card that a rule takes."""
+    card = machine.link(f"{PCI_DEVICES}/{address}/physfn")
+    return bool(card) and matching(_function(machine, card), rules) is not None
+
+
+def _steps(look: binding.Look, address: str, rule: Rule) -> list[Step]:
+    """What can be done now towards the rule; what then comes to be is planned for when it is there."""
+    unbound = rule.bind is not None
+    steps = [] if rule.vfs is None else sriov.plan(look, address, rule.vfs, unbound=unbound)
+    if rule.bind is None:
+        return steps
+    if steps:
+        binding.refuse_unable(look.machine, address, rule.bind)  # before the first touch, not after half of it
+        return steps
+    parts = sriov.virtual(look.machine, address) or [address]
+    return [step for part in parts for step in binding.plan(look, part, rule.bind)]
+
+
+def _to_install(look: binding.Look, address: str, rule: Rule) -> str:
+    """The steps for people. Guests are not asked for: whether one runs is no change of the device."""
+    try:
+        steps = _steps(look, address, rule)
+    except (Busy, Invalid, Unsupported) as error:
+        return f"{NOT_NOW}{error}"
+    lines = [step.does for step in steps]
+    if rule.bind and lines and rule.vfs and len(sriov.virtual(look.machine, address)) != rule.vfs:
+        lines.append(f"bind each of them to {rule.bind}")
+    more = [f"and {len(lines) - TOLD_STEPS} more steps"] if len(lines) > TOLD_STEPS else []
+    return "\n".join(lines[:TOLD_STEPS] + more)
+
+
+def _said(rule: Rule) -> str:
+    bound = "" if rule.bind is None else f"bound to {rule.bind or 'no driver of the host'}"
+    return ", ".join(filter(None, ("" if rule.vfs is None else f"{rule.vfs} virtual functions", bound)))
+
+
+def matching(function: Function, rules: Sequence[M]) -> M | None:
+    """The first rule whose globs all match; a bridge is nobody's."""
+    for rule in rules if not function.pci_class.startswith(BRIDGE) else ():
+        pairs = (
+            (function.vendor, rule.vendor),
+            (function.product, rule.product),
+            (function.address, rule.address),
+        )
+        classes = (function.pci_class, function.pci_class[:4])
+        if all(fnmatchcase(*pair) for pair in pairs) and any(fnmatchcase(c, rule.pci_class) for c in classes):
+            return rule
+    return None
+
+
+def class_type(function: Function) -> DeviceType | None:
+    """What its PCI class says a function is, None when it does not."""
+    for prefix, vendor, kind in CLASS_TYPES:
+        if function.pci_class.startswith(prefix) and fnmatchcase(function.vendor, vendor):
+            return kind
+    return None
+
+
+def _device(machine: Machine, function: Function, kind: DeviceType, handed_out: list[str], to_install: str) -> Device:
+    address, path = function.address, f"{PCI_DEVICES}/{function.address}"
+    status, reason = pci_health.status(machine, address)
+    traits = ["OWNER_CYBORG"]
+    if vendor := VENDORS.get(function.vendor):
+        traits.append(f"CUSTOM_PCI_{vendor}")
+    traits.append(f"CUSTOM_PCI_PRODUCT_ID_{function.product.upper()}")
+    attributes = (Attribute("rc", "CUSTOM_PCI"), *(Attribute(f"trait{n}", trait) for n, trait in enumerate(traits)))
+    handles = tuple(map(_handle, handed_out))
+    owner = vendor or function.vendor.upper()
+    able = {"partition": sriov.able(machine, address), "reset": machine.exists(f"{path}/reset")}
+    return Device(
+        key=_key(machine, function),
+        type=kind,
+        vendor=function.vendor,
+        model=function.product,
+        address=address,
+        std_board_info=json.dumps({"product_id": function.product, "controller": None}),
+        vendor_board_info="miss_vb_info",
+        status=status,
+        status_reason=reason,
+        numa_node=max(-1, machine.read_int(f"{path}/numa_node", -1)),
+        kernel_driver=machine.link(f"{path}/driver"),
+        bridges=pci_health.bridges(machine, address),
+        deployables=(Deployable(f"{machine.node}_{address}", len(handles), attributes, handles, owner),),
+        to_install=to_install,
+        acts=" ".join(["health", "install", *(word for word, can in able.items() if can), "uninstall"]),
+        changeable="bind vfs" if able["partition"] else "bind",
+        sized_by="vfs" if able["partition"] else "",
+    )
+
+
+def _handle(address: str) -> AttachHandle:
+    domain, bus, slot, number = re.split("[:.]", address)
+    return AttachHandle("PCI", json.dumps({"bus": bus, "device": slot, "domain": domain, "function": number}))
+
+
+def _key(machine: Machine, function: Function) -> str:
+    """The serial number where there is one (virtual functions repeat their card's), else the place."""
+    path = f"{PCI_DEVICES}/{function.address}"
+    serial = "" if machine.exists(f"{path}/physfn") else _serial(machine, path)
+    number = function.address.rpartition(".")[2]
+    return f"serial:{function.vendor}:{serial}:{number}" if serial else f"pci:{function.address}"
+
+
+def _serial(machine: Machine, path: str) -> str:
+    """The Device Serial Number capability (PCIe 7.9.3), '' without one. Beyond 64 bytes `config` is root's to read."""
+    try:
+        config = machine.read_bytes(f"{path}/config", 4096)
+    except DriverError:
+        return ""
+    offset, hops = 0x100, 0
+    while 0x100 <= offset <= len(config) - 12 and hops < 64:
+        header = int.from_bytes(config[offset : offset + 4], "little")
+        if header & 0xFFFF == DSN_CAPABILITY:
+            serial = config[offset + 4 : offset + 12][::-1].hex()
+            return "" if serial in ("0" * 16, "f" * 16) else serial
+        offset, hops = header >> 20, hops + 1
+    return ""

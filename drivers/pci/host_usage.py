@@ -1,0 +1,155 @@
+"""Which PCI functions the host itself lives on: its mounted and swapped disks, its way to the network.
+
+Asked by drivers before they offer a function (`drivers.pci.functions`). Whoever hands out such a function kills the
+host, so what
+cannot be read is an error, never a "free". Sources: proc(5), Documentation/ABI/testing/sysfs-{block,class-net}.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from drivers.machine import MAX_TABLE, PCI_ADDRESS, Machine
+
+RTF_UP, RTF_REJECT = 0x1, 0x200
+
+
+def used_by_host(machine: Machine) -> dict[str, str]:
+    """PCI address → why the host needs it, in words that stay the same while the use does. Raises DriverError."""
+    reasons: dict[str, set[str]] = {}
+    for node, reason in (*_block_uses(machine), *_network_uses(machine)):
+        for address in _addresses(machine, node):
+            reasons.setdefault(address, set()).add(reason)
+    return {address: "; ".join(sorted(why)[:4]) for address, why in reasons.items()}
+
+
+def _addresses(machine: Machine, node: str) -> set[str]:
+    """Every PCI function on the way to a device; a virtual function also needs its physical one."""
+    found = {part for part in machine.resolve(node).split("/") if PCI_ADDRESS.fullmatch(part)}
+    parents = {machine.link(f"/sys/bus/pci/devices/{address}/physfn") for address in found}
+    return found | (parents - {""})
+
+
+def _block_uses(machine: Machine) -> Iterator[tuple[str, str]]:
+    for name, reason in _used_blocks(machine).items():
+        for below in _beneath(machine, name, set()):
+            yield below, f"the host uses it: {reason}"
+
+
+def _used_blocks(machine: Machine) -> dict[str, str]:
+    """Block device name → why, the most telling reason only: mounts come and go, the words should not."""
+    uses = {name: f"{name} is part of {machine.names(_holders(name))[0]}" for name in _held(machine)}
+    uses |= {name: f"{name} is in a btrfs file system" for name in _btrfs(machine)}
+    uses |= {name: f"{name} is swap space" for name in _swaps(machine)}
+    return uses | {name: f"{name} is mounted at {place}" for name, place in _mounts(machine).items()}
+
+
+def _mounts(machine: Machine) -> dict[str, str]:
+    """Block device name → its shortest mount point. btrfs hides the device's number, others its path: ask for both."""
+    places: dict[str, str] = {}
+    for line in machine.read("/proc/self/mountinfo", MAX_TABLE).splitlines():
+        before, _, after = line.partition(" - ")
+        fields, source = before.split(), after.split()[1:2]
+        if len(fields) < 5:
+            continue
+        place = _unescaped(fields[4])
+        for name in {machine.link(f"/sys/dev/block/{fields[2]}"), *(_device_name(machine, path) for path in source)}:
+            places[name] = min(places.get(name, place), place, key=lambda p: (len(p), p))
+    return {name: place for name, place in places.items() if name and machine.exists(f"/sys/class/block/{name}")}
+
+
+def _swaps(machine: Machine) -> list[str]:
+    return [_device_name(machine, row[0]) for row in _table(machine, "/proc/swaps")[1:] if row]
+
+
+def _btrfs(machine: Machine) -> list[str]:
+    """A file system over several disks names only one of them in the mount table."""
+    systems = machine.names("/sys/fs/btrfs", "*-*")  # named by UUID
+    return [name for uuid in systems for name in machine.names(f"/sys/fs/btrfs/{uuid}/devices")]
+
+
+def _held(machine: Machine) -> list[str]:
+    """Disks below LVM, RAID, bcache …: the kernel holds them, mounted or not."""
+    return [name for name in machine.names("/sys/class/block") if machine.names(_holders(name))]
+
+
+def _holders(name: str) -> str:
+    return f"/sys/class/block/{name}/holders"
+
+
+def _beneath(machine: Machine, name: str, seen: set[str]) -> Iterator[str]:
+    """The hardware a block device rests on: through device mapper and RAID, and through NVMe multipath."""
+    if name in seen:
+        return
+    seen.add(name)
+    node = f"/sys/class/block/{name}"
+    yield node
+    for slave in machine.names(f"{node}/slaves"):
+        yield from _beneath(machine, slave, seen)
+    if multipath := re.match(r".*/nvme-subsys\d+(?=/)", machine.resolve(node)):
+        for controller in machine.names(multipath[0], "nvme*"):
+            yield f"{multipath[0]}/{controller}"
+
+
+def _network_uses(machine: Machine) -> Iterator[tuple[str, str]]:
+    for interface in sorted({*_ipv4_routes(machine), *_ipv6_routes(machine)}):
+        for below in _ports(machine, interface, set()):
+            yield f"/sys/class/net/{below}", f"the host uses it: {_carries(below, interface)}"
+
+
+def _carries(port: str, interface: str) -> str:
+    return f"{port} carries the default route" + ("" if port == interface else f" of {interface}")
+
+
+def _ipv4_routes(machine: Machine) -> Iterator[str]:
+    for row in _table(machine, "/proc/net/route")[1:]:
+        if len(row) > 7 and int(row[1], 16) == int(row[7], 16) == 0 and _usable(row[3]):
+            yield row[0]
+
+
+def _ipv6_routes(machine: Machine) -> Iterator[str]:
+    for row in _table(machine, "/proc/net/ipv6_route"):
+        if len(row) == 10 and int(row[0], 16) == int(row[1], 16) == 0 and _usable(row[8]) and row[9] != "lo":
+            yield row[9]
+
+
+def _table(machine: Machine, path: str) -> list[list[str]]:
+    """Rows of words. A host without IPv6 or swap has no such file; one with a full routing table has a long one."""
+    return [line.split() for line in machine.read(path, MAX_TABLE).splitlines()] if machine.exists(path) else []
+
+
+def _usable(flags: str) -> bool:
+    return int(flags, 16) & (RTF_UP | RTF_REJECT) == RTF_UP
+
+
+def _ports(machine: Machine, interface: str, seen: set[str]) -> Iterator[str]:
+    """The interface and everything below it: bond, bridge, VLAN, macvlan, team, Open vSwitch."""
+    if interface in seen:
+        return
+    seen.add(interface)
+    yield interface
+    node = f"/sys/class/net/{interface}"
+    lower = {name.removeprefix("lower_") for name in machine.names(node, "lower_*")} | set(
+        machine.names(f"{node}/brif")
+    )
+    if not lower and "/virtual/" in machine.resolve(node):
+        lower = _open_vswitch(machine)
+    for name in sorted(lower):
+        yield from _ports(machine, name, seen)
+
+
+def _open_vswitch(machine: Machine) -> set[str]:
+    """Its bridges are not linked to their ports, so a default route over one may leave by any port."""
+    interfaces = machine.names("/sys/class/net")
+    return {name for name in interfaces if machine.link(f"/sys/class/net/{name}/master") == "ovs-system"}
+
+
+def _device_name(machine: Machine, source: str) -> str:
+    """`/dev/mapper/root` → `dm-0`: what the kernel calls it. '' for what is no device file."""
+    path = _unescaped(source)
+    return machine.resolve(path).rpartition("/")[2] if path.startswith("/dev/") else ""
+
+
+def _unescaped(text: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)

@@ -1,0 +1,150 @@
+"""How a PCI function is, from sysfs alone: its link, its errors, its power, the temperatures below it, its load.
+
+Asked by `drivers.pci.functions` and `drivers.generic`. Sources:
+Documentation/ABI/testing/sysfs-bus-pci-devices-aer_stats and
+sysfs-driver-intel-{i915,xe}-hwmon, Documentation/hwmon, Documentation/gpu/amdgpu, drivers/accel/ivpu/ivpu_sysfs.c.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from drivers.errors import DriverError
+from drivers.inventory import Health, Sample
+from drivers.machine import PCI_ADDRESS, PCI_DEVICES, Machine
+from drivers.plan import Signal
+
+AER = ("correctable", "nonfatal", "fatal")
+MAX_SIGNALS = 64
+MAX_PATH = 255
+NONE = -(2**31)
+"""What no sensor reads, and so stands for one that cannot be read."""
+GAUGES = (
+    ("gpu_busy_percent", "utilization_percent", 1),
+    ("mem_info_vram_used", "memory_used_bytes", 1),
+    ("mem_info_vram_total", "memory_total_bytes", 1),
+    ("npu_memory_utilization", "memory_used_bytes", 1),
+    ("npu_busy_time_us", "busy_seconds_total", 10**6),
+)
+"""Files of a function, the metric that each is, and how many of its units are one of the metric's."""
+SENSORS = (
+    ("power1_average", "power_watts", 10**6),
+    ("power1_input", "power_watts", 10**6),
+    ("energy1_input", "energy_joules_total", 10**6),
+)
+"""The same of its hwmon directories; of several for one metric the first that can be read counts."""
+
+
+def status(machine: Machine, address: str) -> tuple[Health, str]:
+    """Off the bus, or a link narrower than it could be. An idle link slows down, it stays wide."""
+    path = f"{PCI_DEVICES}/{address}"
+    if machine.read(f"{path}/vendor") == "0xffff" or machine.text(f"{path}/power_state") == "error":
+        return "failed", "it does not answer on the bus"
+    now, best = (machine.read_int(f"{path}/{name}_link_width", 0) for name in ("current", "max"))
+    if 0 < now < best < 255:
+        return "degraded", f"its PCIe link is x{now}, it could be x{best}"
+    return "ok", ""
+
+
+def bridges(machine: Machine, address: str) -> str:
+    """Addresses of the PCI bridges above a function, root first, blanks between: its directory's place in sysfs is its
+    place in the tree. Of more than fit the nearest."""
+    place = machine.resolve(f"{PCI_DEVICES}/{address}").split("/")
+    above = [name for name in place[:-1] if PCI_ADDRESS.fullmatch(name)]
+    while len(text := " ".join(above)) > MAX_PATH:
+        del above[0]
+    return text
+
+
+def signals(machine: Machine, address: str) -> tuple[Signal, ...]:
+    """All that was read. Errors are counters since the start, the device's own and those of the port above it."""
+    path = f"{PCI_DEVICES}/{address}"
+    found = [
+        *_value(machine, "driver", machine.link(f"{path}/driver") or "none", f"{path}/driver"),
+        *_file(machine, "power_state", f"{path}/power_state"),
+        *_file(machine, "link_width", f"{path}/current_link_width", limit=f"{path}/max_link_width"),
+        *_file(machine, "link_speed", f"{path}/current_link_speed", limit=f"{path}/max_link_speed"),
+        *_errors(machine, "", path),
+    ]
+    port = machine.resolve(path).split("/")[-2]
+    if PCI_ADDRESS.fullmatch(port):
+        found += _errors(machine, "port_", f"{PCI_DEVICES}/{port}")
+    for sensor in _sensors(machine, _monitors(machine, address)):
+        found += _temperature(machine, sensor)
+    return tuple(found[:MAX_SIGNALS])
+
+
+def samples(machine: Machine, key: str, address: str) -> tuple[Sample, ...]:
+    """Its load as numbers: what the kernel counted, and what it is at this moment unless it sleeps, since reading that
+    would wake it. Temperatures are in the order of the sensors, the first without a number in its name."""
+    path = f"{PCI_DEVICES}/{address}"
+    counts = {kind: _total(machine, path, kind) for kind in AER}
+    read = {f"errors_{kind}_total": float(count) for kind, count in counts.items() if count.isdecimal()}
+    if _text(machine, f"{path}/power/runtime_status") != "suspended":
+        read |= _present(machine, path, address)
+    return tuple(Sample(key, metric, value) for metric, value in read.items())[:MAX_SIGNALS]
+
+
+def _present(machine: Machine, path: str, address: str) -> dict[str, float]:
+    read: dict[str, float] = {}
+    monitors = list(_monitors(machine, address))
+    for folder, files in [(path, GAUGES), *((monitor, SENSORS) for monitor in monitors)]:
+        for name, metric, units in files:
+            if metric not in read and (value := machine.read_int(f"{folder}/{name}", NONE)) > NONE:
+                read[metric] = value / units
+    millidegrees = (machine.read_int(f"{sensor}_input", NONE) for sensor in _sensors(machine, monitors))
+    for number, value in enumerate(value for value in millidegrees if value > NONE):
+        read[f"temperature_celsius{f'_{number}' if number else ''}"] = value / 1000
+    return read
+
+
+def _value(machine: Machine, name: str, value: str, source: str, unit: str = "", limit: str = "") -> Iterator[Signal]:
+    yield Signal(name[:64], value[:255], unit, limit[:64], source)
+
+
+def _file(machine: Machine, name: str, source: str, limit: str = "") -> Iterator[Signal]:
+    """An attribute that is there; one that cannot be read (a card in deep sleep) is left out."""
+    if value := _text(machine, source):
+        yield from _value(machine, name, value, source, limit=_text(machine, limit) if limit else "")
+
+
+def _errors(machine: Machine, prefix: str, path: str) -> Iterator[Signal]:
+    for kind in AER:
+        if count := _total(machine, path, kind):
+            yield from _value(machine, f"{prefix}aer_{kind}", count, f"{path}/aer_dev_{kind}")
+
+
+def _total(machine: Machine, path: str, kind: str) -> str:
+    """How many errors of a kind were counted since the start, '' where they are not counted."""
+    lines = (line.rpartition(" ") for line in _text(machine, f"{path}/aer_dev_{kind}").splitlines())
+    return next((count for name, _, count in lines if name.startswith("TOTAL_ERR")), "")
+
+
+def _monitors(machine: Machine, address: str) -> Iterator[str]:
+    """`/sys/class/hwmon/hwmon3`: also of what the function carries, as an NVMe controller's."""
+    below = machine.resolve(f"{PCI_DEVICES}/{address}") + "/"
+    for name in machine.names("/sys/class/hwmon"):
+        path = f"/sys/class/hwmon/{name}"
+        if machine.resolve(path).startswith(below):
+            yield path
+
+
+def _sensors(machine: Machine, monitors: Iterable[str]) -> Iterator[str]:
+    """`…/hwmon3/temp1`."""
+    for path in monitors:
+        yield from (f"{path}/{file.removesuffix('_input')}" for file in machine.names(path, "temp*_input"))
+
+
+def _temperature(machine: Machine, sensor: str) -> Iterator[Signal]:
+    value, limit = (machine.read_int(f"{sensor}_{name}", NONE) for name in ("input", "crit"))
+    if value > NONE:
+        label = _text(machine, f"{sensor}_label") or sensor.rpartition("/")[2]
+        most = f"{limit / 1000:g}" if limit > NONE else ""
+        yield from _value(machine, f"temperature {label}", f"{value / 1000:g}", f"{sensor}_input", "°C", most)
+
+
+def _text(machine: Machine, path: str) -> str:
+    try:
+        return machine.read(path)
+    except DriverError:
+        return ""

@@ -1,0 +1,112 @@
+"""The virtual functions of a PCI card (SR-IOV): how many there are, and the steps to another number.
+
+Pure planning for `drivers.pci.functions`. Sources: drivers/pci/iov.c, Documentation/ABI/testing/sysfs-bus-pci. The
+kernel takes
+another number only when there are none, and may make fewer than asked without an error: each step looks again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from drivers.errors import Invalid, Unsupported
+from drivers.machine import PCI_DEVICES, Machine
+from drivers.pci.binding import VFIO, Look, driver_of, nodes
+from drivers.plan import Check, Step, Write
+
+MAKE_S, EACH_S = 10.0, 1.0
+"""Seconds for the write that makes them, and for each of them more: it returns when all are there."""
+LOOKED_AT = 62
+"""Links looked at afterwards; a Step has room for 64."""
+
+
+def virtual(machine: Machine, address: str) -> list[str]:
+    """The addresses of a card's virtual functions, sorted; none for what has none."""
+    path = f"{PCI_DEVICES}/{address}"
+    return sorted(filter(None, (machine.link(f"{path}/{name}") for name in machine.names(path, "virtfn*"))))
+
+
+def able(machine: Machine, address: str) -> bool:
+    """Whether the function can have virtual ones."""
+    return machine.read_int(f"{PCI_DEVICES}/{address}/sriov_totalvfs", 0) > 0
+
+
+def plan(look: Look, address: str, wanted: int, *, unbound: bool) -> list[Step]:
+    """Exactly `wanted` of them; `unbound`: no driver takes them. Raises Busy, Invalid, Unsupported."""
+    machine, path = look.machine, f"{PCI_DEVICES}/{address}"
+    there = virtual(machine, address)
+    if len(there) == wanted:
+        return []
+    total = machine.read_int(f"{path}/sriov_totalvfs", 0)
+    if total == 0:
+        raise Unsupported(
+            f"{address} cannot have virtual functions: leave vfs out of its rule, or switch SR-IOV on in it"
+        )
+    if wanted > total:
+        raise Invalid(f"{address} can have at most {total} virtual functions, not {wanted}: change vfs")
+    _refuse_without_driver(machine, address)
+    look.refuse([address, *there])
+    number = machine.read_int(f"{path}/sriov_numvfs", 0) if look.acting else len(there)
+    steps = [_number(machine, address, number, 0)] if number else []
+    probing = f"{path}/sriov_drivers_autoprobe"
+    if wanted and unbound and machine.text(probing) not in ("", "0"):
+        steps.append(_probing(address, "0", machine.text(probing)))
+    if wanted:
+        steps.append(_number(machine, address, 0, wanted))
+    return steps
+
+
+def back(look: Look, address: str, first: Mapping[str, str]) -> list[Step]:
+    """As many as there were at first, probed as at first."""
+    machine, path = look.machine, f"{PCI_DEVICES}/{address}"
+    wanted, there = first.get(f"{path}/sriov_numvfs", ""), machine.read_int(f"{path}/sriov_numvfs", 0)
+    steps = []
+    if there and wanted.isdecimal() and int(wanted) != there:
+        _refuse_without_driver(machine, address)
+        look.refuse([address, *virtual(machine, address)])
+        steps.append(_number(machine, address, there, 0))
+    probing, before = f"{path}/sriov_drivers_autoprobe", machine.text(f"{path}/sriov_drivers_autoprobe")
+    if first.get(probing, before) != before:
+        steps.append(_probing(address, first[probing], before))
+    if wanted.isdecimal() and int(wanted) not in (0, there):
+        steps.append(_number(machine, address, 0, int(wanted)))
+    return steps
+
+
+def _refuse_without_driver(machine: Machine, address: str) -> None:
+    driver = driver_of(machine, address)
+    if driver in ("", VFIO):
+        raise Unsupported(
+            f"{address} is bound to {driver or 'no kernel driver'}, which makes no virtual functions: bind its own "
+            "driver to it, or pci-pf-stub"
+        )
+
+
+def _probing(address: str, value: str, before: str) -> Step:
+    path = f"{PCI_DEVICES}/{address}/sriov_drivers_autoprobe"
+    return Step(
+        does=f"{'bind drivers' if value == '1' else 'bind no drivers'} to new virtual functions of {address}",
+        write=Write(path, value),
+        seen=(Check(path, value),),
+        undo=(Write(path, before),),
+    )
+
+
+def _number(machine: Machine, address: str, before: int, wanted: int) -> Step:
+    path = f"{PCI_DEVICES}/{address}"
+    looked_at = dict.fromkeys([*range(min(wanted, LOOKED_AT)), wanted - 1] if wanted else [])
+    links = (Check(f"{path}/virtfn{number}/physfn", address, link=True) for number in looked_at)
+    return Step(
+        does=f"make {wanted} virtual functions of {address}"
+        if wanted
+        else f"take the virtual functions of {address} away",
+        write=Write(f"{path}/sriov_numvfs", str(wanted)),
+        expect=(
+            Check(f"{path}/sriov_numvfs", str(before)),
+            Check(f"{path}/driver", driver_of(machine, address), link=True),
+        ),
+        idle=nodes(machine, virtual(machine, address)) if before else (),
+        seen=(Check(f"{path}/sriov_numvfs", str(wanted)), *links),
+        undo=(Write(f"{path}/sriov_numvfs", str(before)),),
+        timeout_s=min(MAKE_S + EACH_S * max(wanted, before), 600.0),
+    )

@@ -1,0 +1,279 @@
+"""How hosts stand in Placement, and what contradicts what we bound, in the console. Called by Django's admin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django.conf import settings
+from django.contrib import admin
+from django.core.exceptions import PermissionDenied
+from django.db.models import CharField, Exists, OuterRef, Q, QuerySet, Subquery, UUIDField
+from django.db.models.functions import Cast
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
+from django.template.response import TemplateResponse
+from django.urls import path, reverse
+from django.utils.html import format_html
+from django.utils.safestring import SafeString
+from unfold.decorators import display
+
+from accelerators import conductor
+from accelerators.models import Host, Intent
+from accelerators.outbox import STUCK
+from accelerators.ui import badges, permissions
+from accelerators.ui.changelist import ReadOnly, as_uuid
+from placement_sync.admin import describe, status
+from placement_sync.cloud import session
+from placement_sync.jobs import discrepancies, writer_election
+from placement_sync.jobs import providers as tasks
+from placement_sync.models import Discrepancy, Kind, Tree, Who
+
+STANDINGS = ("in step", "problems", "behind")
+WAITING = 20
+"""So many hosts of which Placement was told nothing yet are named above the list."""
+OFF = "No cloud is configured, or CYBORG_PLACEMENT_ENDPOINT is off: see docs/configuration.md."
+
+
+class Standing(admin.SimpleListFilter):
+    """In step, with problems, or behind: something is still to be told."""
+
+    title, parameter_name = "standing", "is"
+
+    def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
+        return [(word, word) for word in STANDINGS]
+
+    def queryset(self, request: HttpRequest, queryset: QuerySet[Tree]) -> QuerySet[Tree]:
+        if self.value() == "problems":
+            return queryset.exclude(problems=[])
+        if self.value() == "behind":
+            return queryset.filter(waiting__isnull=False)
+        return queryset.filter(problems=[], waiting__isnull=True) if self.value() == "in step" else queryset
+
+
+@admin.register(Tree)
+class TreeAdmin(ReadOnly):
+    """One row a host whose devices Placement was told of. What is asked here is done by the job, within seconds."""
+
+    actions = ("look_now",)
+    list_before_template = "placement_sync/waiting.html"
+    list_display = ("shown_host", "standing", "providers", "looked", "shown_root")
+    list_display_links = ("standing",)
+    list_filter = (Standing,)
+    list_select_related = ("host",)
+    ordering = ("host__name",)
+    search_fields = ("host__name__icontains", "root__startswith")
+    search_help_text = "host, uuid of its compute provider"
+    exports = {"standing": ("waiting", "problems"), "providers": ()}
+    empty = "Placement has been told of no host yet. Enable a device, and configure a cloud: docs/configuration.md."
+
+    def get_queryset(self, request: HttpRequest) -> QuerySet[Tree]:
+        told = Intent.objects.filter(kind=tasks.KIND, key=Cast(OuterRef("host__uuid"), CharField()))
+        rows = super().get_queryset(request).prefetch_related("host__written_providers")
+        return rows.annotate(waiting=Subquery(told.values("last_error")[:1]))
+
+    def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Tree | None:
+        """By the host's id, uuid or name; also of a host that Placement was not told of yet."""
+        uuid = as_uuid(object_id)
+        known = Q(uuid=uuid) if uuid else Q(name=object_id)
+        known |= Q(pk=int(object_id)) if object_id.isdecimal() and len(object_id) < 18 else Q()
+        host = Host.objects.select_related("placement").filter(known).first()
+        return None if host is None else getattr(host, "placement", None) or Tree(host=host, looked_at=None)
+
+    def changelist_view(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
+        """The list, and above it who waits to be told of for the first time."""
+        told = Tree.objects.filter(host__uuid=Cast(OuterRef("key"), UUIDField()))
+        waiting = Intent.objects.filter(~Exists(told), kind=tasks.KIND).order_by("id")[: WAITING + 1]
+        named = [(_address(one.key), one.payload.get("host", one.key), one.last_error) for one in waiting]
+        more = {"waiting": named[:WAITING], "more_waiting": len(named) > WAITING}
+        return super().changelist_view(request, more | (extra_context or {}))
+
+    def get_urls(self) -> list[Any]:
+        ask = self.admin_site.admin_view(self.ask_view)
+        return [path("<path:object_id>/ask/", ask, name="placement_sync_tree_ask"), *super().get_urls()]
+
+    def change_view(
+        self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: dict[str, Any] | None = None
+    ) -> HttpResponse:
+        """The page of one host: what shall be in Placement beside what was seen there."""
+        tree = self.get_object(request, object_id)
+        if tree is None:
+            return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
+        if request.method not in ("GET", "HEAD") or not self.has_view_permission(request, tree):
+            raise PermissionDenied
+        return self._page(request, tree)
+
+    def ask_view(self, request: HttpRequest, object_id: str) -> HttpResponse:
+        """The two buttons: `compare` asks Placement now and writes nothing; `retry` has the job look now."""
+        tree = self.get_object(request, object_id)
+        if request.method != "POST":
+            raise PermissionDenied
+        permissions.require(request, permissions.RESCAN, "accelerators.change_host")
+        if tree is None:
+            return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
+        if request.POST.get("op") == "compare":
+            return self._page(request, tree, asked=_compared(tree.host))
+        _look([tree.host])
+        self.message_user(request, "It is looked at now, and what differs is mended; reload in a few seconds.")
+        return HttpResponseRedirect(_address(str(tree.host_id)))
+
+    def _page(self, request: HttpRequest, tree: Tree, asked: list[str] | None = None) -> HttpResponse:
+        host = tree.host
+        providers, problems = status.beside(host)
+        intent = Intent.objects.filter(kind=tasks.KIND, key=str(host.uuid)).first()
+        context = self.admin_site.each_context(request) | {
+            "title": f"{host.name} in Placement",
+            "opts": self.opts,
+            "host": host,
+            "tree": tree,
+            "standing": _standing(tree, intent.last_error if intent else None),
+            "looked": badges.ago(tree.looked_at),
+            "providers": providers,
+            "problems": tree.problems or problems,
+            "intent": intent,
+            "next": badges.ago(intent.next_at) if intent else "",
+            "stuck": bool(intent and intent.attempts >= STUCK),
+            "writer": _writer(host),
+            "faults": [(_kind(one.kind), one) for one in discrepancies.at(host.pk)],
+            "asked": asked,
+        }
+        context |= permissions.page(request, permissions.RESCAN, "accelerators.change_host")
+        return TemplateResponse(request, "placement_sync/tree.html", context)
+
+    @display(description="Host", ordering="host__name")
+    def shown_host(self, tree: Tree) -> SafeString:
+        return badges.link("host", tree.host_id, tree.host.name)
+
+    @display(description="Standing")
+    def standing(self, tree: Any) -> SafeString:
+        return _standing(tree, tree.waiting)
+
+    @display(description="Providers")
+    def providers(self, tree: Tree) -> int:
+        return len(tree.host.written_providers.all())
+
+    @display(description="Looked at", ordering="-looked_at")
+    def looked(self, tree: Tree) -> SafeString:
+        return badges.ago(tree.looked_at)
+
+    @display(description="Compute provider")
+    def shown_root(self, tree: Tree) -> SafeString:
+        return badges.mono(str(tree.root or ""))
+
+    def has_look_permission(self, request: HttpRequest) -> bool:
+        """Whoever may change hosts."""
+        return permissions.may(request, permissions.RESCAN, "accelerators.change_host")
+
+    @admin.action(description="Compare with Placement now", permissions=["look"])
+    def look_now(self, request: HttpRequest, trees: QuerySet[Tree]) -> None:
+        hosts = list(Host.objects.filter(placement__in=trees))
+        _look(hosts)
+        self.message_user(request, f"{len(hosts)} hosts are compared now; what differs is mended.")
+
+
+@admin.register(Discrepancy)
+class DiscrepancyAdmin(ReadOnly):
+    """What is wrong between us, Placement, Nova and the hardware, as of the last look."""
+
+    list_display = ("shown_kind", "shown_said", "shown_where", "shown_since")
+    exports = {
+        "shown_said": ("said", "instance", "provider", "provider_name"),
+        "shown_where": ("host__name", "device__uuid"),
+    }
+    list_filter = ("kind",)
+    list_select_related = ("host", "device")
+    search_fields = (
+        "instance__startswith",
+        "provider__startswith",
+        "provider_name__startswith",
+        "host__name__icontains",
+    )
+    search_help_text = "instance, provider, host"
+    fields = (
+        "shown_kind",
+        "shown_said",
+        "shown_host",
+        "shown_device",
+        "shown_provider",
+        "shown_instance",
+        "shown_since",
+        "seen",
+    )
+    readonly_fields = fields
+    empty = (
+        "Placement, Nova and the hardware agree with what is bound. What does not is listed here by itself, after every"
+        " look at a host: an instance whose device Placement takes for free, a device that is claimed and used by"
+        " nobody, an instance that came back without its device. It goes when it is mended."
+    )
+
+    @display(description="What is wrong", ordering="kind")
+    def shown_kind(self, row: Discrepancy) -> SafeString:
+        return _kind(row.label)
+
+    @display(description="Why, and what to do")
+    def shown_said(self, row: Discrepancy) -> SafeString:
+        return format_html('<span class="reason">{}</span>', row.said)
+
+    @display(description="Where", ordering="host__name")
+    def shown_where(self, row: Discrepancy) -> SafeString:
+        return format_html('<span class="lines">{}{}</span>', self.shown_host(row), self.shown_device(row))
+
+    @display(description="Host", ordering="host__name")
+    def shown_host(self, row: Discrepancy) -> SafeString:
+        return badges.link("host", row.host_id, row.host.name)
+
+    @display(description="Device")
+    def shown_device(self, row: Discrepancy) -> SafeString:
+        return badges.link("device", row.device_id, row.device) if row.device else badges.NOTHING
+
+    @display(description="Provider")
+    def shown_provider(self, row: Discrepancy) -> str:
+        return f"{row.provider_name} ({row.provider})"
+
+    @display(description="Instance")
+    def shown_instance(self, row: Discrepancy) -> SafeString:
+        return badges.mono(row.instance)
+
+    @display(description="Since", ordering="-since")
+    def shown_since(self, row: Discrepancy) -> SafeString:
+        return badges.ago(row.since)
+
+    @display(description="Last seen", ordering="-seen_at")
+    def seen(self, row: Discrepancy) -> SafeString:
+        return badges.ago(row.seen_at)
+
+
+def _address(host: str) -> str:
+    return reverse("admin:placement_sync_tree_change", args=[host])
+
+
+def _kind(label: str) -> SafeString:
+    """A part that nobody can use is the lesser harm."""
+    return badges.mark(label, "warn" if label == Kind.UNATTACHED.label else "bad")
+
+
+def _look(hosts: list[Host]) -> None:
+    with conductor.writing():
+        conductor.providers_changed(hosts)
+        discrepancies.reread([host.pk for host in hosts])
+
+
+def _compared(host: Host) -> list[str]:
+    """What Placement shows now against what it shall show, as `manage.py placement_sync --dry-run` says it."""
+    cloud = session(settings.KEYS.placement_endpoint)
+    return [f"! {OFF}"] if cloud is None else describe.told(tasks.sync_hosts(cloud, [host], dry_run=True)[0])
+
+
+def _standing(tree: Tree, waiting: str | None) -> SafeString:
+    if waiting is not None:
+        return badges.mark("behind", "warn", waiting or "is being told")
+    if tree.problems:
+        count = len(tree.problems)
+        return badges.mark(f"{count} problem{'' if count == 1 else 's'}", "bad", "; ".join(tree.problems)[:500])
+    return badges.mark("in step", "good") if tree.looked_at else badges.mark("not told yet", "calm")
+
+
+def _writer(host: Host) -> str:
+    """Who writes for this host, and why not its agent where agents write."""
+    if writer_election.current().who == Who.CONDUCTOR:
+        return "the conductor"
+    left = writer_election.left_aside([host])
+    return f"the conductor, since of its agent: {left[0][1]}" if left else "its agent"

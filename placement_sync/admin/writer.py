@@ -1,0 +1,103 @@
+"""Who writes to Placement, in the console: one page, where it is changed. Called by Django's admin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from django import forms
+from django.contrib import messages
+from django.db.models import Model
+from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
+from django.urls import reverse
+from django.utils.html import format_html, format_html_join
+from django.utils.safestring import SafeString
+from unfold.admin import ModelAdmin
+from unfold.decorators import display
+
+from accelerators.admin import device_actions
+from accelerators.domain.errors import Refused
+from accelerators.models import Host
+from accelerators.ui import badges
+from placement_sync.jobs import writer_election
+from placement_sync.models import Writer
+
+SHOWN = 100
+"""Hosts that are named; a refused credential of all of them is one fault."""
+
+
+class WriterForm(forms.ModelForm):
+    """The reason is that of the change to come."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if "reason" in self.fields:
+            self.initial["reason"] = ""
+
+    class Meta:
+        model = Writer
+        fields = ("who", "reason")
+        help_texts = {
+            "who": "Agents write for their own hosts where they can; for all others the conductor does.",
+            "reason": "Shown here and in the event.",
+        }
+
+
+class WriterAdmin(ModelAdmin):
+    """The one row. Whoever may change hosts may change it."""
+
+    form = WriterForm
+    fields = ("who", "reason", "shown_since", "shown_unable")
+    readonly_fields = ("shown_since", "shown_unable")
+
+    def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Writer | None:
+        """There is one, also before somebody has decided anything."""
+        return writer_election.current() if object_id == "1" else None
+
+    def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
+        """A list of one is no list."""
+        return HttpResponseRedirect(reverse("admin:placement_sync_writer_change", args=[1]))
+
+    def has_add_permission(self, request: HttpRequest) -> bool:
+        return False
+
+    def has_delete_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
+        return False
+
+    def has_change_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
+        return bool(request.user.has_perm("accelerators.change_host"))
+
+    def save_model(self, request: HttpRequest, obj: Writer, form: forms.ModelForm, change: bool) -> None:
+        who = device_actions.person(request).name
+        writer_election.switch(form.cleaned_data["who"], who, form.cleaned_data["reason"])
+
+    def changeform_view(
+        self,
+        request: HttpRequest,
+        object_id: str | None = None,
+        form_url: str = "",
+        extra_context: dict[str, Any] | None = None,
+    ) -> HttpResponse:
+        """What is refused is a sentence, not a failure."""
+        context = {"title": "Who writes to Placement", "show_save_and_continue": False, "show_delete": False}
+        try:
+            return super().changeform_view(request, object_id, form_url, context | (extra_context or {}))
+        except Refused as refused:
+            messages.error(request, refused.text)
+            return HttpResponseRedirect(request.get_full_path())
+
+    @display(description="Now")
+    def shown_since(self, writer: Writer) -> SafeString | str:
+        """The present writer, since when, by whom and why."""
+        now = writer_election.current()
+        if not now.epoch:
+            return "conductor, since the beginning (epoch 0)"
+        why = f": {now.reason}" if now.reason else ""
+        return format_html("{} (epoch {}), changed {} by {}{}", now.who, now.epoch, badges.ago(now.since), now.by, why)
+
+    @display(description="Hosts whose agent cannot write: the conductor does")
+    def shown_unable(self, writer: Writer) -> SafeString | str:
+        """Each with the reason."""
+        unable = writer_election.left_aside(Host.objects.order_by("name"))
+        rows = format_html_join("", "<tr><td>{}</td><td>{}</td></tr>", unable[:SHOWN])
+        more = f"and {len(unable) - SHOWN} more: manage.py placement_writer names them all" if unable[SHOWN:] else ""
+        return format_html("<table>{}</table>{}", rows, more) if rows else "none"

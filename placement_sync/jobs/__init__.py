@@ -1,0 +1,1 @@
+"""Jobs that keep Placement and Nova in step with the inventory."""

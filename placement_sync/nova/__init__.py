@@ -1,0 +1,1 @@
+"""Nova: its client, notices about bound requests, and deleted instances."""
