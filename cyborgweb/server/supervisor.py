@@ -27,7 +27,7 @@ from cyborgweb.settings.keys import Keys, keys, listen_address
 from drivers.configuration import ConfigurationError
 from drivers.isolation.process import die_with_parent
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 STOP_S = {"web": 2.5, "agent": 2.0, "work": 1.5, "ingest": 1.5}
 """Stopping order, and how long each may take before SIGKILL; with PostgreSQL's below 10 s."""
 PREPARE_S = 3.0
