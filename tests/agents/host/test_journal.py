@@ -222,7 +222,7 @@ def test_a_full_disk_is_an_error_to_repeat_and_nothing_is_half_done(tmp_path: Pa
 WRITER = """
 import sys
 from pathlib import Path
-from agents.host.journal import open_journal
+from agents.host.journal.journal import open_journal
 from tests.agents.host.standin import found
 journal = open_journal(Path(sys.argv[1]), "h")
 number = 0
