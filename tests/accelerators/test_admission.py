@@ -35,6 +35,7 @@ CARD = Facts("cmp1.example", "pci_driver", "10de", "A100 80GB", "GPU")
 )
 def test_a_rule_fits_when_all_it_says_does(patterns: dict[str, str], fits: bool) -> None:
     assert Rule("r", "ready", **patterns).fits(CARD) is fits
+    assert Rule("r", "ready").fits(CARD), "a pattern that is left out fits everything"
 
 
 texts = st.text(max_size=12)

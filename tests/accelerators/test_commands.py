@@ -19,6 +19,7 @@ from accelerators.domain.caller import Caller
 from accelerators.domain.errors import Reason, Refused
 from accelerators.domain.states import CommandState, Source
 from accelerators.models import Command, Deployable, Device, Event, Host
+from accelerators.runtime import pubsub
 from accelerators.workflows import command_results, sweep
 from tests.accelerators.test_admission import rule
 from tests.support.reports import a_host, answer, apply, card
@@ -143,6 +144,17 @@ def test_what_is_held_is_not_installed_anew(device: Device, monkeypatch: pytest.
     monkeypatch.setattr(safety, "requests", lambda device: safety.Testimony(("request x",)))
     with pytest.raises(Refused, match="held by request x: it cannot be installed"):
         lifecycle.enable(device.uuid, OLGA)
+
+
+def test_after_the_commit_gateways_hear_for_which_host_there_is_a_command(
+    device: Device, monkeypatch: pytest.MonkeyPatch, django_capture_on_commit_callbacks: Any
+) -> None:
+    heard: list[str | None] = []
+    monkeypatch.setitem(pubsub._subscribers, placing.TOPIC, [heard.append])
+    with django_capture_on_commit_callbacks(execute=True):
+        placing.ask("health", device.uuid, OLGA)
+        assert heard == []
+    assert heard == [str(device.host_id)]
 
 
 def test_a_command_ends_when_its_report_is_applied_and_not_before(device: Device) -> None:

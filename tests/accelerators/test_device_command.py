@@ -55,8 +55,10 @@ def test_it_is_done_to_all_that_are_named_and_what_is_refused_ends_with_1(monkey
     assert said("disable", first)[0] == 0
     status, out = said("retire", first, second, "00000000-0000-4000-8000-000000000000", "--json")
     assert status == 1
-    results = {row["uuid"]: (row["outcome"], row["reason"]) for row in json.loads(out)}
+    rows = json.loads(out)
+    results = {row["uuid"]: (row["outcome"], row["reason"]) for row in rows}
     assert [*results.values()] == [("moved", None), ("refused", "conflict"), ("refused", "unknown")]
+    assert [rows[2][column] for column in ("name", "host", "state")] == ["", "", ""], "it is not there"
     assert said("drain", third, "--then", "retired")[0] == 0
     assert [*Device.objects.order_by("id").values_list("state", flat=True)] == ["retired", "ready", "retired"]
 

@@ -161,6 +161,8 @@ def test_the_writer_goes_on_after_what_nobody_expected(
         gateway._writer._serve = once  # type: ignore[method-assign]
         refusal = ask(socket, a_report(card(2), seq=2))
         assert isinstance(refusal, wire.Refuse) and refusal.code == "database"
+        gateway._writer._serve = once  # type: ignore[method-assign]
+        assert WireAgent(agent.port, host="cmp3", node="cmp3", token=token("cmp3")).refused() == (503, "database")
     until(lambda: "a defect" in caplog.text)  # it is logged after those who wait were answered
     goes_on(agent)
 

@@ -220,7 +220,13 @@ def test_nobody_else_changes_a_key(agent: WireAgent) -> None:
             values = {name: getattr(strange if name == forged else own, name) for name in own.__struct_fields__}
             socket.send(wire.encode(wire.NewKey(**values)))
             assert sent_away(socket) == "rotation", forged
-    assert Agent.objects.get().public_key == agent.public_key
+    neighbour = WireAgent(agent.port, host="cmp2", node="cmp2", token=token("cmp2"))
+    neighbour.connect().close()
+    with agent.speaking() as socket:
+        heard(socket, wire.Rotate)
+        socket.send(wire.encode(successor(agent, neighbour.key)))
+        assert sent_away(socket) == "rotation", "another host has this key"
+    assert Agent.objects.get(host__name="cmp1").public_key == agent.public_key
 
 
 def test_frames_that_are_cut_off_cost_only_their_own_connection(agent: WireAgent, gateway: tuple[Gateway, int]) -> None:

@@ -28,6 +28,7 @@ class Compute:
     asked: list[dict[str, str]] = field(default_factory=list)
     status: int = 200
     address: str = ""
+    accepted: set[str | None] = field(default_factory=set)
     released: threading.Event = field(default_factory=threading.Event)
 
     def answer(self, query: dict[str, str]) -> bytes:
@@ -46,6 +47,7 @@ def serving(compute: Compute) -> Iterator[None]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             url = urlsplit(self.path)
+            compute.accepted.add(self.headers["Accept"])
             if compute.status == 0:
                 compute.asked.append({"path": url.path})
                 compute.released.wait(20)
@@ -92,6 +94,7 @@ def test_one_listing_for_each_project_remembered_for_a_while(compute: Compute) -
     assert ask(wanted) == expected
     assert sorted(query["project_id"] for query in compute.asked) == ["p1", "p1", "p2"]
     assert all(query["all_tenants"] == "1" for query in compute.asked)
+    assert compute.accepted == {"application/json"}
     assert ask(wanted) == expected
     assert len(compute.asked) == 3
     compute.servers["p2"][0]["status"] = "SHUTOFF"
@@ -112,6 +115,24 @@ def test_while_nova_is_away_everything_is_unknown_and_it_is_left_alone(compute: 
     assert ask([Instance("d", "p2")])["d"].state == "ACTIVE"
 
 
+def test_an_outage_of_nova_is_logged_once_until_nova_was_back(
+    compute: Compute, caplog: pytest.LogCaptureFixture
+) -> None:
+    ask, clock = nova(compute)
+
+    def lines_after_asking_with(status: int) -> list[str]:
+        compute.status = status
+        clock[0] += REMEMBERED_S
+        ask([Instance("d", "p2")])
+        return [line.getMessage() for line in caplog.records if line.name == "placement_sync.nova.client"]
+
+    (line,) = lines_after_asking_with(503)
+    assert line.startswith("instances' states are unknown: ServiceUnavailable: ")
+    assert lines_after_asking_with(503) == [line], "the same outage"
+    assert lines_after_asking_with(200) == [line]
+    assert lines_after_asking_with(503) == [line, line], "another outage"
+
+
 def test_a_nova_that_does_not_answer_is_not_waited_for(compute: Compute) -> None:
     compute.status = 0
     ask, _ = nova(compute, deadline_s=0.1)
@@ -126,6 +147,8 @@ def test_after_the_deadline_nova_is_asked_for_no_further_instance(compute: Compu
     assert all(isinstance(answer, Unusable) for answer in found.values())
     until(lambda: not any(thread.name.startswith("servers") for thread in threading.enumerate()))
     assert len(compute.asked) < len(found)
+    until(lambda: compute.accepted)
+    assert compute.accepted == {"application/json"}
 
 
 def test_without_a_cloud_everything_is_unknown() -> None:

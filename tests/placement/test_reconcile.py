@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accelerators.domain.provider_ids import provider_uuid
-from placement_sync.client import Conflict
+from placement_sync.client import Conflict, Placement, Rejected
 from placement_sync.mapping import Part, desired
 from placement_sync.reconcile import Observed, Written
 from placement_sync.sync import Outcome, Waiting, bring
 from tests.placement.model import Model
+from tests.placement.session import Session
 
 HOST, ROOT = "cmp1", "11111111-1111-1111-1111-111111111111"
 
@@ -121,6 +122,14 @@ def test_a_second_writer_that_never_rests_is_given_up_on(monkeypatch: pytest.Mon
     placement.before_write = lambda: None
     sync(placement, [part(total=8)], written)
     assert placement.providers[UUID].inventories["FPGA"]["total"] == 8
+
+
+def test_what_placement_rejects_is_an_error_with_its_words() -> None:
+    placement = Placement(Session(model()))
+    with pytest.raises(Rejected, match=f"^PUT /resource_providers/{UUID}: 404 no such provider$"):
+        placement.move(UUID, "cmp1_FakeDevice", ROOT)
+    with pytest.raises(Rejected, match=f"^GET /resource_providers/{UUID}/inventories: 404 no such provider$"):
+        placement.filled(Observed(UUID, "cmp1_FakeDevice", ROOT, 1))
 
 
 def test_what_cannot_be_said_is_named() -> None:

@@ -101,6 +101,13 @@ def test_a_token_without_a_project_gets_nothing_even_from_a_file_that_lets_every
             assert not which.allows(replace(admin, **scope), rule.name)
 
 
+@pytest.mark.parametrize("scope", WITHOUT_A_PROJECT, ids=["unscoped", "system", "domain"])
+def test_a_denied_token_without_a_project_is_told_to_be_of_a_project(scope: dict[str, str]) -> None:
+    member = somebody(*PERSONAS["member"])
+    assert policy.remedy(replace(member, **scope), "cyborg:device:disable") == "Ask with a token of a project."
+    assert policy.remedy(member, "cyborg:device:disable") == "The role admin would do."
+
+
 @pytest.fixture
 def keystone(db: None) -> Iterator[Keystone]:
     with vouching() as known:
