@@ -94,7 +94,9 @@ def releasing(seen: Consumer, shares: Shares, others: Amounts, last: Change | No
 
 
 def body(seen: Consumer, shares: Shares, change: Change) -> dict[str, Any]:
-    """Return the body of the write: all allocations of the consumer, changed. Providers with nothing left are left out."""
+    """Return the body of the write: all allocations of the consumer, changed, without providers of which nothing is
+    left.
+    """
     allocations = {rp: dict(amounts) for rp, amounts in seen.allocations.items()}
     for rp, amount in change.after.items():
         allocations.setdefault(rp, {})[shares[rp].resource_class] = amount

@@ -13,7 +13,11 @@ class PlacementSyncConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
-        """Register everything that the configured endpoints allow. An endpoint that is `off` registers nothing."""
+        """Register everything that the configured endpoints allow.
+
+        An endpoint that is `off` registers nothing of its service. The job `attachments` and the writer's epoch are
+        always registered.
+        """
         from django.conf import settings
         from django.utils.module_loading import import_string
 

@@ -90,8 +90,9 @@ class Placement:
         return {entry["uuid"]: _observed(entry) for entry in found}
 
     def provider(self, uuid: str) -> Observed | None:
-        """Return one provider of any tree with its inventories and traits, or None if it does not exist. Costs up to 3
-        reads.
+        """Return one provider of any tree with its inventories and traits, or None if it does not exist.
+
+        Costs up to 3 reads.
         """
         answer = self._call("GET", f"/resource_providers/{uuid}", TREE, missing=True)
         return None if answer is None else self.filled(_observed(answer))
@@ -110,8 +111,9 @@ class Placement:
         return Observed(bare.uuid, bare.name, bare.parent, generation, known, frozenset(traits["traits"]))
 
     def allocations(self, uuid: str) -> dict[str, dict[str, int]]:
-        """Return the allocations of one provider: consumer → resource class → amount. Empty if the provider does not
-        exist.
+        """Return the allocations of one provider: consumer → resource class → amount.
+
+        Empty if the provider does not exist.
         """
         found = self._call("GET", f"/resource_providers/{uuid}/allocations", TREE, missing=True)
         if found is None:
@@ -130,8 +132,9 @@ class Placement:
             raise Away(f"GET /allocations/{uuid}: the answer is no consumer") from None
 
     def allocate(self, uuid: str, body: Mapping[str, Any]) -> None:
-        """Replace all allocations of one consumer. Raises Conflict with the code CONCURRENT if its generation has
-        changed.
+        """Replace all allocations of one consumer.
+
+        Raises Conflict with the code CONCURRENT if its generation has changed.
         """
         self._write("PUT", f"/allocations/{uuid}", CONSUMER, body)
 
@@ -146,8 +149,9 @@ class Placement:
         return int(self._write("PUT", f"/resource_providers/{uuid}", MOVE, body)["generation"])
 
     def set_inventories(self, uuid: str, generation: int, inventories: Mapping[str, Inventory]) -> int:
-        """Replace all inventories of a provider and return its new generation. Creates missing custom resource classes
-        first.
+        """Replace all inventories of a provider and return its new generation.
+
+        Creates missing custom resource classes first.
         """
         self._ensure(inventories, "/resource_classes/", CLASSES)
         body = {"resource_provider_generation": generation, "inventories": inventories}

@@ -84,8 +84,9 @@ class Look(models.Model):
 
 
 class Vanished(models.Model):
-    """An instance that holds requests and is missing from Nova's listing. Deleted when a later listing contains it
-    again.
+    """An instance that holds requests and is missing from Nova's listing.
+
+    Deleted when a later listing contains it again.
     """
 
     instance = models.UUIDField(primary_key=True)
@@ -99,7 +100,7 @@ class Kind(models.TextChoices):
     """The kinds of contradiction between the bound requests and Placement, Nova or the hardware.
 
     * UNCLAIMED: a bound request has no allocation in Placement.
-    * UNATTACHED: an allocation in Placement has no bound request.
+    * UNATTACHED: an allocation in Placement has no request that holds a handle there.
     * WITHOUT_DEVICE: Nova shows the instance as running, but its device is missing or has failed.
     """
 

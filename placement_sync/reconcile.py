@@ -19,7 +19,7 @@ Inventory = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Observed:
-    """A provider as Placement shows it. Writes of inventories and traits send `generation` and fail if it has changed."""
+    """A provider as Placement shows it. Writes of inventories and traits fail if `generation` has changed."""
 
     uuid: str
     name: str
