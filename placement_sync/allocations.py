@@ -56,10 +56,11 @@ class Change(msgspec.Struct, frozen=True):
 
 
 def claiming(seen: Consumer, shares: Shares, last: Change | None) -> Change | None:
-    """Return the write that adds the shares exactly once; `last` is the recorded write.
+    """Return the write that adds the shares exactly once; `last` is the recorded write, if there is one.
 
-    If `Change.nothing` is true, the shares are there already and nothing needs to be written. Returns None if the
-    consumer has no allocations: then the instance is unknown to Placement, and nothing can be added.
+    `last` itself is returned while it has not happened yet. If `Change.nothing` is true, the shares are there already
+    and nothing needs to be written. Returns None if the consumer has no allocations: then the instance is unknown to
+    Placement, and nothing can be added.
     """
     if seen.generation is None:
         return None
@@ -72,10 +73,11 @@ def claiming(seen: Consumer, shares: Shares, last: Change | None) -> Change | No
 
 
 def releasing(seen: Consumer, shares: Shares, others: Amounts, last: Change | None) -> Change | None:
-    """Return the write that removes the shares exactly once; `others` are the amounts that other requests need.
+    """Return the write that removes the shares exactly once; `last` is the recorded write, if there is one.
 
-    Returns None if nothing is left to remove. The first release is written even if it changes no amount: it raises the
-    generation, so that a claim that was sent and not yet answered can no longer take effect.
+    `last` itself is returned while it has not happened yet. The amounts in `others` belong to other requests and are
+    never removed. Returns None if nothing is left to remove. The first release is written even if it changes no amount:
+    it raises the generation, so that a claim that was sent and not yet answered can no longer take effect.
     """
     if seen.generation is None:
         return None
@@ -94,8 +96,9 @@ def releasing(seen: Consumer, shares: Shares, others: Amounts, last: Change | No
 
 
 def body(seen: Consumer, shares: Shares, change: Change) -> dict[str, Any]:
-    """Return the body of the write: all allocations of the consumer, changed, without providers of which nothing is
-    left.
+    """Return the body of the write: all allocations of the consumer, with the change applied.
+
+    Providers of which nothing is left are left out.
     """
     allocations = {rp: dict(amounts) for rp, amounts in seen.allocations.items()}
     for rp, amount in change.after.items():

@@ -20,8 +20,9 @@ class DiscrepancyFilter(filters.FilterSet):
 
 
 class DiscrepancySerializer(Chosen):
-    """A contradiction between a bound request and Placement, Nova or the hardware; `said` tells what is wrong and what
-    to do.
+    """A contradiction between a bound request and Placement, Nova or the hardware.
+
+    `said` tells what is wrong and what to do.
     """
 
     url = Url("discrepancies", source="uuid")

@@ -1,6 +1,6 @@
 """Client for the part of Placement's API that this product uses, on a keystoneauth1 session. Free of Django.
 
-Agents use it on compute hosts, too. Each method needs one microversion and sends it. The errors tell the caller how to
+Agents use it on compute hosts, too. Each call sends the microversion that it needs. The errors tell the caller how to
 react: after `Away` retry later, after `Conflict` read again and retry, after `Rejected` a person has to act.
 """
 
@@ -28,13 +28,14 @@ type stays as it is.
 
 
 class Away(Exception):
-    """Placement cannot be reached, is too slow, refuses the credentials (401, 403), throttles, or answers 5xx or no
-    JSON.
+    """Placement cannot be reached, is too slow, throttles, refuses the credentials, or answers unusably.
+
+    Statuses: 401, 403, 408, 429 and 5xx. Unusable answers: no JSON object, or an empty one to a GET.
     """
 
 
 class Conflict(Exception):
-    """Another writer changed the object first, or it is in use; `code` is Placement's error code."""
+    """Another writer changed the object first, or the object is in use; `code` is Placement's error code."""
 
     def __init__(self, code: str, text: str) -> None:
         super().__init__(text)
@@ -83,8 +84,9 @@ class Placement:
         return _observed(found[0]) if found else None
 
     def tree(self, root: str) -> dict[str, Observed]:
-        """Return every provider of the tree by uuid, in one read: name, parent and generation, no inventories, no
-        traits.
+        """Return every provider of the tree by uuid, in one read.
+
+        Each has its name, parent and generation, but no inventories and no traits.
         """
         found = self._get(f"/resource_providers?in_tree={root}", TREE)["resource_providers"]
         return {entry["uuid"]: _observed(entry) for entry in found}
@@ -121,7 +123,7 @@ class Placement:
         return {consumer: dict(entry["resources"]) for consumer, entry in found["allocations"].items()}
 
     def consumer(self, uuid: str) -> Consumer:
-        """Return all allocations of one consumer, with its generation."""
+        """Return all allocations of one consumer, with its generation (None if it has no allocations)."""
         found = self._get(f"/allocations/{uuid}", CONSUMER)
         try:
             has = {provider: dict(entry["resources"]) for provider, entry in found["allocations"].items()}

@@ -25,7 +25,9 @@ PLACES = (Path("."), Path("~/.config/openstack"), Path("/etc/openstack"))
 """Directories in which openstacksdk looks for clouds.yaml."""
 
 Ended = tuple[str, str]
-"""The result (`succeeded`; `failed`; `refused`: nothing was written), and a sentence that describes it."""
+"""The result and a sentence that describes it. Results: `succeeded`; `failed`, after at least one write was tried;
+`refused`, before any write was tried.
+"""
 
 
 class Work(msgspec.Struct, frozen=True, omit_defaults=True):

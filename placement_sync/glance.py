@@ -37,8 +37,9 @@ class Glance:
             return offer(answer.json())
 
     def with_function(self, function: str) -> Sequence[Offer]:
-        """Return at most two active images whose property `accel:function_id` is `function`; two show that it is
-        ambiguous.
+        """Return at most two active images whose property `accel:function_id` is `function`.
+
+        Two are enough to show that the id is ambiguous.
         """
         with _answering():
             answer = self._proxy().get("/images", params={FUNCTION: function, "status": READY, "limit": "2"})
@@ -117,8 +118,9 @@ def _chunks(answer: Any) -> Iterator[bytes]:
 
 @contextmanager
 def _answering() -> Iterator[None]:
-    """Turn the errors of openstacksdk, keystoneauth1 and requests into Away, and a missing cloud configuration into
-    Unusable.
+    """Turn the errors of openstacksdk, keystoneauth1 and requests into Away.
+
+    A missing cloud configuration becomes Unusable.
     """
     import requests
     from keystoneauth1.exceptions import ClientException

@@ -43,8 +43,8 @@ class Provider:
 def desired(parts: Iterable[Part]) -> tuple[dict[str, Provider], list[str]]:
     """Return the desired providers by uuid, and a sentence for each problem.
 
-    Problems are: an unusable resource class or trait name, and two deployables with the same provider id (the first is
-    used).
+    Problems are an unusable resource class, an unusable trait name, and two deployables with the same provider id (the
+    first one is used).
     """
     providers: dict[str, Provider] = {}
     problems: list[str] = []

@@ -176,10 +176,9 @@ def _apply(
 
 
 def _create(placement: Placement, write: Create) -> Observed:
-    """Create a provider and return its state; if its uuid exists already, in another tree or under another name, move
-    it.
+    """Create a provider and return its state, or move the provider that already has this uuid.
 
-    Raises Conflict if another provider has the name.
+    That one may be in another tree or have another name. Raises Conflict if a provider with another uuid has the name.
     """
     try:
         generation = placement.create(write.uuid, write.name, write.parent)

@@ -29,7 +29,7 @@ from placement_sync.models import Discrepancy, Kind, Tree, Who
 
 STANDINGS = ("in step", "problems", "behind")
 WAITING = 20
-"""Most hosts that are named above the list because Placement was never updated for them."""
+"""Largest number of hosts that are named above the list because Placement was never updated for them."""
 OFF = "No cloud is configured, or CYBORG_PLACEMENT_ENDPOINT is off: see docs/configuration.md."
 
 
@@ -258,8 +258,9 @@ def _address(host: str) -> str:
 
 
 def _kind(label: str) -> SafeString:
-    """Return the badge of a kind: a warning for an unattached claim, which only wastes capacity; an error for the
-    others.
+    """Return the badge of a kind: a warning for an unattached claim, an error for the others.
+
+    An unattached claim is less harmful: it only wastes capacity.
     """
     return badges.mark(label, "warn" if label == Kind.UNATTACHED.label else "bad")
 

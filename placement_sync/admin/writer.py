@@ -22,8 +22,8 @@ from placement_sync.jobs import writer_election
 from placement_sync.models import Writer
 
 SHOWN = 100
-"""Most hosts that are listed with the reason why their agent cannot write. When all agents have the same fault, a
-longer list adds nothing.
+"""Largest number of hosts that are listed because their agent cannot write. If the same wrong credentials cause it on
+all hosts, a longer list adds nothing.
 """
 
 
@@ -52,7 +52,7 @@ class WriterAdmin(ModelAdmin):
     readonly_fields = ("shown_since", "shown_unable")
 
     def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Writer | None:
-        """Return the current writer, also while no row exists."""
+        """Return the current writer, also while no row exists; None for any id other than 1."""
         return writer_election.current() if object_id == "1" else None
 
     def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:

@@ -163,9 +163,11 @@ def _forward(row: Attachment) -> None:
 
 
 def _claim(row: Attachment) -> None:
-    """Claim the shares in Placement: record the write, then send it, until Placement shows it.
+    """Claim the shares in Placement; without Placement, go on without a claim.
 
-    Each of these takes one step.
+    One step records the write and the next one sends it. When Placement shows the shares, the attachment is `claimed`.
+    Raises Refused CONFLICT if the instance has no allocations or Placement rejects the write; Conflict if another
+    writer was faster; Waits.
     """
     if (placement := _placement()) is None:
         return attachments.advance(row, AttachmentState.ATTACHING, "claimed", OFF)
@@ -189,7 +191,10 @@ def _claim(row: Attachment) -> None:
 
 
 def _give_back(row: Attachment) -> None:
-    """Release the shares in Placement that were claimed, or may have been: record the write, then send it.
+    """Release the shares in Placement that were claimed, or may have been, and end the attachment.
+
+    One step records the write and the next one sends it. Nothing is written if no claim was recorded or Placement is
+    switched off.
 
     While Placement rejects what the instance has elsewhere, it refuses every write for the instance. So if nothing has
     to be released, and no claim can be under way any more (`long_given_up`), the attachment ends without a write.
@@ -252,6 +257,6 @@ def _change(recorded: Any) -> Change | None:
 
 
 def _wait_together(error: str) -> None:
-    """Record the failure for all due intents, so that no other attachment finds out again that the service is away."""
+    """Record the failure for all due intents, so that they back off together while the service is away."""
     while due := outbox.due(KIND, 1000):
         outbox.failed(due, error)

@@ -1,9 +1,9 @@
 """The job `faults`: after each look at a host, compare what is bound there with what Placement and Nova show.
 
-It finds three kinds of contradiction (`models.Kind`), stores them, and deletes them when they have gone; each change
-records an event. Allocations are read if the provider's generation changed, if something is suspicious, and every
-REREAD_S if something is bound: Placement raises a generation when something is allocated, but not always when an
-allocation is deleted. `of` and `at` return what pages show.
+It finds three kinds of contradiction (`models.Kind`), stores them, and deletes them when they are resolved; each of
+these changes records an event. Allocations are read if the provider's generation changed, if there is a suspicion, and
+every REREAD_S if something is bound: Placement raises the generation when something is allocated, but not always when
+an allocation is deleted. `of` and `at` return what pages show.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ REREAD_S = 1800.0
 HOSTS, QUESTIONS, AT_ONCE = 16, 64, 8
 """Limits of one step: HOSTS per batch, QUESTIONS instances that Nova is asked for, AT_ONCE calls at the same time."""
 SHOWN = 100
-"""Most discrepancies that a page shows."""
+"""Largest number of discrepancies that a page shows."""
 
 Consumers = Mapping[str, Mapping[str, int]]
 """Consumer → resource class → amount."""
@@ -257,7 +257,7 @@ def _unattached(one: Provider, who: str, amounts: Mapping[str, int]) -> Fault:
 def _without_device(broken: Sequence[Holding]) -> tuple[list[Fault], set[str]]:
     """Find instances that Nova shows as ACTIVE on their host although what they hold is broken.
 
-    Returns the faults, and the instances for which Nova gave no answer.
+    Returns the faults, and the instances for which Nova gave no answer. Asks Nova for at most QUESTIONS instances.
     """
     if not broken or (cloud := session(settings.KEYS.nova_endpoint)) is None:
         return [], set()
@@ -314,9 +314,9 @@ def _read(cloud: Any, providers: Sequence[str]) -> dict[str, dict[str, dict[str,
 
 
 def _settle(found: Iterable[Fault], rows: Sequence[Discrepancy], kept: Sequence[Discrepancy], now: datetime) -> None:
-    """Store the faults: insert the new ones, update the old ones, delete those that have gone, and record events.
+    """Store the faults: insert the new ones, update the old ones, delete those that are resolved; record events.
 
-    The rows in `kept` are not deleted: whether they have gone is unknown.
+    The rows in `kept` are not deleted, because it is unknown whether they are resolved.
     """
     faults = {fault.key: fault for fault in found}
     here = {(row.kind, str(row.provider), str(row.instance)): row for row in rows}

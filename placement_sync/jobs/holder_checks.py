@@ -55,7 +55,7 @@ _gone: set[str] = set()
 
 
 def allocations(device: Device) -> Testimony:
-    """Return the consumers with an allocation of any of the device's providers."""
+    """Return the consumers with an allocation of any of the device's providers, or why that is unknown."""
     known = Deployable.objects.filter(device=device, rp_uuid__isnull=False).values_list("rp_uuid", flat=True)
     providers = [str(uuid) for uuid in known]
     endpoint = settings.KEYS.placement_endpoint
@@ -63,7 +63,10 @@ def allocations(device: Device) -> Testimony:
 
 
 def testimony(cloud: Any, endpoint: str, providers: Iterable[str]) -> Testimony:
-    """Return the consumers with an allocation of any of these providers, or why that is unknown."""
+    """Return the consumers with an allocation of any of these providers (at most SHOWN), or why that is unknown.
+
+    Costs one call per provider, each with a deadline of 2 s.
+    """
     placement = Placement(cloud, endpoint, timeout_s=DEADLINE_S)
     consumers: set[str] = set()
     try:
@@ -75,10 +78,10 @@ def testimony(cloud: Any, endpoint: str, providers: Iterable[str]) -> Testimony:
 
 
 def instances(device: Device) -> Testimony:
-    """Return the instances that gave back their request of this device and are still on its host: a guest may still use
-    it.
+    """Return the instances that gave back their request of this device and are still on its host.
 
-    An instance that was deleted, is shelved, or is on another host does not hold the device any more.
+    Their guests may still use the device. An instance that was deleted, is shelved, or is on another host does not hold
+    it any more.
     """
     host = device.host
     with connection.cursor() as cursor:

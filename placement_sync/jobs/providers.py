@@ -170,6 +170,6 @@ def _look_again() -> None:
 
 
 def _wait_together(error: str) -> None:
-    """Record the failure for all due intents, so that no other host finds out again that Placement is away."""
+    """Record the failure for all due intents, so that they back off together while Placement is away."""
     while due := outbox.due(KIND, 1000):
         outbox.failed(due, error)

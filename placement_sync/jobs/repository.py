@@ -73,7 +73,10 @@ def root(host: Host) -> str:
 
 
 def keep(host: Host, outcome: Outcome) -> None:
-    """Store the outcome of a synchronization and delete the rows of providers that are no longer remembered."""
+    """Store the outcome of a synchronization, and delete the rows of providers that it no longer contains.
+
+    One transaction.
+    """
     rows = [_row(uuid, entry) for uuid, entry in sorted(outcome.written.items())]
     with transaction.atomic(), connection.cursor() as cursor:
         cursor.execute(DROP, [host.pk, sorted(outcome.written)])

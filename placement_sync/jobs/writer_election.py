@@ -57,10 +57,10 @@ def epoch() -> int:
 
 
 def switch(who: str, by: str, reason: str = "", source: Source = Source.PERSON) -> Writer:
-    """Make `who` (conductor or agents) the writer, and return it. Does nothing if it is the writer already.
+    """Make `who` (conductor or agents) the writer, and return the writer. Does nothing if it is the writer already.
 
-    Locks the writer's row and records an event. A running agent stops before its next call; commands that no agent has
-    taken yet are refused. Raises Refused INVALID.
+    Locks the writer's row and records an event. Agents that are writing stop before their next call; commands that no
+    agent has taken yet are refused. Raises Refused INVALID.
     """
     if who not in Who.values:
         raise Refused(Reason.INVALID, f"Nobody called {who[:64]!r} writes: say {' or '.join(Who.values)}.")
@@ -81,12 +81,13 @@ def switch(who: str, by: str, reason: str = "", source: Source = Source.PERSON) 
 
 
 def turns(told: Mapping[int, bool]) -> dict[int, Turn]:
-    """Return whose turn it is for each host (id); the value in `told` is true if the host's agent has had a command
-    already.
+    """Return whose turn it is for each host (id).
 
-    After an agent's command the conductor looks itself and corrects what is still different; therefore `told` hosts are
-    its turn. Also ends the open commands of silent agents. At most three statements to read, one while the writer was
-    never changed.
+    The value in `told` is true if the host's agent was already sent a command since the change. Then it is the
+    conductor's turn when the command has ended: it looks itself and corrects what is still different.
+
+    Also ends the open commands of silent agents. Reads with at most three statements, one while the writer was never
+    changed.
     """
     writer = current()
     if not writer.epoch:

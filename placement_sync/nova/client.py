@@ -108,7 +108,7 @@ class Server:
     def on(self, *names: str) -> bool:
         """Whether the instance is on a host with one of these names.
 
-        True if Nova does not tell the host; False if the instance is deleted or shelved-offloaded.
+        False if the instance is deleted or shelved-offloaded; otherwise True if Nova does not tell the host.
         """
         return self.status not in LEFT and (not self.places or not self.places.isdisjoint(names))
 
@@ -235,7 +235,7 @@ class Nova:
         return True
 
     def _judge(self, failed: list[Future[dict[str, Known]]]) -> None:
-        """Start the back-off if a listing failed, and log one warning when Nova goes away, none until it was back.
+        """Start the back-off if a listing failed; log one warning when Nova goes away, and no other until it was back.
 
         A missing cloud configuration is not logged.
         """

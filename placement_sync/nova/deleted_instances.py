@@ -29,10 +29,12 @@ log = logging.getLogger(__name__)
 
 JOB = "instances"
 APART_S = 60.0
-"""Seconds between two listings, and between the first listing that lacks an instance and its direct query."""
+"""Minimum time in seconds between two listings, and between the first listing that lacks an instance and its direct
+query.
+"""
 PAGE, TIMEOUT_S = 1000, 10.0
 MANY = 4
-"""If at least so many instances hold requests and none of them is listed, the listing is not of this cloud."""
+"""If this many or more instances hold requests and none of them is listed, the listing is taken for another cloud's."""
 WATCHER = Caller("instances", "", frozenset({"admin", "service"}), "", service=True)
 HELD = """
 SELECT DISTINCT instance_uuid::text FROM accelerators_acceleratorrequest
@@ -131,7 +133,7 @@ class _Nova:
             params["marker"] = found[-1]
 
     def is_gone(self, uuid: str) -> bool:
-        """Whether Nova answers 404 for this instance."""
+        """Whether Nova answers 404 for this instance. Raises Unusable if it does not answer."""
         return bool(self._get(f"/servers/{uuid}", {}).status_code == 404)
 
     def _get(self, path: str, params: Mapping[str, str]) -> Any:

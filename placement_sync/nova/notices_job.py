@@ -56,10 +56,10 @@ def step() -> bool:
 
 
 def _record(told: list[outbox.Due], answers: list[Answer]) -> None:
-    """Record an event for each accepted notice and for the first refusal, then mark intents done or schedule their
-    retry.
+    """Record events, then mark intents done or schedule their retry.
 
-    No event is recorded for a notice that failed because Nova was away, unless its credentials were refused.
+    An event is recorded for each notice that needs no retry, and for the first refusal. None is recorded for a notice
+    that failed because Nova was away, unless Nova refused the credentials.
     """
     pairs = list(zip(told, answers, strict=True))
     conductor.record_all([_event(*pair) for pair in pairs if pair[1].done or (pair[1].alarm and not pair[0].attempts)])
