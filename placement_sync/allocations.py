@@ -1,11 +1,13 @@
-"""What an instance is given in Placement beside what it has, and how that is taken back: exactly once. Pure.
+"""Compute the writes that add an attachment's shares to an instance's allocations and remove them, exactly once. Pure.
 
-Used by `attaching`. Placement counts every write of a consumer in its generation and takes only writes that name the
-present one. So a write is recorded before it is tried, with the generation it names: as long as that is the present
-one, it has not happened, and may be tried again; once another is, it has happened or never will, and the amounts tell
-which (contract section 6; Placement's `PUT /allocations/{consumer}` from microversion 1.28 on). A consumer that was
-deleted and made again counts from the beginning: the amounts have to be those of the record, too. And they tell only
-while nobody else claims or gives back for the same consumer: `attaching` lets one attachment of an instance at a time.
+Placement raises a consumer's generation with every write, and accepts only writes that name the current generation. So
+each write is recorded, with its generation, before it is sent. While that generation is still current, the write has
+not happened and may be sent again. When the generation has changed, the write has happened or never will; the amounts
+show which (contract section 6; Placement's `PUT /allocations/{consumer}` from microversion 1.28 on).
+
+A consumer that was deleted and created again starts its generations anew; therefore the amounts must match the record,
+too. The amounts are conclusive only while nobody else claims or releases for the same consumer: `jobs.attachments`
+processes one attachment of an instance at a time.
 """
 
 from __future__ import annotations
@@ -16,11 +18,11 @@ from typing import Any
 import msgspec
 
 Amounts = Mapping[str, int]
-"""Provider → how many."""
+"""Provider → amount."""
 
 
 class Consumer(msgspec.Struct, frozen=True):
-    """All that a consumer has, provider → class → amount. `generation` is None when it has nothing."""
+    """All allocations of a consumer: provider → resource class → amount. `generation` is None if it has none."""
 
     uuid: str
     generation: int | None = None
@@ -30,18 +32,18 @@ class Consumer(msgspec.Struct, frozen=True):
 
 
 class Share(msgspec.Struct, frozen=True):
-    """What is asked of one provider."""
+    """What an attachment claims of one provider."""
 
     resource_class: str
     amount: int
 
 
 Shares = Mapping[str, Share]
-"""By provider."""
+"""Provider → Share."""
 
 
 class Change(msgspec.Struct, frozen=True):
-    """One write: the generation it names, what the consumer had of each provider, what it shall have."""
+    """One write: the generation it names, and per provider the consumer's amount before and after it."""
 
     generation: int
     before: dict[str, int]
@@ -49,13 +51,17 @@ class Change(msgspec.Struct, frozen=True):
 
     @property
     def nothing(self) -> bool:
-        """It is so already."""
+        """Whether the write changes no amount."""
         return self.before == self.after
 
 
 def claiming(seen: Consumer, shares: Shares, last: Change | None) -> Change | None:
-    """The write that adds the shares, once; `last` is the one recorded. None for a consumer that has nothing: then
-    there is nobody to give anything to. Nothing is to be written when `Change.nothing`."""
+    """Return the write that adds the shares exactly once; `last` is the recorded write, if there is one.
+
+    `last` itself is returned while it has not happened yet. If `Change.nothing` is true, the shares are there already
+    and nothing needs to be written. Returns None if the consumer has no allocations: then the instance is unknown to
+    Placement, and nothing can be added.
+    """
     if seen.generation is None:
         return None
     before = _amounts(seen, shares)
@@ -67,10 +73,11 @@ def claiming(seen: Consumer, shares: Shares, last: Change | None) -> Change | No
 
 
 def releasing(seen: Consumer, shares: Shares, others: Amounts, last: Change | None) -> Change | None:
-    """The write that takes the shares back, once, and never what `others` have there. None: all is gone already.
+    """Return the write that removes the shares exactly once; `last` is the recorded write, if there is one.
 
-    The first is made even when it changes nothing: it moves the generation on, so that a claim that is still under
-    way, of which nobody heard, cannot happen any more.
+    `last` itself is returned while it has not happened yet. The amounts in `others` belong to other requests and are
+    never removed. Returns None if nothing is left to remove. The first release is written even if it changes no amount:
+    it raises the generation, so that a claim that was sent and not yet answered can no longer take effect.
     """
     if seen.generation is None:
         return None
@@ -89,7 +96,10 @@ def releasing(seen: Consumer, shares: Shares, others: Amounts, last: Change | No
 
 
 def body(seen: Consumer, shares: Shares, change: Change) -> dict[str, Any]:
-    """What is written: all the consumer has, changed. Providers of which nothing is left are not named."""
+    """Return the body of the write: all allocations of the consumer, with the change applied.
+
+    Providers of which nothing is left are left out.
+    """
     allocations = {rp: dict(amounts) for rp, amounts in seen.allocations.items()}
     for rp, amount in change.after.items():
         allocations.setdefault(rp, {})[shares[rp].resource_class] = amount
@@ -103,4 +113,5 @@ def body(seen: Consumer, shares: Shares, change: Change) -> dict[str, Any]:
 
 
 def _amounts(seen: Consumer, shares: Shares) -> dict[str, int]:
+    """Return, per provider of the shares, how much the consumer has now of the share's resource class."""
     return {rp: seen.allocations.get(rp, {}).get(share.resource_class, 0) for rp, share in shares.items()}

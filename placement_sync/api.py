@@ -1,4 +1,4 @@
-"""Discrepancies in our own API. `cyborgweb.api` mounts it beside the others."""
+"""Discrepancies in our own API. `cyborgweb.api` mounts this view together with the other views."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from placement_sync.models import Discrepancy, Kind
 
 
 class DiscrepancyFilter(filters.FilterSet):
-    """By kind, and by what it is about."""
+    """Filter by kind, and by host, device, provider or instance."""
 
     kind = filters.MultipleChoiceFilter(choices=Kind.choices, distinct=False)
     host = filters.CharFilter(field_name="host__name", help_text="Exactly this host name.")
@@ -20,7 +20,10 @@ class DiscrepancyFilter(filters.FilterSet):
 
 
 class DiscrepancySerializer(Chosen):
-    """What Placement, Nova or the hardware contradicts of what is bound; `said` says what to do."""
+    """A contradiction between a bound request and Placement, Nova or the hardware.
+
+    `said` tells what is wrong and what to do.
+    """
 
     url = Url("discrepancies", source="uuid")
     host = HostReference(read_only=True)
@@ -45,7 +48,7 @@ class DiscrepancySerializer(Chosen):
 
 
 class DiscrepancyView(Collection):
-    """Discrepancies, oldest first. They come after a look at a host, and go when they are mended."""
+    """Discrepancies, oldest first. They are found after a look at a host and deleted when they are resolved."""
 
     policy = "inventory"
     orders = {"created": "id"}

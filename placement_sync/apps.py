@@ -1,4 +1,4 @@
-"""Django's face of the room: what it tells others of OpenStack."""
+"""Django app configuration: register the jobs, holder checks and services that talk to OpenStack."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ class PlacementSyncConfig(AppConfig):
     default_auto_field = "django.db.models.BigAutoField"
 
     def ready(self) -> None:
+        """Register everything that the configured endpoints allow.
+
+        An endpoint that is `off` registers nothing of its service. The job `attachments` and the writer's epoch are
+        always registered.
+        """
         from django.conf import settings
         from django.utils.module_loading import import_string
 
@@ -32,7 +37,7 @@ class PlacementSyncConfig(AppConfig):
 
         keys = settings.KEYS
         placement_delegation.register(epoch=writer_election.epoch)
-        # What was attached while there was a cloud is detached without one, too.
+        # Registered without a cloud, too: what was attached while a cloud was configured can still be detached.
         jobs.register(
             "attachments", "placement_sync.jobs.attachments.run", cluster="work", timely=True, intent="attachment"
         )

@@ -1,7 +1,7 @@
-"""Placement's API as far as we need it, on a keystoneauth1 session. Free of Django: it ships to compute hosts too.
+"""Client for the part of Placement's API that this product uses, on a keystoneauth1 session. Free of Django.
 
-Called by `sync` and `witness`. One method a call, each with the microversion it needs. Errors say what to do: `Away`
-is tried again later, `Conflict` after another look, `Rejected` is a person's business.
+Agents use it on compute hosts, too. Each call sends the microversion that it needs. The errors tell the caller how to
+react: after `Away` retry later, after `Conflict` read again and retry, after `Rejected` a person has to act.
 """
 
 from __future__ import annotations
@@ -16,19 +16,26 @@ from placement_sync.reconcile import Inventory, Observed
 
 TIMEOUT_S = 10.0
 TREE, WRITE, TRAITS, CLASSES, INVENTORY, MOVE = "1.14", "1.20", "1.6", "1.7", "1.26", "1.37"
-"""in_tree · create with an answer · traits · classes by PUT · reserved equal to total · another parent."""
+"""Microversions: TREE for `in_tree`, WRITE for a POST that returns the provider, TRAITS for traits, CLASSES for PUT of
+a resource class, INVENTORY for `reserved` equal to `total`, MOVE for a change of the parent.
+"""
 CODES = "1.23"
-"""From here on errors have codes."""
+"""Microversion from which errors have codes."""
 CONSUMER = "1.28"
-"""From here on consumers have generations. Later versions want a consumer's type, which this one leaves as it is."""
+"""Microversion from which consumers have generations. From 1.38 on a write must name the consumer type; with 1.28 the
+type stays as it is.
+"""
 
 
 class Away(Exception):
-    """Placement cannot be reached, is too slow, or answers 5xx or rubbish."""
+    """Placement cannot be reached, is too slow, throttles, refuses the credentials, or answers unusably.
+
+    Statuses: 401, 403, 408, 429 and 5xx. Unusable answers: no JSON object, or an empty one to a GET.
+    """
 
 
 class Conflict(Exception):
-    """Somebody else was faster, or something is in use; `code` is Placement's."""
+    """Another writer changed the object first, or the object is in use; `code` is Placement's error code."""
 
     def __init__(self, code: str, text: str) -> None:
         super().__init__(text)
@@ -36,11 +43,14 @@ class Conflict(Exception):
 
 
 class Rejected(Exception):
-    """Placement does not want it, and will not want it later either."""
+    """Placement refuses the request; a retry would be refused, too."""
 
 
 class Stopped(Exception):
-    """Somebody else writes now, or may: raised by `before_call`, and nobody is called any more."""
+    """The caller may not write any more, for example because the writer changed.
+
+    `before_call` raises it; no further call is sent.
+    """
 
 
 CONCURRENT = "placement.concurrent_update"
@@ -48,9 +58,10 @@ IN_USE = frozenset({"placement.inventory.inuse", "placement.resource_provider.in
 
 
 class Placement:
-    """One conversation with Placement; not to be shared by threads. Counts its calls.
+    """A connection to Placement that counts its calls in `reads` and `writes`. Not thread-safe.
 
-    `before_call` may raise Stopped; `words` are the custom classes and traits that are known to be there.
+    `before_call` runs before each call and may raise Stopped. `words` caches which custom resource classes and traits
+    exist; several clients may share one set.
     """
 
     def __init__(
@@ -68,22 +79,31 @@ class Placement:
         self.reads = self.writes = 0
 
     def root(self, name: str) -> Observed | None:
-        """The compute provider of that name, None while there is none."""
+        """Return the compute provider with this name, without inventories and traits, or None if there is none."""
         found = self._get(f"/resource_providers?name={quote(name, safe='')}", TREE)["resource_providers"]
         return _observed(found[0]) if found else None
 
     def tree(self, root: str) -> dict[str, Observed]:
-        """Every provider of the root's tree, in one read: names, parents, generations."""
+        """Return every provider of the tree by uuid, in one read.
+
+        Each has its name, parent and generation, but no inventories and no traits.
+        """
         found = self._get(f"/resource_providers?in_tree={root}", TREE)["resource_providers"]
         return {entry["uuid"]: _observed(entry) for entry in found}
 
     def provider(self, uuid: str) -> Observed | None:
-        """One provider wherever it is, with its inventories and traits; None when there is none."""
+        """Return one provider of any tree with its inventories and traits, or None if it does not exist.
+
+        Costs up to 3 reads.
+        """
         answer = self._call("GET", f"/resource_providers/{uuid}", TREE, missing=True)
         return None if answer is None else self.filled(_observed(answer))
 
     def filled(self, bare: Observed) -> Observed:
-        """The same provider with its inventories and traits; the generation is the one of the later read."""
+        """Read the provider's inventories and traits, and return it with them. Costs 2 reads.
+
+        Raises Conflict if the provider changed between the two reads.
+        """
         inventories = self._get(f"/resource_providers/{bare.uuid}/inventories", INVENTORY)
         traits = self._get(f"/resource_providers/{bare.uuid}/traits", TRAITS)
         known = {name: _inventory(entry) for name, entry in inventories["inventories"].items()}
@@ -93,14 +113,17 @@ class Placement:
         return Observed(bare.uuid, bare.name, bare.parent, generation, known, frozenset(traits["traits"]))
 
     def allocations(self, uuid: str) -> dict[str, dict[str, int]]:
-        """Consumer → what it has of this provider."""
+        """Return the allocations of one provider: consumer → resource class → amount.
+
+        Empty if the provider does not exist.
+        """
         found = self._call("GET", f"/resource_providers/{uuid}/allocations", TREE, missing=True)
         if found is None:
             return {}
         return {consumer: dict(entry["resources"]) for consumer, entry in found["allocations"].items()}
 
     def consumer(self, uuid: str) -> Consumer:
-        """All that a consumer has, with its generation."""
+        """Return all allocations of one consumer, with its generation (None if it has no allocations)."""
         found = self._get(f"/allocations/{uuid}", CONSUMER)
         try:
             has = {provider: dict(entry["resources"]) for provider, entry in found["allocations"].items()}
@@ -111,28 +134,34 @@ class Placement:
             raise Away(f"GET /allocations/{uuid}: the answer is no consumer") from None
 
     def allocate(self, uuid: str, body: Mapping[str, Any]) -> None:
-        """Replace all that a consumer has; Conflict with the code CONCURRENT when its generation is another."""
+        """Replace all allocations of one consumer.
+
+        Raises Conflict with the code CONCURRENT if its generation has changed.
+        """
         self._write("PUT", f"/allocations/{uuid}", CONSUMER, body)
 
     def create(self, uuid: str, name: str, parent: str) -> int:
-        """Make a provider; returns its generation."""
+        """Create a provider and return its generation."""
         body = {"uuid": uuid, "name": name, "parent_provider_uuid": parent}
         return int(self._write("POST", "/resource_providers", WRITE, body)["generation"])
 
     def move(self, uuid: str, name: str, parent: str) -> int:
-        """Another name or parent; returns the generation."""
+        """Set the name and the parent of a provider and return its new generation."""
         body = {"name": name, "parent_provider_uuid": parent}
         return int(self._write("PUT", f"/resource_providers/{uuid}", MOVE, body)["generation"])
 
     def set_inventories(self, uuid: str, generation: int, inventories: Mapping[str, Inventory]) -> int:
-        """Replace all; returns the new generation."""
+        """Replace all inventories of a provider and return its new generation.
+
+        Creates missing custom resource classes first.
+        """
         self._ensure(inventories, "/resource_classes/", CLASSES)
         body = {"resource_provider_generation": generation, "inventories": inventories}
         answer = self._write("PUT", f"/resource_providers/{uuid}/inventories", INVENTORY, body)
         return int(answer["resource_provider_generation"])
 
     def set_traits(self, uuid: str, generation: int, traits: Iterable[str]) -> int:
-        """Replace all; returns the new generation."""
+        """Replace all traits of a provider and return its new generation. Creates missing custom traits first."""
         names = sorted(traits)
         self._ensure(names, "/traits/", TRAITS)
         body = {"resource_provider_generation": generation, "traits": names}
@@ -141,11 +170,14 @@ class Placement:
         )
 
     def delete(self, uuid: str) -> None:
-        """Take it away; Conflict with a code of IN_USE while something is allocated. Gone already is well."""
+        """Delete a provider; succeed if it does not exist.
+
+        Raises Conflict with a code of IN_USE while something is allocated.
+        """
         self._write("DELETE", f"/resource_providers/{uuid}", CODES, None, missing=True)
 
     def _ensure(self, names: Iterable[str], path: str, version: str) -> None:
-        """Custom words are made before they are used; standard ones are there."""
+        """Create each custom resource class or trait that is not known to exist. Standard names always exist."""
         for name in names:
             if name.startswith("CUSTOM_") and path + name not in self._words:
                 self._write("PUT", path + name, version, None)
@@ -160,6 +192,10 @@ class Placement:
     def _call(
         self, method: str, path: str, version: str, body: Any = None, missing: bool = False
     ) -> dict[str, Any] | None:
+        """Send one call and return the decoded answer: `{}` if it has no content, None for a 404 if `missing` is set.
+
+        Raises Away, Conflict, Rejected, and whatever `before_call` raises.
+        """
         from keystoneauth1.exceptions import ClientException, EndpointNotFound
 
         self._before_call()
@@ -185,12 +221,13 @@ class Placement:
             raise Away(f"{method} {path.partition('?')[0]}: {_line(error)} after {took:.1f} s") from None
         what = f"{method} {path.partition('?')[0]}"
         body = _outcome(answer, what, missing)
-        if body == {} and method == "GET":  # it would be read as: nobody has anything
+        if body == {} and method == "GET":  # an empty answer would look as if nothing were allocated
             raise Away(f"{what}: the answer is empty")
         return body
 
 
 def _outcome(answer: Any, what: str, missing: bool) -> dict[str, Any] | None:
+    """Return the body of Placement's answer, or raise the error that its status stands for."""
     status = answer.status_code
     if status == 404 and missing:
         return None
@@ -206,7 +243,8 @@ def _outcome(answer: Any, what: str, missing: bool) -> dict[str, Any] | None:
         return body
     code, text = _error(answer)
     sentence = f"{what}: {status} {text}"
-    if status == 409 or (status == 500 and "concurrently updated" in text):  # seen of traits, under two writers
+    # Placement can answer 500 instead of 409 when two writers set traits at the same time (observed).
+    if status == 409 or (status == 500 and "concurrently updated" in text):
         raise Conflict(code, sentence)
     if status in (401, 403, 408, 429) or status >= 500:
         raise Away(sentence)
@@ -214,6 +252,7 @@ def _outcome(answer: Any, what: str, missing: bool) -> dict[str, Any] | None:
 
 
 def _error(answer: Any) -> tuple[str, str]:
+    """Return the code and the text of the first error in the answer, or two empty strings."""
     try:
         (first, *_) = answer.json()["errors"]
         return str(first.get("code", "")), _line(first.get("detail") or first.get("title") or "")

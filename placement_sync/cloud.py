@@ -1,4 +1,4 @@
-"""The session with the cloud, where there is one to talk to. Called by the jobs of this room."""
+"""Return the service user's session with the cloud, if one is configured."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 def session(endpoint: str) -> Any | None:
-    """The service user's; None where this side is `off` or no cloud is configured: then there is nobody to tell."""
+    """Return the service user's session, or None if `endpoint` is `off` or no cloud is configured."""
     if endpoint == "off":
         return None
     try:

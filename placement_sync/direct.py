@@ -1,8 +1,9 @@
-"""Placement written from the compute host itself, with the host's own credentials. Free of Django.
+"""Write to Placement from the compute host itself, with the host's own credentials. Free of Django.
 
-Found by the agent through the entry point `direct` of the group `cyborg.placement`: `agents` and this room do not
-import each other. What is wanted comes from the conductor, who alone knows it; the rest is the conductor's own code
-(`reconcile`, `sync`, `client`), and what that needs beyond msgspec is imported at the first command.
+The agent loads it through the entry point `direct` of the group `cyborg.placement`, because `agents` and
+`placement_sync` do not import each other. The conductor sends what is desired, because only the conductor knows it. The
+rest is the conductor's own code (`reconcile`, `sync`, `client`). Libraries that it needs besides msgspec are imported
+at the first command.
 """
 
 from __future__ import annotations
@@ -21,14 +22,16 @@ from placement_sync.sync import Waiting, bring
 
 CLOUDS = ("clouds.yaml", "clouds.yml")
 PLACES = (Path("."), Path("~/.config/openstack"), Path("/etc/openstack"))
-"""Where openstacksdk looks for them."""
+"""Directories in which openstacksdk looks for clouds.yaml."""
 
 Ended = tuple[str, str]
-"""How it ended (`succeeded`, `failed`, `refused`: nothing was written), and that in a sentence."""
+"""The result and a sentence that describes it. Results: `succeeded`; `failed`, after at least one write was tried;
+`refused`, before any write was tried.
+"""
 
 
 class Work(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What one host's providers are to be; `written` and `root` are the conductor's last look, which saves reads."""
+    """The desired providers of one host. `written` and `root` come from the conductor's last look and save reads."""
 
     desired: dict[str, Provider]
     written: dict[str, Written] = {}
@@ -37,7 +40,7 @@ class Work(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def lacks(environ: Mapping[str, str]) -> str:
-    """Why this host cannot write to Placement, '' when it can. Asks nobody, imports nothing."""
+    """Return why this host cannot write to Placement, or '' if it can. Makes no calls and imports nothing."""
     if find_spec("keystoneauth1") is None:
         return "keystoneauth1 is not installed on the host: pip install 'cyborgweb[placement]'"
     if environ.get("OS_AUTH_URL"):
@@ -52,9 +55,11 @@ def lacks(environ: Mapping[str, str]) -> str:
 
 
 def write(host: str, payload: str, environ: Mapping[str, str], refused: Callable[[], str]) -> Ended:
-    """Make Placement show what `payload` (a Work) says below the compute provider `host`.
+    """Make Placement show the providers that `payload` (a Work) describes below the compute provider `host`.
 
-    `refused` is asked before each call: why this host may write no more, '' while it may. Takes as long as Placement.
+    `refused` is called before each call to Placement and returns why this host may not write any more, or '' while it
+    may. Blocks until Placement has answered all calls. Expected errors are returned as 'refused' or 'failed', not
+    raised.
     """
 
     def check() -> None:
@@ -78,7 +83,10 @@ class _Unusable(Exception):
 
 
 def _cloud(environ: Mapping[str, str]) -> Any:
-    """What speaks for the host: a keystoneauth1 adapter. It logs in at its first call. No text names a secret."""
+    """Return a keystoneauth1 adapter for the host's credentials. It logs in at its first call.
+
+    Raises _Unusable; its text contains no secret.
+    """
     if problem := lacks(environ):
         raise _Unusable(problem)
     from keystoneauth1.adapter import Adapter
@@ -92,7 +100,8 @@ def _cloud(environ: Mapping[str, str]) -> Any:
 
             session = get_cloud_region(cloud=environ.get("OS_CLOUD")).get_session()
         if isinstance(session.auth, BaseGenericPlugin):
-            # It would discover Identity's version first, and wait for its own lock for ever if a 401 is the answer.
+            # A generic plugin first discovers the version of Identity. If that is answered with 401, the plugin waits
+            # for its own lock for ever. So the v3 plugin is created directly.
             url = session.auth.auth_url.rstrip("/")
             session.auth = session.auth.create_plugin(session, (3, 0), url if url.endswith("/v3") else f"{url}/v3")
     except Exception as error:  # noqa: BLE001 - loaders raise their own kinds; whatever it is, the operator reads it
@@ -103,7 +112,7 @@ def _cloud(environ: Mapping[str, str]) -> Any:
 
 
 def _of_variables(environ: Mapping[str, str]) -> Any:
-    """A session of the `OS_…` variables, named as keystoneauth1's options are."""
+    """Return a session made from the `OS_…` variables, which have the names of keystoneauth1's options."""
     from keystoneauth1.loading import get_plugin_loader
     from keystoneauth1.session import Session
 

@@ -1,7 +1,7 @@
-"""Images of Glance, through openstacksdk and the service user's session. Free of Django.
+"""Read images from Glance through openstacksdk and the service user's session. Free of Django.
 
-`placement_sync.apps` registers it as the image service of `accelerators.images.download`. It asks for no more than
-three things: an image by its id, the images with a function, the bytes of an image from some point on.
+`placement_sync.apps` registers it as the image service of `accelerators.images.download`. It makes three kinds of
+calls: one image by its id, the images with a given function id, and the bytes of an image from an offset on.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ ABOUT = "accel:"
 
 
 class Glance:
-    """An image service; one per process. `session` makes the service user's, at the first question."""
+    """The image service; one per process. `session` creates the service user's session at the first call."""
 
     def __init__(self, session: Callable[[], Any], endpoint: str = "") -> None:
         self._session, self._endpoint = session, endpoint
         self._made: Any = None
 
     def image(self, uuid: str) -> Offer:
-        """By its id."""
+        """Return the image with this id. Raises Unusable if there is none or it has no bytes; Away to retry later."""
         with _answering():
             answer = self._proxy().get(f"/images/{uuid}")
             if answer.status_code == 404:
@@ -37,14 +37,17 @@ class Glance:
             return offer(answer.json())
 
     def with_function(self, function: str) -> Sequence[Offer]:
-        """Two of them, if there are so many."""
+        """Return at most two active images whose property `accel:function_id` is `function`.
+
+        Two are enough to show that the id is ambiguous.
+        """
         with _answering():
             answer = self._proxy().get("/images", params={FUNCTION: function, "status": READY, "limit": "2"})
             _check(answer)
             return [offer(one) for one in answer.json()["images"] if one.get(FUNCTION) == function]
 
     def read(self, uuid: str, start: int) -> tuple[int, Iterator[bytes]]:
-        """Where it can begin in the middle, it does."""
+        """Return the image's bytes and the offset at which they begin: `start`, or 0 if Glance ignores the range."""
         with _answering():
             headers = {"Range": f"bytes={start}-"} if start else {}
             answer = self._proxy().get(f"/images/{uuid}/file", stream=True, headers=headers)
@@ -54,7 +57,10 @@ class Glance:
         return start if answer.status_code == PARTIAL else 0, _chunks(answer)
 
     def _proxy(self) -> Any:
-        """openstacksdk costs as much to import as all of Django, so that waits for the first question."""
+        """Return the openstacksdk proxy for images.
+
+        It is imported at the first call, because that costs as much as all of Django.
+        """
         if self._made is None:
             from openstack.connection import Connection
 
@@ -64,7 +70,10 @@ class Glance:
 
 
 def offer(document: Mapping[str, Any]) -> Offer:
-    """An image as Glance describes it; raises Unusable or Away when it has no bytes, or has none yet."""
+    """Convert Glance's image document into an Offer.
+
+    Raises Away if the image is still being uploaded, Unusable if it has another state or no size.
+    """
     uuid, status = str(document["id"]), str(document.get("status"))
     if status in COMING:
         raise Away(f"image {uuid} is {status} in Glance, not {READY} yet")
@@ -79,12 +88,16 @@ def offer(document: Mapping[str, Any]) -> Offer:
 
 
 def properties(document: Mapping[str, Any]) -> dict[str, str]:
-    """What its owner says of it as a bitstream; the rest is Glance's own affair, and may hold secrets of its stores."""
+    """Return the image's `accel:` properties, at most MAX_PROPERTIES, without those that are too long.
+
+    Other properties belong to Glance and may contain secrets of its stores.
+    """
     said = [(key, value) for key, value in document.items() if key.startswith(ABOUT) and isinstance(value, str)]
     return dict([pair for pair in said if len(pair[0]) <= MAX_KEY and len(pair[1]) <= MAX_VALUE][:MAX_PROPERTIES])
 
 
 def _check(answer: Any) -> None:
+    """Raise Away or Unusable if Glance answered with an error."""
     status = answer.status_code
     if status < 400:
         return
@@ -95,6 +108,7 @@ def _check(answer: Any) -> None:
 
 
 def _chunks(answer: Any) -> Iterator[bytes]:
+    """Yield the bytes of the answer, and close it at the end."""
     with _answering():
         try:
             yield from answer.iter_content(CHUNK)
@@ -104,7 +118,10 @@ def _chunks(answer: Any) -> Iterator[bytes]:
 
 @contextmanager
 def _answering() -> Iterator[None]:
-    """What openstacksdk, keystoneauth1 and requests raise, told as Away; no cloud at all is Unusable."""
+    """Turn the errors of openstacksdk, keystoneauth1 and requests into Away.
+
+    A missing cloud configuration becomes Unusable.
+    """
     import requests
     from keystoneauth1.exceptions import ClientException
     from openstack.exceptions import SDKException

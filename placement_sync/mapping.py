@@ -1,8 +1,7 @@
-"""What Placement shall show of a host's deployables. Pure, free of Django: it ships to compute hosts too.
+"""Compute which providers Placement shall show for a host's deployables. Pure, free of Django: agents use it, too.
 
-Called by `placement_sync.jobs.providers` with what the conductor stores. Names, ids, classes and traits are
-upstream's for the
-same hardware (contract sections 6.2 to 6.4), plus `reserved`: what is not offered is there and cannot be allocated.
+Names, ids, classes and traits are upstream's for the same hardware (contract sections 6.2 to 6.4). In addition,
+`reserved` is set: a deployable that is not offered stays in Placement and cannot be allocated.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from accelerators.domain.provider_ids import provider_uuid
 
 CLASS_KEY, TRAIT_KEY = "rc", "trait"
 WORD = re.compile(r"[A-Z0-9_]{1,255}")
-"""A trait, or a resource class."""
+"""Pattern of a trait or a resource class."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A deployable as it is stored; `rp_uuid` is '' until one is recorded."""
+    """A deployable as it is stored. `rp_uuid` is '' until a provider id is recorded."""
 
     name: str
     rp_uuid: str
@@ -31,7 +30,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Provider:
-    """A provider as it shall be, a child of the host's compute provider; without a class it has no inventory."""
+    """A desired provider, a child of the host's compute provider. Without a resource class it has no inventory."""
 
     uuid: str
     name: str
@@ -42,7 +41,11 @@ class Provider:
 
 
 def desired(parts: Iterable[Part]) -> tuple[dict[str, Provider], list[str]]:
-    """The providers by uuid, and a sentence for everything that cannot be said in Placement's words."""
+    """Return the desired providers by uuid, and a sentence for each problem.
+
+    Problems are an unusable resource class, an unusable trait name, and two deployables with the same provider id (the
+    first one is used).
+    """
     providers: dict[str, Provider] = {}
     problems: list[str] = []
     for part in parts:

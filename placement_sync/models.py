@@ -1,4 +1,4 @@
-"""What this room remembers: what it wrote to Placement, and how each host stands there. Bookkeeping, not inventory."""
+"""Store what was written to Placement and how each host compares with it. This is bookkeeping, not inventory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from accelerators.models import Device, Host, fields
 
 
 class Tree(models.Model):
-    """A host's compute provider and its children in Placement, as of the last look."""
+    """The state of one host's provider tree in Placement (the compute provider and its children) at the last look."""
 
     host = models.OneToOneField(Host, models.CASCADE, primary_key=True, related_name="placement")
     root = models.UUIDField(null=True, help_text="The compute provider.")
@@ -27,7 +27,10 @@ class Tree(models.Model):
 
 
 class WrittenProvider(models.Model):
-    """What we last wrote of a provider, and how it looked then; the next look reads only what moved since."""
+    """What was last written to one provider, and how Placement showed it then (`seen`).
+
+    The next synchronization reads inventories and traits only of providers that changed since `seen`.
+    """
 
     uuid = models.UUIDField(primary_key=True)
     host = models.ForeignKey(Host, models.CASCADE, related_name="written_providers")
@@ -41,14 +44,17 @@ class WrittenProvider(models.Model):
 
 
 class Who(models.TextChoices):
-    """Who calls Placement to write."""
+    """The two possible writers to Placement."""
 
     CONDUCTOR = "conductor"
     AGENTS = "agents"
 
 
 class Writer(models.Model):
-    """The one row that says who writes to Placement. Changed by `writers.switch`; no row: the conductor, epoch 0."""
+    """The current writer to Placement, in a single row (id 1).
+
+    `writer_election.switch` changes it. If there is no row, the conductor writes, and the epoch is 0.
+    """
 
     who = models.CharField(max_length=16, choices=Who, default=Who.CONDUCTOR)
     epoch = models.BigIntegerField(default=0, help_text="Grows by one with every change; an older one writes no more.")
@@ -68,7 +74,7 @@ class Writer(models.Model):
 
 
 class Look(models.Model):
-    """When a job that looks around once in a while did so last."""
+    """The last run time of a job that runs at fixed intervals."""
 
     job = models.CharField(max_length=64, primary_key=True)
     at = models.DateTimeField()
@@ -78,7 +84,10 @@ class Look(models.Model):
 
 
 class Vanished(models.Model):
-    """An instance that holds requests and that Nova's listing lacked; forgotten when a listing has it again."""
+    """An instance that holds requests and is missing from Nova's listing.
+
+    Deleted when a later listing contains it again.
+    """
 
     instance = models.UUIDField(primary_key=True)
     since = models.DateTimeField(db_default=Now(), help_text="The first listing that lacked it.")
@@ -88,7 +97,12 @@ class Vanished(models.Model):
 
 
 class Kind(models.TextChoices):
-    """In what Placement, Nova and the hardware contradict what we bound."""
+    """The kinds of contradiction between the bound requests and Placement, Nova or the hardware.
+
+    * UNCLAIMED: a bound request has no allocation in Placement.
+    * UNATTACHED: an allocation in Placement has no request that holds a handle there.
+    * WITHOUT_DEVICE: Nova shows the instance as running, but its device is missing or has failed.
+    """
 
     UNCLAIMED = "unclaimed", "attached but unclaimed"
     UNATTACHED = "unattached", "claimed but not attached"
@@ -96,7 +110,7 @@ class Kind(models.TextChoices):
 
 
 class Discrepancy(fields.Row):
-    """A contradiction about one instance on one provider. Made and taken away by the job `faults` alone."""
+    """A contradiction about one instance on one provider. Only the job `faults` creates and deletes these rows."""
 
     kind = models.CharField(max_length=16, choices=Kind)
     host = models.ForeignKey(Host, models.CASCADE, related_name="discrepancies")
@@ -118,7 +132,7 @@ class Discrepancy(fields.Row):
 
     @property
     def label(self) -> str:
-        """Its kind in words."""
+        """Return the kind in words."""
         return str(Kind(self.kind).label)
 
     def __str__(self) -> str:

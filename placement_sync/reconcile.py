@@ -1,8 +1,8 @@
-"""Desired × written × observed → the fewest writes that make Placement right. Pure, free of Django.
+"""Compute the fewest writes that bring Placement in step: desired × written × observed → writes. Pure, free of Django.
 
-Three-way: ours are a provider, its parent and name, our class's total, max_unit and reserved, and the traits we wrote;
-whatever else somebody put there is kept. A provider is ours when we wrote it, or desire it. Deletions come last and
-never while allocations exist.
+The merge is three-way. Ours are: a provider with its parent and name; total, max_unit and reserved of our resource
+class; the traits that we wrote. Everything else that somebody put there is kept. A provider is ours if we wrote it or
+desire it. Deletions come last; the caller must not delete a provider that has allocations.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any
 from placement_sync.mapping import Provider
 
 Inventory = Mapping[str, Any]
-"""An inventory record as Placement has it: total, reserved, min_unit, max_unit, step_size, allocation_ratio."""
+"""An inventory record as Placement shows it: total, reserved, min_unit, max_unit, step_size, allocation_ratio."""
 
 
 @dataclass(frozen=True)
 class Observed:
-    """A provider as Placement shows it. `generation` guards every write."""
+    """A provider as Placement shows it. Writes of inventories and traits fail if `generation` has changed."""
 
     uuid: str
     name: str
@@ -31,7 +31,10 @@ class Observed:
 
 @dataclass(frozen=True)
 class Written:
-    """What we last wrote of a provider (more than one class while an old one is allocated), and how we saw it last."""
+    """What we last wrote to a provider, and how Placement showed it last (`seen`).
+
+    `classes` has more than one entry while an old resource class still has allocations.
+    """
 
     classes: frozenset[str] = frozenset()
     traits: frozenset[str] = frozenset()
@@ -40,7 +43,7 @@ class Written:
 
 @dataclass(frozen=True)
 class Create:
-    """Make a provider below `parent`."""
+    """Create a provider below `parent`."""
 
     uuid: str
     name: str
@@ -49,7 +52,7 @@ class Create:
 
 @dataclass(frozen=True)
 class Move:
-    """Give a provider its name and its parent back."""
+    """Set a provider's name and parent back to what they shall be; `was` describes both as observed."""
 
     uuid: str
     name: str
@@ -59,7 +62,7 @@ class Move:
 
 @dataclass(frozen=True)
 class SetInventories:
-    """Replace all inventories of a provider by these."""
+    """Replace all inventories of a provider; `was` is what was observed."""
 
     uuid: str
     name: str
@@ -69,7 +72,7 @@ class SetInventories:
 
 @dataclass(frozen=True)
 class SetTraits:
-    """Replace all traits of a provider by these."""
+    """Replace all traits of a provider; `was` is what was observed."""
 
     uuid: str
     name: str
@@ -79,7 +82,7 @@ class SetTraits:
 
 @dataclass(frozen=True)
 class Delete:
-    """Take a provider away; whoever does it makes sure that nothing is allocated there."""
+    """Delete a provider. The caller must make sure that it has no allocations."""
 
     uuid: str
     name: str
@@ -94,10 +97,10 @@ def plan(
     written: Mapping[str, Written],
     observed: Mapping[str, Observed],
 ) -> list[Write]:
-    """The writes in order: what is new, what is moved, inventories, traits, and what is to go, last.
+    """Return the writes in order: per provider create or move, inventories, traits; then all deletions.
 
-    `observed` holds at least every provider of `desired` and `written` that exists. What the third knows and neither of
-    the others is somebody else's.
+    `observed` must hold every existing provider of `desired` and `written`. A provider that is only in `observed`
+    belongs to somebody else and is left alone.
     """
     writes: list[Write] = []
     for uuid, provider in sorted(desired.items()):
@@ -108,6 +111,7 @@ def plan(
 
 
 def _bring(root: str, wanted: Provider, before: Written, now: Observed | None) -> list[Write]:
+    """Return the writes for one desired provider; `now` is None if it does not exist."""
     writes: list[Write] = []
     if now is None:
         writes.append(Create(wanted.uuid, wanted.name, root))
@@ -124,9 +128,10 @@ def _bring(root: str, wanted: Provider, before: Written, now: Observed | None) -
 
 
 def merged(wanted: Provider, before: Written, now: Mapping[str, Inventory]) -> dict[str, Inventory]:
-    """The provider's inventories with ours as it shall be. A class of ours that nothing is left of goes.
+    """Return all inventories of the provider, with our resource class as desired and our old classes removed.
 
-    Placement takes no total of 0: such a part keeps the last total, all of it reserved, or has no inventory yet.
+    Placement accepts no total of 0. If nothing is left of our class, it keeps its last total, all of it reserved; if it
+    had no inventory, it gets none.
     """
     ours = wanted.resource_class
     result = {name: entry for name, entry in now.items() if name not in before.classes or name == ours}

@@ -1,7 +1,8 @@
-"""Bring one host's providers in step with Placement. Free of Django: it ships to compute hosts too.
+"""Bring one host's providers in Placement in step with what is desired. Free of Django: agents use it, too.
 
-Called by `tasks`, and by `direct` on compute hosts. Looks (one read of the tree; inventories and traits only where a
-generation moved), plans (`reconcile`), writes with generations, and looks again where somebody was faster.
+Each attempt reads the tree (one call; inventories and traits only of providers whose generation, name or parent
+changed), computes the writes (`reconcile`) and sends them with generations. If another writer was faster, it reads
+again and retries.
 """
 
 from __future__ import annotations
@@ -27,17 +28,18 @@ from placement_sync.reconcile import (
 )
 
 TRIES = 8
-"""How often one host is looked at again because somebody else writes there at the same time."""
+"""Attempts for one host when another writer changes the same providers."""
 PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
+"""First and longest back-off between two attempts, in seconds. The pause is random between 0 and the back-off."""
 
 
 class Waiting(Exception):
-    """There is no compute provider of that name yet: Nova makes it."""
+    """The host has no compute provider in Placement yet. Nova creates it."""
 
 
 @dataclass
 class Outcome:
-    """What was done to a host, or would have been; `written` is to be remembered for the next time."""
+    """The writes that were sent (in a dry run: would be sent), and the problems; store `written` for the next call."""
 
     root: str = ""
     writes: list[Write] = field(default_factory=list)
@@ -53,10 +55,13 @@ def bring(
     root: str = "",
     dry_run: bool = False,
 ) -> Outcome:
-    """Make Placement show `desired` below the compute provider `host`; `root` is its uuid when it is known.
+    """Make Placement show `desired` below the compute provider `host`. `root` is that provider's uuid, if it is known.
 
-    Raises Waiting, and the client's Away, Rejected and Stopped; what was written until then is found again by the next
-    look. A provider that is allocated is not deleted, a class that is allocated not taken away: both are problems.
+    With `dry_run`, only read, and return the writes that would be sent. A provider with allocations is not deleted, and
+    an allocated resource class is not removed; each becomes a problem in the Outcome.
+
+    Raises Waiting; Away, Rejected and Stopped of the client; Conflict after the last of TRIES attempts. Writes that
+    were sent before an error are found by the next call.
     """
     outcome = Outcome(written=dict(written))
     for attempt in range(TRIES):
@@ -83,7 +88,11 @@ def bring(
 def _look(
     placement: Placement, host: str, desired: Mapping[str, Provider], written: Mapping[str, Written], root: str
 ) -> tuple[str, dict[str, Observed]]:
-    """The root's uuid, and every provider there is of those desired or written."""
+    """Return the compute provider's uuid, and the observed state of the providers in `desired` or `written`.
+
+    A written provider is found in other trees, too; one that is only desired is looked for in the host's tree alone.
+    Raises Waiting.
+    """
     tree = placement.tree(root) if root else {}
     if root not in tree or tree[root].name != host:
         found = placement.root(host)
@@ -109,9 +118,10 @@ def _look(
 def _remember(
     written: Mapping[str, Written], observed: Mapping[str, Observed], desired: Mapping[str, Provider]
 ) -> dict[str, Written]:
-    """What we wrote, with how it is seen now; what is neither there nor desired is forgotten.
+    """Return the written state for the next attempt, with what is observed now as `seen`.
 
-    What is there as it is desired is ours, whoever wrote it: an agent, or a worker that did not live to tell.
+    A provider that is neither observed nor desired is dropped. Classes and traits that exist as desired count as ours,
+    whoever wrote them: an agent, or a worker that was killed before it could store its result.
     """
     remembered: dict[str, Written] = {}
     for uuid in written.keys() | observed.keys():
@@ -125,7 +135,7 @@ def _remember(
 
 
 def _forget(written: dict[str, Written], conflict: Conflict) -> None:
-    """After a conflict nothing that was seen counts."""
+    """Drop every `seen` after a conflict, so that the next attempt reads all providers again."""
     for uuid, entry in written.items():
         written[uuid] = replace(entry, seen=None)
 
@@ -137,6 +147,7 @@ def _apply(
     observed: dict[str, Observed],
     outcome: Outcome,
 ) -> None:
+    """Send one write and update `observed` and `outcome`."""
     uuid = write.uuid
     if isinstance(write, Delete):
         _delete(placement, write, outcome)
@@ -165,7 +176,10 @@ def _apply(
 
 
 def _create(placement: Placement, write: Create) -> Observed:
-    """A provider of that id may live in another tree, or one of that name have another id."""
+    """Create a provider and return its state, or move the provider that already has this uuid.
+
+    That one may be in another tree or have another name. Raises Conflict if a provider with another uuid has the name.
+    """
     try:
         generation = placement.create(write.uuid, write.name, write.parent)
     except Conflict:
@@ -178,7 +192,10 @@ def _create(placement: Placement, write: Create) -> Observed:
 
 
 def _inventories(placement: Placement, write: SetInventories, now: Observed, outcome: Outcome) -> Observed:
-    """A class that is allocated stays, all of it reserved; `now` itself when nothing else is to be written."""
+    """Replace the provider's inventories, but keep a class that has allocations, with all of it reserved (a problem).
+
+    Returns the new state, or `now` itself if nothing had to be written.
+    """
     inventories, gone = dict(write.inventories), now.inventories.keys() - write.inventories.keys()
     held = {name for amounts in placement.allocations(write.uuid).values() for name in amounts} & gone if gone else None
     if held:
@@ -194,6 +211,7 @@ def _inventories(placement: Placement, write: SetInventories, now: Observed, out
 
 
 def _delete(placement: Placement, write: Delete, outcome: Outcome) -> None:
+    """Delete the provider; if it has allocations, keep it and add a problem."""
     consumers = placement.allocations(write.uuid)
     try:
         if not consumers:

@@ -1,4 +1,4 @@
-"""Console pages of Placement. Loaded by Django's admin."""
+"""Register the console pages about Placement with Django's admin."""
 
 from placement_sync.admin import hosts, writer
 

@@ -1,4 +1,4 @@
-"""What was written to Placement, or would be, as lines a person can read. Pure; used by the command and the console."""
+"""Describe writes to Placement, sent or planned, as lines for people. Pure."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from placement_sync.reconcile import Create, Delete, Move, SetInventories, SetTr
 from placement_sync.sync import Outcome
 
 SHOWN = ("total", "reserved", "max_unit")
-"""Of an inventory; the rest is Placement's and its operators'."""
+"""The fields of an inventory whose changes are described. The others belong to Placement and its operators."""
 
 
 def told(ended: Outcome | Exception) -> list[str]:
-    """What came, or would come, of one host: its `lines`, and `!` before what could not be done. Empty: in step."""
+    """Return the lines that describe the result of one host, with `!` before each problem. Empty if it is in step."""
     if not isinstance(ended, Outcome):
         return [f"! {ended}"]
     return [*lines(ended.writes), *(f"! {problem}" for problem in ended.problems)]
 
 
 def lines(writes: Iterable[Write]) -> Iterator[str]:
-    """A line for everything that differs: `+` is new, `-` goes, `~` changes."""
+    """Yield a line for each difference: `+` is new, `-` is removed, `~` is changed."""
     for write in writes:
         match write:
             case Create():

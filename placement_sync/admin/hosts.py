@@ -1,4 +1,4 @@
-"""How hosts stand in Placement, and what contradicts what we bound, in the console. Called by Django's admin."""
+"""Console pages about hosts in Placement: the state of each host's providers, and the discrepancies."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from placement_sync.models import Discrepancy, Kind, Tree, Who
 
 STANDINGS = ("in step", "problems", "behind")
 WAITING = 20
-"""So many hosts of which Placement was told nothing yet are named above the list."""
+"""Largest number of hosts that are named above the list because Placement was never updated for them."""
 OFF = "No cloud is configured, or CYBORG_PLACEMENT_ENDPOINT is off: see docs/configuration.md."
 
 
 class Standing(admin.SimpleListFilter):
-    """In step, with problems, or behind: something is still to be told."""
+    """Filter hosts by their state: in step, with problems, or behind (an intent is waiting)."""
 
     title, parameter_name = "standing", "is"
 
@@ -51,7 +51,10 @@ class Standing(admin.SimpleListFilter):
 
 @admin.register(Tree)
 class TreeAdmin(ReadOnly):
-    """One row a host whose devices Placement was told of. What is asked here is done by the job, within seconds."""
+    """The hosts whose providers were synchronized with Placement, one row each.
+
+    The actions of the list and the button `retry` raise intents, which the job `placement` processes within seconds.
+    """
 
     actions = ("look_now",)
     list_before_template = "placement_sync/waiting.html"
@@ -66,12 +69,16 @@ class TreeAdmin(ReadOnly):
     empty = "Placement has been told of no host yet. Enable a device, and configure a cloud: docs/configuration.md."
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Tree]:
+        """Annotate each row with `waiting`: the last error of the host's open intent, None if it has none."""
         told = Intent.objects.filter(kind=tasks.KIND, key=Cast(OuterRef("host__uuid"), CharField()))
         rows = super().get_queryset(request).prefetch_related("host__written_providers")
         return rows.annotate(waiting=Subquery(told.values("last_error")[:1]))
 
     def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Tree | None:
-        """By the host's id, uuid or name; also of a host that Placement was not told of yet."""
+        """Return the Tree of a host by the host's id, uuid or name.
+
+        It is an unsaved Tree if the host was never synchronized, None if there is no such host.
+        """
         uuid = as_uuid(object_id)
         known = Q(uuid=uuid) if uuid else Q(name=object_id)
         known |= Q(pk=int(object_id)) if object_id.isdecimal() and len(object_id) < 18 else Q()
@@ -79,7 +86,7 @@ class TreeAdmin(ReadOnly):
         return None if host is None else getattr(host, "placement", None) or Tree(host=host, looked_at=None)
 
     def changelist_view(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
-        """The list, and above it who waits to be told of for the first time."""
+        """Show the list, and above it the hosts that wait for their first synchronization."""
         told = Tree.objects.filter(host__uuid=Cast(OuterRef("key"), UUIDField()))
         waiting = Intent.objects.filter(~Exists(told), kind=tasks.KIND).order_by("id")[: WAITING + 1]
         named = [(_address(one.key), one.payload.get("host", one.key), one.last_error) for one in waiting]
@@ -93,7 +100,7 @@ class TreeAdmin(ReadOnly):
     def change_view(
         self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:
-        """The page of one host: what shall be in Placement beside what was seen there."""
+        """Show one host's page: the desired providers beside the observed ones."""
         tree = self.get_object(request, object_id)
         if tree is None:
             return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
@@ -102,7 +109,10 @@ class TreeAdmin(ReadOnly):
         return self._page(request, tree)
 
     def ask_view(self, request: HttpRequest, object_id: str) -> HttpResponse:
-        """The two buttons: `compare` asks Placement now and writes nothing; `retry` has the job look now."""
+        """Handle the page's two buttons.
+
+        `compare` reads from Placement now and writes nothing; `retry` has the job synchronize the host now.
+        """
         tree = self.get_object(request, object_id)
         if request.method != "POST":
             raise PermissionDenied
@@ -116,6 +126,7 @@ class TreeAdmin(ReadOnly):
         return HttpResponseRedirect(_address(str(tree.host_id)))
 
     def _page(self, request: HttpRequest, tree: Tree, asked: list[str] | None = None) -> HttpResponse:
+        """Render the host's page; `asked` are the lines of a comparison that was just made."""
         host = tree.host
         providers, problems = status.beside(host)
         intent = Intent.objects.filter(kind=tasks.KIND, key=str(host.uuid)).first()
@@ -159,11 +170,12 @@ class TreeAdmin(ReadOnly):
         return badges.mono(str(tree.root or ""))
 
     def has_look_permission(self, request: HttpRequest) -> bool:
-        """Whoever may change hosts."""
+        """Whether the user may change hosts."""
         return permissions.may(request, permissions.RESCAN, "accelerators.change_host")
 
     @admin.action(description="Compare with Placement now", permissions=["look"])
     def look_now(self, request: HttpRequest, trees: QuerySet[Tree]) -> None:
+        """Have the job synchronize the selected hosts now."""
         hosts = list(Host.objects.filter(placement__in=trees))
         _look(hosts)
         self.message_user(request, f"{len(hosts)} hosts are compared now; what differs is mended.")
@@ -171,7 +183,7 @@ class TreeAdmin(ReadOnly):
 
 @admin.register(Discrepancy)
 class DiscrepancyAdmin(ReadOnly):
-    """What is wrong between us, Placement, Nova and the hardware, as of the last look."""
+    """The contradictions between our bound requests and Placement, Nova or the hardware, as of the last look."""
 
     list_display = ("shown_kind", "shown_said", "shown_where", "shown_since")
     exports = {
@@ -246,23 +258,28 @@ def _address(host: str) -> str:
 
 
 def _kind(label: str) -> SafeString:
-    """A part that nobody can use is the lesser harm."""
+    """Return the badge of a kind: a warning for an unattached claim, an error for the others.
+
+    An unattached claim is less harmful: it only wastes capacity.
+    """
     return badges.mark(label, "warn" if label == Kind.UNATTACHED.label else "bad")
 
 
 def _look(hosts: list[Host]) -> None:
+    """Raise an intent for these hosts, and have their allocations read again."""
     with conductor.writing():
         conductor.providers_changed(hosts)
         discrepancies.reread([host.pk for host in hosts])
 
 
 def _compared(host: Host) -> list[str]:
-    """What Placement shows now against what it shall show, as `manage.py placement_sync --dry-run` says it."""
+    """Compare with Placement now and return the lines that `manage.py placement_sync --dry-run` would print."""
     cloud = session(settings.KEYS.placement_endpoint)
     return [f"! {OFF}"] if cloud is None else describe.told(tasks.sync_hosts(cloud, [host], dry_run=True)[0])
 
 
 def _standing(tree: Tree, waiting: str | None) -> SafeString:
+    """Return the badge of a host's state. `waiting` is the last error of its open intent, None if it has none."""
     if waiting is not None:
         return badges.mark("behind", "warn", waiting or "is being told")
     if tree.problems:
@@ -272,7 +289,7 @@ def _standing(tree: Tree, waiting: str | None) -> SafeString:
 
 
 def _writer(host: Host) -> str:
-    """Who writes for this host, and why not its agent where agents write."""
+    """Return who writes for this host, and if agents write but its agent cannot, why."""
     if writer_election.current().who == Who.CONDUCTOR:
         return "the conductor"
     left = writer_election.left_aside([host])

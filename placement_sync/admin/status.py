@@ -1,6 +1,7 @@
-"""How a host stands in Placement: what shall be there beside what was seen at the last look. Called by the console.
+"""Describe a host's providers for the console: the desired state beside the one observed at the last look.
 
-Nothing is asked here; `tasks.sync_hosts` with `dry_run` asks, and `said` says the differences of both in one way.
+Only the database is read. `providers.sync_hosts` with `dry_run` reads from Placement instead; both describe differences
+with `describe.lines`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ NOTHING_SEEN = "was not seen in Placement yet"
 
 @dataclass(frozen=True)
 class Beside:
-    """A provider as it shall be and as it was seen, in words; `drift` is what differs, a line each."""
+    """A provider as desired and as observed, in words. `drift` has one line per difference."""
 
     uuid: str
     name: str
@@ -34,13 +35,13 @@ class Beside:
 
 
 def beside(host: Host) -> tuple[list[Beside], list[str]]:
-    """Every provider of the host, by name, and what cannot be said in Placement's words; three statements."""
+    """Return all providers of the host, ordered by name, and the problems of its deployables. Three statements."""
     desired, problems = mapping.desired(repository.parts(host))
     return pairs(desired, repository.written(host), repository.root(host), host.name), problems
 
 
 def pairs(desired: Mapping[str, Provider], written: Mapping[str, Written], root: str, host: str) -> list[Beside]:
-    """The same of plain values."""
+    """Return the providers as desired and as observed, ordered by name. Pure."""
     observed = {uuid: entry.seen for uuid, entry in written.items() if entry.seen}
     drift: dict[str, list[str]] = {}
     for write in plan(root, desired, written, observed):
@@ -66,6 +67,7 @@ def pairs(desired: Mapping[str, Provider], written: Mapping[str, Written], root:
 
 
 def _wanted(wanted: Provider | None) -> tuple[str, ...]:
+    """Describe the desired inventory."""
     if wanted is None:
         return ("nothing: its device is gone",)
     if not wanted.resource_class:
@@ -78,6 +80,7 @@ def _inventory(name: str, entry: Inventory) -> str:
 
 
 def _parent(now: Observed | None, root: str, host: str) -> str:
+    """Describe the observed parent: the host's name, another provider, or none."""
     if now is None:
         return ""
     return host if now.parent == root else f"another provider, {now.parent}" if now.parent else "none"

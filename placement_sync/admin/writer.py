@@ -1,4 +1,4 @@
-"""Who writes to Placement, in the console: one page, where it is changed. Called by Django's admin."""
+"""The console page that shows and changes who writes to Placement."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ from placement_sync.jobs import writer_election
 from placement_sync.models import Writer
 
 SHOWN = 100
-"""Hosts that are named; a refused credential of all of them is one fault."""
+"""Largest number of hosts that are listed because their agent cannot write. If the same wrong credentials cause it on
+all hosts, a longer list adds nothing.
+"""
 
 
 class WriterForm(forms.ModelForm):
-    """The reason is that of the change to come."""
+    """The form starts with an empty reason, because the reason belongs to the next change."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -43,18 +45,18 @@ class WriterForm(forms.ModelForm):
 
 
 class WriterAdmin(ModelAdmin):
-    """The one row. Whoever may change hosts may change it."""
+    """The page of the single writer row. Users who may change hosts may change it."""
 
     form = WriterForm
     fields = ("who", "reason", "shown_since", "shown_unable")
     readonly_fields = ("shown_since", "shown_unable")
 
     def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Writer | None:
-        """There is one, also before somebody has decided anything."""
+        """Return the current writer, also while no row exists; None for any id other than 1."""
         return writer_election.current() if object_id == "1" else None
 
     def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
-        """A list of one is no list."""
+        """Redirect to the page of the single row."""
         return HttpResponseRedirect(reverse("admin:placement_sync_writer_change", args=[1]))
 
     def has_add_permission(self, request: HttpRequest) -> bool:
@@ -67,6 +69,7 @@ class WriterAdmin(ModelAdmin):
         return bool(request.user.has_perm("accelerators.change_host"))
 
     def save_model(self, request: HttpRequest, obj: Writer, form: forms.ModelForm, change: bool) -> None:
+        """Switch the writer, with its event, instead of saving the row."""
         who = device_actions.person(request).name
         writer_election.switch(form.cleaned_data["who"], who, form.cleaned_data["reason"])
 
@@ -77,7 +80,7 @@ class WriterAdmin(ModelAdmin):
         form_url: str = "",
         extra_context: dict[str, Any] | None = None,
     ) -> HttpResponse:
-        """What is refused is a sentence, not a failure."""
+        """Show the form; a refused change becomes an error message on the page."""
         context = {"title": "Who writes to Placement", "show_save_and_continue": False, "show_delete": False}
         try:
             return super().changeform_view(request, object_id, form_url, context | (extra_context or {}))
@@ -87,7 +90,7 @@ class WriterAdmin(ModelAdmin):
 
     @display(description="Now")
     def shown_since(self, writer: Writer) -> SafeString | str:
-        """The present writer, since when, by whom and why."""
+        """Show the current writer, and when, by whom and why it was made the writer."""
         now = writer_election.current()
         if not now.epoch:
             return "conductor, since the beginning (epoch 0)"
@@ -96,7 +99,7 @@ class WriterAdmin(ModelAdmin):
 
     @display(description="Hosts whose agent cannot write: the conductor does")
     def shown_unable(self, writer: Writer) -> SafeString | str:
-        """Each with the reason."""
+        """List the hosts whose agent cannot write, each with the reason."""
         unable = writer_election.left_aside(Host.objects.order_by("name"))
         rows = format_html_join("", "<tr><td>{}</td><td>{}</td></tr>", unable[:SHOWN])
         more = f"and {len(unable) - SHOWN} more: manage.py placement_writer names them all" if unable[SHOWN:] else ""

@@ -1,11 +1,10 @@
-"""The job `attachments`: what was asked of `accelerators.workflows.attachments` is done, a step at a time, each in a
-transaction.
+"""The job `attachments`: carry out what `accelerators.workflows.attachments` was asked for, one step per transaction.
 
-Intents of the kind `attachment` wake it. What changes Placement is recorded, committed, and tried by the next step
-(`claims`), so it is done once, wherever the worker is killed. The amounts there tell whether it happened only as long
-as no other attachment of the instance changes them, so one goes at a time (`_in_turn`). Bind and deletion of requests
-are in the transaction that records them. Whatever fails before it is attached is undone; what cannot be undone yet is
-tried until it is.
+Intents of the kind `attachment` wake it. A change of Placement is recorded and committed by one step and sent by the
+next (`allocations`), so it happens once, wherever the worker is killed. The amounts in Placement show whether it
+happened only while no other attachment of the instance changes them, so one attachment goes at a time (`_in_turn`).
+Requests are bound and deleted in the transaction that records it. What fails before it is attached is undone; an undo
+that fails is retried until it succeeds.
 """
 
 from __future__ import annotations
@@ -37,25 +36,30 @@ log = logging.getLogger(__name__)
 KIND, JOB = attachments.KIND, "attachments"
 TIMEOUT_S = 5.0
 PAUSE_S = 1.0
-"""How often it is looked whether a host has done its part."""
+"""Interval in seconds at which an attachment looks whether its host has finished, or whether its turn has come."""
 AT_REST = (AttachmentState.ATTACHED.value, *ENDED)
 NOT_THERE = "Nova has no instance {}."
 UNSETTLED = ("claiming", "claimed", "returning")
-"""In these steps a write is under way, or what it claimed is not bound yet, so `others` does not count it."""
+"""In these steps a write is under way, or its claim is not bound yet, so that `attachment_steps.others` does not count
+it.
+"""
 OFF = "Placement is switched off: nothing is claimed there"
 
 
 class Waits(Exception):
-    """Another attachment comes first."""
+    """Another attachment of the same instance has to go first."""
 
 
 def run() -> None:
-    """The job."""
+    """Run the job."""
     jobs.run(JOB, step)
 
 
 def step() -> bool:
-    """One step of the attachment that waits longest; True when there may be more to do."""
+    """Take one step of the attachment whose intent has waited longest; return True if there may be more to do.
+
+    If nothing is due, detach attachments whose requests were deleted by others, and delete old ended attachments.
+    """
     due = outbox.due(KIND, 1)
     if not due:
         if steps.watch():
@@ -89,10 +93,11 @@ def step() -> bool:
 
 
 def look(uuid: str, project: str | None = None) -> Instance:
-    """An instance (of `project`), asked of Nova; and whether Placement has it, so that something can be claimed for it.
+    """Ask Nova for an instance, and check that Placement has allocations of it, to which a claim can be added.
 
-    Within 4 s. Raises Refused: UNKNOWN; AWAY; CONFLICT when it cannot be, now or as this cloud is configured. Placement
-    is not asked about another project's: the answer would tell that it is there.
+    Takes at most 4 s (2 s per service). Raises Refused: UNKNOWN if Nova has no such instance, or it is not of
+    `project`; AWAY if a service does not answer; CONFLICT if nothing can be attached now or with this configuration.
+    For an instance of another project Placement is not asked: the answer would reveal that the instance exists.
     """
     keys = settings.KEYS
     if (cloud := session(keys.nova_endpoint)) is None:
@@ -113,7 +118,7 @@ def look(uuid: str, project: str | None = None) -> Instance:
 
 
 def _instance(uuid: str, answer: Any) -> Instance:
-    """Raises Refused UNKNOWN, and Unusable."""
+    """Convert Nova's answer into an Instance. Raises Refused UNKNOWN, and Unusable."""
     if answer.status_code == 404:
         raise Refused(Reason.UNKNOWN, NOT_THERE.format(uuid))
     if answer.status_code != 200:
@@ -129,7 +134,11 @@ def _instance(uuid: str, answer: Any) -> Instance:
 
 
 def _forward(row: Attachment) -> None:
-    """The next step. Raises Away, Moved, Waits, Conflict, Rejected, Refused AWAY: the step is to be tried again."""
+    """Take the next step of an attachment.
+
+    Raises Away, Moved, Waits, Conflict, Rejected and Refused AWAY if the step has to be retried. Any other refusal
+    fails the attachment or starts its undo.
+    """
     try:
         match row.state, row.step:
             case AttachmentState.ASKED, _:
@@ -154,7 +163,12 @@ def _forward(row: Attachment) -> None:
 
 
 def _claim(row: Attachment) -> None:
-    """What is to be written is recorded by one step and written by the next, until Placement shows it."""
+    """Claim the shares in Placement; without Placement, go on without a claim.
+
+    One step records the write and the next one sends it. When Placement shows the shares, the attachment is `claimed`.
+    Raises Refused CONFLICT if the instance has no allocations or Placement rejects the write; Conflict if another
+    writer was faster; Waits.
+    """
     if (placement := _placement()) is None:
         return attachments.advance(row, AttachmentState.ATTACHING, "claimed", OFF)
     _in_turn(row)
@@ -177,10 +191,13 @@ def _claim(row: Attachment) -> None:
 
 
 def _give_back(row: Attachment) -> None:
-    """The same of what was claimed, or may have been.
+    """Release the shares in Placement that were claimed, or may have been, and end the attachment.
 
-    The instance is refused every write while Placement does not want what it has elsewhere: so where nothing is to be
-    taken back, and no claim can be under way any more, it ends without one.
+    One step records the write and the next one sends it. Nothing is written if no claim was recorded or Placement is
+    switched off.
+
+    While Placement rejects what the instance has elsewhere, it refuses every write for the instance. So if nothing has
+    to be released, and no claim can be under way any more (`long_given_up`), the attachment ends without a write.
     """
     if row.claim is None:
         return steps.end(row)
@@ -204,8 +221,11 @@ def _give_back(row: Attachment) -> None:
 
 
 def _in_turn(row: Attachment) -> None:
-    """Raises Waits while another attachment of the instance has a write that is not settled. Who has one never waits,
-    and only who begins to claim waits for a claim that is to be undone: so none waits for another in a circle."""
+    """Raise Waits while another attachment of the instance has a write that is not settled.
+
+    An attachment with an unsettled write never waits; only one that begins to claim waits for a claim that has to be
+    undone. So attachments cannot wait for each other in a circle.
+    """
     if row.step in UNSETTLED:
         return
     first = Q(step__in=UNSETTLED)
@@ -217,10 +237,12 @@ def _in_turn(row: Attachment) -> None:
 
 
 def _overtaken(error: Conflict | Rejected) -> bool:
+    """Whether another writer changed the consumer first."""
     return isinstance(error, Conflict) and error.code == CONCURRENT
 
 
 def _placement() -> Placement | None:
+    """Return a client of Placement, or None if it is switched off or no cloud is configured."""
     endpoint = settings.KEYS.placement_endpoint
     cloud = session(endpoint)
     return cloud and Placement(cloud, endpoint, TIMEOUT_S)
@@ -235,6 +257,6 @@ def _change(recorded: Any) -> Change | None:
 
 
 def _wait_together(error: str) -> None:
-    """Who would have to answer is away: nobody needs to find that out again for a while."""
+    """Record the failure for all due intents, so that they back off together while the service is away."""
     while due := outbox.due(KIND, 1000):
         outbox.failed(due, error)

@@ -1,8 +1,9 @@
-"""The job `faults`: after each look at a host, what is bound there is compared with what Placement and Nova say.
+"""The job `faults`: after each look at a host, compare what is bound there with what Placement and Nova show.
 
-Three contradictions (`models.Kind`) are found, shown, and taken away again when they are mended, with an event each.
-Allocations are read where a provider's generation moved, where something is suspicious, and once in `REREAD_S` where
-something is bound: Placement counts what is allocated, and not every allocation that goes. `of` and `at` are for pages.
+It finds three kinds of contradiction (`models.Kind`), stores them, and deletes them when they are resolved; each of
+these changes records an event. Allocations are read if the provider's generation changed, if there is a suspicion, and
+every REREAD_S if something is bound: Placement raises the generation when something is allocated, but not always when
+an allocation is deleted. `of` and `at` return what pages show.
 """
 
 from __future__ import annotations
@@ -31,19 +32,24 @@ from placement_sync.nova import client
 
 JOB = "faults"
 APART_S = 60.0
-"""A claim precedes its bind by seconds, and may outlive it: it is a fault when two looks so far apart see it."""
+"""An allocation for which no request holds a handle is a fault if two comparisons at least this many seconds apart see
+it. A claim comes seconds before its bind and may outlive it.
+"""
 REREAD_S = 1800.0
 HOSTS, QUESTIONS, AT_ONCE = 16, 64, 8
-"""In one step: hosts, instances that Nova is asked for, calls at the same time."""
+"""Limits of one step: HOSTS per batch, QUESTIONS instances that Nova is asked for, AT_ONCE calls at the same time."""
 SHOWN = 100
-"""A page shows no more."""
+"""Largest number of discrepancies that a page shows."""
 
 Consumers = Mapping[str, Mapping[str, int]]
-"""Consumer → class → amount."""
+"""Consumer → resource class → amount."""
 
 
 class Claims(msgspec.Struct, frozen=True):
-    """Who had allocations of a provider when they were read; `loose`: since when who is seen with nothing bound."""
+    """The allocations of a provider when they were read.
+
+    `loose` maps each consumer for which no request holds a handle to the time when that was first seen.
+    """
 
     generation: int
     read_at: datetime
@@ -53,7 +59,7 @@ class Claims(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Provider:
-    """A provider as of the last look: the columns of `sql.PROVIDERS`. `device` is None when it has gone."""
+    """A provider as of the last look; the columns of `sql.PROVIDERS`. `device` is None if it has been removed."""
 
     uuid: str
     host: int
@@ -66,7 +72,10 @@ class Provider:
 
 @dataclass(frozen=True)
 class Holding:
-    """A request that holds a handle: the columns of `sql.HOLDINGS`. `broken` is what is wrong with what it holds."""
+    """A request that holds a handle; the columns of `sql.HOLDINGS`.
+
+    `broken` tells what is wrong with the device or handle.
+    """
 
     request: str
     host: int
@@ -81,7 +90,7 @@ class Holding:
 
 @dataclass(frozen=True)
 class Fault:
-    """A contradiction. There is one for each `key`."""
+    """A contradiction, identified by `key`."""
 
     kind: Kind
     host: int
@@ -93,17 +102,17 @@ class Fault:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What makes it the same one as before."""
+        """Return the identity of the contradiction: kind, provider, instance."""
         return self.kind.value, self.provider, self.instance
 
 
 @dataclass(frozen=True)
 class Found:
-    """A fault as a page shows it."""
+    """A discrepancy as a page shows it."""
 
     uuid: str
     kind: str
-    """In words."""
+    """The kind in words."""
     host: str
     device: int | None
     provider: str
@@ -115,12 +124,12 @@ class Found:
 
 
 def of(devices: Collection[int]) -> list[Found]:
-    """The faults of these devices, the newest first; one statement."""
+    """Return the discrepancies of these devices, the newest first, at most SHOWN. One statement."""
     return _found(Q(device__in=list(devices)))
 
 
 def at(host: int) -> list[Found]:
-    """The faults of a host, also of what has gone from it; one statement."""
+    """Return the discrepancies of a host, including those of removed devices, at most SHOWN. One statement."""
     return _found(Q(host=host))
 
 
@@ -143,17 +152,17 @@ def _found(wanted: Q) -> list[Found]:
 
 
 def reread(hosts: Collection[int]) -> None:
-    """Read all allocations anew after the next look at these hosts."""
+    """Have the next comparison of these hosts read all allocations again."""
     _execute(sql.REREAD, {"hosts": list(hosts)})
 
 
 def run() -> None:
-    """The job."""
+    """Run the job."""
     jobs.run_outside_transaction(JOB, step)
 
 
 def step() -> bool:
-    """One batch of hosts that were looked at since they were compared; True when there may be more."""
+    """Compare one batch of hosts that were looked at since their last comparison; return True if there may be more."""
     if (cloud := session(settings.KEYS.placement_endpoint)) is None:
         return False
     due = _rows(sql.DUE, {"count": HOSTS})
@@ -166,7 +175,7 @@ def step() -> bool:
     wanted = [one.uuid for one in providers if wants_reading(one, one.uuid in suspects, now)]
     read = _read(cloud, wanted)
     unread = set(wanted) - read.keys()
-    # Loaded after the allocations: a request that is let go meanwhile is not missed in Placement.
+    # Load requests after allocations. Otherwise a request that is released in between would look unclaimed.
     holdings = [Holding(*row) for row in _rows(sql.HOLDINGS, {"hosts": list(looked)})]
     by_provider: dict[str, list[Holding]] = {}
     for holding in holdings:
@@ -193,7 +202,7 @@ def step() -> bool:
 
 
 def wants_reading(one: Provider, suspect: bool, now: datetime) -> bool:
-    """Whether what is known of its allocations may be out of date."""
+    """Whether the provider's allocations must be read again, because the stored ones may be out of date."""
     known = one.claims
     if known is None or known.generation != one.generation or known.loose or suspect:
         return True
@@ -203,8 +212,11 @@ def wants_reading(one: Provider, suspect: bool, now: datetime) -> bool:
 def compare(
     one: Provider, read: Consumers | None, holdings: Sequence[Holding], now: datetime
 ) -> tuple[Claims | None, list[Fault]]:
-    """What is to be remembered of a provider, and what is wrong there; `read` are its allocations as of `now`, None
-    when those that are known still hold. Pure."""
+    """Compare one provider's allocations with the requests that hold its handles. Pure.
+
+    `read` are the allocations read at `now`; None if the stored ones are still valid. Returns the claims to store and
+    the faults.
+    """
     known = one.claims
     if read is not None:
         known = Claims(one.generation, now, read, known.loose if known else {})
@@ -243,7 +255,10 @@ def _unattached(one: Provider, who: str, amounts: Mapping[str, int]) -> Fault:
 
 
 def _without_device(broken: Sequence[Holding]) -> tuple[list[Fault], set[str]]:
-    """What Nova shows as running although what it holds is broken; and the instances of which Nova said nothing."""
+    """Find instances that Nova shows as ACTIVE on their host although what they hold is broken.
+
+    Returns the faults, and the instances for which Nova gave no answer. Asks Nova for at most QUESTIONS instances.
+    """
     if not broken or (cloud := session(settings.KEYS.nova_endpoint)) is None:
         return [], set()
     asked = sorted({one.instance for one in broken})
@@ -273,7 +288,10 @@ def _provider(uuid: str, host: int, name: str, generation: int, claims: str | No
 
 
 def _read(cloud: Any, providers: Sequence[str]) -> dict[str, dict[str, dict[str, int]]]:
-    """The allocations of these, as far as Placement answers; found away, it is not asked for the others."""
+    """Read the allocations of these providers in parallel; leave out those that Placement did not answer.
+
+    After Placement was found away, the other providers are not read.
+    """
     away: list[Exception] = []
 
     def one(uuid: str) -> dict[str, dict[str, int]] | None:
@@ -296,7 +314,10 @@ def _read(cloud: Any, providers: Sequence[str]) -> dict[str, dict[str, dict[str,
 
 
 def _settle(found: Iterable[Fault], rows: Sequence[Discrepancy], kept: Sequence[Discrepancy], now: datetime) -> None:
-    """Make the table say what was found and what nobody could tell; an event for each that comes or goes."""
+    """Store the faults: insert the new ones, update the old ones, delete those that are resolved; record events.
+
+    The rows in `kept` are not deleted, because it is unknown whether they are resolved.
+    """
     faults = {fault.key: fault for fault in found}
     here = {(row.kind, str(row.provider), str(row.instance)): row for row in rows}
     new = [fault for key, fault in faults.items() if key not in here]
@@ -332,7 +353,10 @@ def _row(fault: Fault, now: datetime) -> Discrepancy:
 
 
 def _event(verb: str, row: Discrepancy, change: list[str | None]) -> dict[str, Any]:
-    """Told of its device where there is one, so that it stands in the device's time line."""
+    """Return the event of a discrepancy.
+
+    Its subject is the device, if there is one, so that the device's time line shows it.
+    """
     subject = (row.device.uuid, str(row.device)) if row.device else None
     changes = {"discrepancy": change, "instance": [None, str(row.instance)][:: 1 if verb == "appeared" else -1]}
     reason = row.said if verb == "appeared" else ""
@@ -344,6 +368,7 @@ def _event(verb: str, row: Discrepancy, change: list[str | None]) -> dict[str, A
 def _remember(
     judged: Iterable[tuple[Provider, Claims | None, list[Fault]]], looked: Mapping[int, datetime], restless: set[int]
 ) -> None:
+    """Store the changed claims and mark the hosts as compared; hosts in `restless` are compared again after APART_S."""
     changed = [{"uuid": one.uuid, "claims": claims} for one, claims, _ in judged if claims and claims != one.claims]
     if changed:
         _execute(sql.CLAIMS, {"rows": msgspec.json.encode(changed).decode()})

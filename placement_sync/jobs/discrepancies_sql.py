@@ -1,4 +1,4 @@
-"""The statements of `faults`; each is of a whole batch of hosts."""
+"""SQL statements of the job `faults`. Each processes a whole batch of hosts."""
 
 DUE = """
 SELECT host_id, looked_at, statement_timestamp() FROM placement_sync_tree

@@ -1,7 +1,8 @@
-"""What Placement and Nova testify before a destructive act: who has an allocation of the device, and who had the device
-from us and lives on with it. See `safety`.
+"""The holder checks of Placement and Nova before a destructive act (`accelerators.safety`).
 
-Registered by `placement_sync.apps` where a cloud is configured. Who cannot be asked within 2 s counts against the act.
+Placement tells which consumers have an allocation of the device. Nova tells which instances that gave their request
+back still live on the host. `placement_sync.apps` registers both where a cloud is configured. A service that does not
+answer within 2 s counts against the act.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ from placement_sync.nova import client
 
 SHOWN = 5
 AWAY_S = 10.0
-"""Found away, nobody is asked again for so long: a sweep asks about hundreds of devices."""
+"""A service that was away is not asked again for this many seconds, because a sweep asks about hundreds of devices."""
 DAYS, LATELY = 30, 64
-"""Whoever gave a handle of the device back in so many days is asked for, so many of the last."""
+"""The check of Nova covers the instances that gave back a handle of the device in the last DAYS days; at most LATELY of
+them, the latest first.
+"""
 NOBODY = Testimony()
 GONE = 10_000
-"""So many instances that Nova does not know are remembered: their ids never come back."""
+"""Largest number of instances that are remembered as unknown to Nova. Their ids never come back."""
 
 RELEASED = """
 SELECT e.changes #>> '{instance_uuid,0}' FROM accelerators_event e
@@ -39,11 +42,12 @@ WHERE e.host = %(host)s AND e.at > statement_timestamp() - make_interval(days =>
     AND a.instance = (e.changes #>> '{instance_uuid,0}')::uuid AND e.subject = ANY(a.requests))
 GROUP BY 1 ORDER BY max(e.at) DESC LIMIT %(count)s
 """
-"""Instances that gave a handle of the device back. Events are the record: an unbind, a deletion write what was held.
+"""The instances that gave back a handle of the device. Events are the record: each unbind and each deletion writes
+which handle was held.
 
-What was attached to a running instance Nova did not plug; who had it detached has taken it out of the guest. Not so
-where its requests were taken away by somebody else: then it is detached with a fault. The host itself looks once more
-before anything is touched.
+Attachments that ended without a fault, or were never attached, are left out: Nova did not plug the device into the
+running instance, and whoever detached it has removed it from the guest. If somebody else deleted the requests, the
+attachment ends with a fault and is not left out. The host itself checks once more before anything is touched.
 """
 
 _away: dict[str, tuple[float, str]] = {}
@@ -51,7 +55,7 @@ _gone: set[str] = set()
 
 
 def allocations(device: Device) -> Testimony:
-    """Whoever has anything allocated of the device's providers."""
+    """Return the consumers with an allocation of any of the device's providers, or why that is unknown."""
     known = Deployable.objects.filter(device=device, rp_uuid__isnull=False).values_list("rp_uuid", flat=True)
     providers = [str(uuid) for uuid in known]
     endpoint = settings.KEYS.placement_endpoint
@@ -59,7 +63,10 @@ def allocations(device: Device) -> Testimony:
 
 
 def testimony(cloud: Any, endpoint: str, providers: Iterable[str]) -> Testimony:
-    """The same of these providers."""
+    """Return the consumers with an allocation of any of these providers (at most SHOWN), or why that is unknown.
+
+    Costs one call per provider, each with a deadline of 2 s.
+    """
     placement = Placement(cloud, endpoint, timeout_s=DEADLINE_S)
     consumers: set[str] = set()
     try:
@@ -71,9 +78,10 @@ def testimony(cloud: Any, endpoint: str, providers: Iterable[str]) -> Testimony:
 
 
 def instances(device: Device) -> Testimony:
-    """Whoever had the device from us, gave its request back, and is on its host still: its guest may use the device.
+    """Return the instances that gave back their request of this device and are still on its host.
 
-    An instance that has ended, is shelved, or lives elsewhere has let go.
+    Their guests may still use the device. An instance that was deleted, is shelved, or is on another host does not hold
+    it any more.
     """
     host = device.host
     with connection.cursor() as cursor:
@@ -86,6 +94,7 @@ def instances(device: Device) -> Testimony:
 
 
 def _living(cloud: Any, endpoint: str, had: Iterable[str], *names: str) -> Testimony:
+    """Ask Nova for the instances in `had` and return those that are on the host with one of `names`."""
     found = client.servers(cloud, endpoint, list(had))
     if len(_gone) > GONE:
         _gone.clear()
@@ -100,7 +109,10 @@ def _living(cloud: Any, endpoint: str, had: Iterable[str], *names: str) -> Testi
 
 
 def _asked(name: str, endpoint: str, ask: Callable[[Any], Testimony]) -> Testimony:
-    """What it says; while it is away, why nobody knows. Where there is no cloud there is nobody to hold anything."""
+    """Call `ask` with the cloud session and return its answer; without a cloud, nobody holds anything.
+
+    If the service was away less than AWAY_S ago, return its last error without a call.
+    """
     if (cloud := session(endpoint)) is None:
         return NOBODY
     until, why = _away.get(name, (0.0, ""))

@@ -1,8 +1,11 @@
-"""The job `placement`: what changed on hosts becomes what Placement shows. Intents of the kind `provider` wake it.
+"""The job `placement`: bring the providers in Placement in step with changed hosts.
 
-One intent a host. Several hosts are worked on side by side, on threads that know no database. While Placement is away
-all of them wait together; a host whose compute provider is not there yet waits alone. Where agents write (`writers`)
-the conductor only looks: what differs is told to the host's agent, and when that has ended the conductor looks again.
+Intents of the kind `provider` wake it.
+
+There is one intent per host. Several hosts are processed in parallel, on threads that do not use the database. While
+Placement is away, all intents back off together; a host without a compute provider waits alone. Where agents write
+(`writer_election`), the conductor only reads: it sends the differences to the host's agent as a command and looks again
+when the command has ended.
 """
 
 from __future__ import annotations
@@ -27,14 +30,16 @@ from placement_sync.sync import Outcome, Waiting, bring
 
 KIND = "provider"
 AT_ONCE = 8
-"""Hosts that are worked on at the same time."""
+"""Hosts that are processed at the same time."""
 BATCH = 64
 AT_IT = "its agent is writing", 5.0
-"""Of a host whose agent has a command: looked at again so often, should nobody say that it has ended."""
+"""Text and retry interval in seconds for a host whose agent has an open command. The end of the command normally wakes
+the job sooner.
+"""
 WAITING_S = 30.0
-"""How often a compute provider that is not there is looked for."""
+"""Retry interval for a host whose compute provider does not exist yet, in seconds."""
 SWEEP_S = 300.0
-"""A host that was not looked at for so long is looked at again: somebody else may have changed Placement."""
+"""A host is looked at again after this time without a look, in seconds: somebody else may have changed Placement."""
 
 NOT_LOOKED_AT = """
 SELECT h.id FROM accelerators_host h LEFT JOIN placement_sync_tree t ON t.host_id = h.id
@@ -49,12 +54,12 @@ Ended = Outcome | Exception
 
 
 def run() -> None:
-    """The job."""
+    """Run the job."""
     jobs.run_outside_transaction(JOB, step)
 
 
 def step() -> bool:
-    """One batch of hosts; True when there may be more."""
+    """Process one batch of intents; return True if there may be more."""
     if (there := session(settings.KEYS.placement_endpoint)) is None:
         return False
     _look_again()
@@ -92,12 +97,15 @@ def step() -> bool:
 
 
 class LeftToAgent(Exception):
-    """Its agent writes: what differs is told to it by the job."""
+    """The host's agent writes for this host. The job sends it what differs."""
 
 
 def sync_hosts(cloud: Any, hosts: Sequence[Host], dry_run: bool = False) -> list[Ended]:
-    """What came of each host, in their order, for a person who asks for it; LeftToAgent where the conductor writes
-    nothing, and an agent is told instead."""
+    """Synchronize these hosts now, for a person who asked for it; return the results in the order of `hosts`.
+
+    With `dry_run` nothing is written. Otherwise, where an agent writes, the conductor raises an intent instead, and the
+    result is LeftToAgent.
+    """
     turns = {} if dry_run else writer_election.turns(dict.fromkeys((host.id for host in hosts), False))
     theirs = [host for host in hosts if turns.get(host.id, Turn.CONDUCTOR) is not Turn.CONDUCTOR]
     ours = [host for host in hosts if host not in theirs]
@@ -109,8 +117,10 @@ def sync_hosts(cloud: Any, hosts: Sequence[Host], dry_run: bool = False) -> list
 
 
 def _brought(cloud: Any, hosts: Sequence[Host], looks: Collection[int] = ()) -> list[Ended]:
-    """What came of each host, in their order; of those in `looks` (ids) what would have come. After one that found
-    Placement away, the rest are not asked any more."""
+    """Synchronize the hosts in parallel and return the results in their order; for the host ids in `looks`, a dry run.
+
+    After one host found Placement away, the others are not tried and get the same error.
+    """
     words: set[str] = set()
     gone: list[Away] = []
 
@@ -138,7 +148,10 @@ def _brought(cloud: Any, hosts: Sequence[Host], looks: Collection[int] = ()) -> 
 
 
 def _bind_programmed(host: str) -> None:
-    """Placement shows what was programmed on this host, unless it was told of more meanwhile: who waited is Bound."""
+    """Move the requests that waited for this host's programming to Bound, since Placement now shows the result.
+
+    Does nothing if the host has another `provider` intent meanwhile; then the next synchronization does it.
+    """
     waiting = Intent.objects.filter(kind=binding.PROGRAMMED, payload__host=host)
     with conductor.writing():
         requests = list(waiting.values_list("key", flat=True))
@@ -149,7 +162,7 @@ def _bind_programmed(host: str) -> None:
 
 
 def _look_again() -> None:
-    """Raise an intent for hosts that were not looked at for long."""
+    """Raise an intent for up to BATCH hosts that were not looked at for SWEEP_S."""
     with conductor.writing():
         found = conductor.cursor().execute(NOT_LOOKED_AT, [SWEEP_S, BATCH]).fetchall()
         if found:
@@ -157,6 +170,6 @@ def _look_again() -> None:
 
 
 def _wait_together(error: str) -> None:
-    """Placement is away: nobody needs to find that out again for a while."""
+    """Record the failure for all due intents, so that they back off together while Placement is away."""
     while due := outbox.due(KIND, 1000):
         outbox.failed(due, error)

@@ -1,6 +1,7 @@
-"""Between the tables and the pure part: what is desired of a host, what was written, what came of it.
+"""Load what is desired and what was written for one host, and store the outcome of a synchronization.
 
-Called by `tasks` and `manage.py placement_sync`. Three statements to read a host, at most four to write one.
+It connects the tables with the pure code in `mapping` and `sync`. Reading a host costs three statements, storing an
+outcome at most four.
 """
 
 from __future__ import annotations
@@ -27,8 +28,11 @@ WHERE d.host_id = %s AND p.rp_uuid IS NOT NULL
   AND NOT EXISTS (SELECT FROM accelerators_attachhandle t WHERE t.deployable_id = p.id AND t.attach_type = 'DEV')
 ORDER BY p.missing_since NULLS FIRST, p.id
 """
-"""A provider is there from when its device first left `inactive` (its id is recorded then) until it is removed. Device
-nodes are for no guest: Nova is never offered one."""
+"""The deployables of a host that are providers.
+
+A provider exists from the time when its device first left `inactive` (then its id is recorded) until it is removed.
+Device nodes (attach type DEV) are left out: they are not for guests, so Nova must never be offered one.
+"""
 WRITTEN = (
     "SELECT uuid::text, classes::json, traits::json, seen::json FROM placement_sync_writtenprovider WHERE host_id = %s"
 )
@@ -49,27 +53,30 @@ ON CONFLICT (host_id) DO UPDATE SET root = excluded.root, looked_at = now(), syn
 
 
 def parts(host: Host) -> list[Part]:
-    """The host's deployables that are providers."""
+    """Return the host's deployables that are providers. One statement."""
     with connection.cursor() as cursor:
         cursor.execute(PARTS, [host.pk])
         return [Part(*row) for row in cursor.fetchall()]
 
 
 def written(host: Host) -> dict[str, Written]:
-    """What was last written, by provider."""
+    """Return what was last written to each provider of the host, by provider uuid. One statement."""
     with connection.cursor() as cursor:
         cursor.execute(WRITTEN, [host.pk])
         return {uuid: _written(*row) for uuid, *row in cursor.fetchall()}
 
 
 def root(host: Host) -> str:
-    """The compute provider's uuid as of the last look, '' when there was none."""
+    """Return the compute provider's uuid as of the last look, or '' if there was none. One statement."""
     known = Tree.objects.filter(pk=host.pk).values_list("root", flat=True).first()
     return str(known) if known else ""
 
 
 def keep(host: Host, outcome: Outcome) -> None:
-    """Remember what came of it."""
+    """Store the outcome of a synchronization, and delete the rows of providers that it no longer contains.
+
+    One transaction.
+    """
     rows = [_row(uuid, entry) for uuid, entry in sorted(outcome.written.items())]
     with transaction.atomic(), connection.cursor() as cursor:
         cursor.execute(DROP, [host.pk, sorted(outcome.written)])

@@ -1,9 +1,9 @@
-"""Who calls Placement to write: the conductor, or the agents of the hosts that can. One writer a host at any moment.
+"""Decide who writes to Placement: the conductor, or the agents of the hosts that can. One writer per host at a time.
 
-What is wanted, and what was written, the conductor alone knows; a writer is only who makes the calls. Used by `tasks`,
-the console and `manage.py placement_writer`. Every change of the writer raises the epoch: who holds an older one stops
-before its next call. A host whose agent has such a command open is written by nobody else until the command has ended,
-and an agent that has fallen silent long enough to have stopped by itself has its command ended for it.
+Only the conductor knows what is desired and what was written; the writer merely makes the calls. Every change of the
+writer raises the epoch, and a writer with an older epoch stops before its next call. While a host's agent has an open
+`placement` command, nobody else writes for that host. If the agent has been silent for so long that it must have
+stopped by itself, its command is ended.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from placement_sync.sync import Outcome
 
 JOB = "placement"
 LONGEST = 400_000
-"""Bytes of work that fit into a command; a host with more is written by the conductor."""
+"""Largest work that fits into a command, in bytes. A host with more is written by the conductor."""
 
 
 class Turn(Enum):
@@ -41,25 +41,26 @@ class Turn(Enum):
 
     CONDUCTOR = "conductor"
     AGENT = "agent"
-    """It is to be told, if anything is to be written."""
+    """The agent gets a command if anything has to be written."""
     WAIT = "wait"
-    """It was told, and is at it."""
+    """The agent has an open command; wait until that ends."""
 
 
 def current() -> Writer:
-    """Who writes now; the conductor until somebody has decided otherwise."""
+    """Return the current writer; the conductor with epoch 0 if the writer was never changed."""
     return Writer.objects.first() or Writer(id=1)
 
 
 def epoch() -> int:
-    """The present writer's."""
+    """Return the epoch of the current writer."""
     return current().epoch
 
 
 def switch(who: str, by: str, reason: str = "", source: Source = Source.PERSON) -> Writer:
-    """Make `who` (conductor or agents) the writer, from now on. Nothing changes when it is already.
+    """Make `who` (conductor or agents) the writer, and return the writer. Does nothing if it is the writer already.
 
-    Raises Refused INVALID. What an agent has under way ends before its next call; what it has not taken is withdrawn.
+    Locks the writer's row and records an event. Agents that are writing stop before their next call; commands that no
+    agent has taken yet are refused. Raises Refused INVALID.
     """
     if who not in Who.values:
         raise Refused(Reason.INVALID, f"Nobody called {who[:64]!r} writes: say {' or '.join(Who.values)}.")
@@ -80,10 +81,13 @@ def switch(who: str, by: str, reason: str = "", source: Source = Source.PERSON) 
 
 
 def turns(told: Mapping[int, bool]) -> dict[int, Turn]:
-    """Whose turn it is at these hosts (ids); True for who was told already what is wanted.
+    """Return whose turn it is for each host (id).
 
-    What an agent was told the conductor looks at when the command has ended, and mends what is not so. Three statements
-    at most, one while nobody has ever made agents the writer.
+    The value in `told` is true if the host's agent was already sent a command since the change. Then it is the
+    conductor's turn when the command has ended: it looks itself and corrects what is still different.
+
+    Also ends the open commands of silent agents. Reads with at most three statements, one while the writer was never
+    changed.
     """
     writer = current()
     if not writer.epoch:
@@ -100,7 +104,7 @@ def turns(told: Mapping[int, bool]) -> dict[int, Turn]:
 
 
 def _give_up(numbers: Sequence[int]) -> None:
-    """Their agents have stopped by themselves: they are over."""
+    """End these commands now: their agents have stopped by themselves."""
     if numbers:
         with conductor.writing():
             Command.objects.filter(id__in=numbers, answered_at__isnull=True).update(
@@ -110,7 +114,10 @@ def _give_up(numbers: Sequence[int]) -> None:
 
 
 def tell(host: Host, seen: Outcome) -> int:
-    """Have the host's agent write what differs; the command's number, 0 when it is more than a command holds."""
+    """Place a command that has the host's agent write what differs.
+
+    Returns the command's number, or 0 if the work is larger than LONGEST.
+    """
     desired, _ = mapping.desired(repository.parts(host))
     work = Work(desired, seen.written, seen.root, settings.KEYS.placement_endpoint)
     payload = msgspec.json.encode(work)
@@ -126,7 +133,7 @@ def tell(host: Host, seen: Outcome) -> int:
 
 
 def left_aside(hosts: Iterable[Host]) -> list[tuple[str, str]]:
-    """Hosts (names) whose agent cannot write, and why: the conductor writes for them, whoever else does."""
+    """Return the hosts (name and reason) whose agent cannot write, so that the conductor always writes for them."""
     by_id = {host.id: host.name for host in hosts}
     found = placement_delegation.hands(by_id.keys())
     return sorted((by_id[host], hand.lacks) for host, hand in found.items() if hand.lacks)

@@ -1,9 +1,10 @@
-"""What Nova knows of instances, through a keystoneauth1 session. Free of Django.
+"""Read instances from Nova through a keystoneauth1 session. Free of Django.
 
-`Nova` (one listing per project asked for, within 2 s, remembered for 10 s) is registered by `placement_sync.apps` as
-the source of `accelerators.api.own.instances`. While Nova is away, off, or not configured, everything is unknown at
-once, and Nova is asked again after 10 s. `servers` asks for single ones, for `witness` and `faults`; `get` is
-`watcher`'s.
+`Nova` answers for many instances with one listing per project, within 2 s, and caches the states for 10 s;
+`placement_sync.apps` registers it as the source of `accelerators.api.own.instances`. After a failed listing it makes no
+call for 10 s; meanwhile, and while Nova is off or not configured, states that are not cached are unknown.
+
+`servers` asks for single instances, for holder checks and discrepancies. `get` sends any GET request.
 """
 
 from __future__ import annotations
@@ -24,20 +25,20 @@ from drivers.configuration import ConfigurationError
 DEADLINE_S = 2.0
 REMEMBERED_S = 10.0
 REMEMBERED = 10_000
-"""So many instances are remembered; the longest unasked goes first."""
+"""Largest number of cached states. The oldest answer is dropped first."""
 PAGE = 1000
 AT_ONCE = 8
 GONE = Known("gone")
 LEFT = frozenset({"DELETED", "SHELVED_OFFLOADED"})
-"""In these states an instance is on no host."""
+"""States in which an instance is on no host."""
 log = logging.getLogger(__name__)
 
 Fetch = Callable[[Mapping[str, str]], Mapping[str, Any]]
-"""The body of `GET /servers/detail` with these parameters; raises when there is none."""
+"""Returns the body of `GET /servers/detail` with these parameters; raises an error if there is none."""
 
 
 def by_project(instances: Iterable[Instance]) -> dict[str, set[str]]:
-    """Project → the uuids asked for."""
+    """Group the uuids of the instances by project."""
     asked: dict[str, set[str]] = {}
     for instance in instances:
         asked.setdefault(instance.project_id, set()).add(instance.uuid)
@@ -45,7 +46,7 @@ def by_project(instances: Iterable[Instance]) -> dict[str, set[str]]:
 
 
 def pages(fetch: Fetch, project: str, page: int = PAGE) -> Iterator[list[Mapping[str, Any]]]:
-    """A project's servers, page after page, until Nova names no next one."""
+    """Yield a project's servers page by page, until Nova's answer has no link to a next page."""
     params = {"all_tenants": "1", "project_id": project, "limit": str(page)}
     while True:
         body = fetch(params)
@@ -57,7 +58,7 @@ def pages(fetch: Fetch, project: str, page: int = PAGE) -> Iterator[list[Mapping
 
 
 def look_up(fetch: Fetch, project: str, uuids: Collection[str]) -> dict[str, Known]:
-    """What Nova knows of these instances of a project; those it does not have are gone."""
+    """Return state and name of these instances of a project; an instance that Nova does not list is GONE."""
     missing, found = set(uuids), {}
     for servers in pages(fetch, project):
         for server in servers:
@@ -70,7 +71,7 @@ def look_up(fetch: Fetch, project: str, uuids: Collection[str]) -> dict[str, Kno
 
 
 def fetcher(session: Any, endpoint: str = "", timeout_s: float = DEADLINE_S) -> Fetch:
-    """Ask through a keystoneauth1 session; `endpoint` is Nova's own address when the catalogue's shall not be used."""
+    """Return a Fetch that uses the session. `endpoint` overrides the address of Nova in Keystone's catalogue."""
     where = {"endpoint_override": endpoint} if endpoint else {}
 
     def fetch(params: Mapping[str, str]) -> Mapping[str, Any]:
@@ -91,7 +92,7 @@ def fetcher(session: Any, endpoint: str = "", timeout_s: float = DEADLINE_S) -> 
 
 
 class Unusable(Exception):
-    """Nova did not answer, or not completely: nothing is concluded from it."""
+    """Nova gave no answer, or not a complete one, so nothing can be concluded from it."""
 
 
 UNASKED = Unusable("Nova was not asked")
@@ -99,18 +100,21 @@ UNASKED = Unusable("Nova was not asked")
 
 @dataclass(frozen=True)
 class Server:
-    """An instance as Nova shows it; `places` are the names of its host, none where Nova does not tell them."""
+    """An instance as Nova shows it. `places` are the names of its host, empty if Nova does not tell them."""
 
     status: str
     places: frozenset[str] = frozenset()
 
     def on(self, *names: str) -> bool:
-        """Whether it is on the host of one of these names, as far as Nova tells; not when it is on none any more."""
+        """Whether the instance is on a host with one of these names.
+
+        False if the instance is deleted or shelved-offloaded; otherwise True if Nova does not tell the host.
+        """
         return self.status not in LEFT and (not self.places or not self.places.isdisjoint(names))
 
 
 def get(session: Any, endpoint: str, path: str, params: Mapping[str, str], timeout_s: float) -> Any:
-    """Nova's answer, whatever its status. Raises Unusable when there is none."""
+    """Send a GET request and return Nova's answer, whatever its status. Raises Unusable if there is no answer."""
     from keystoneauth1.exceptions import ClientException
 
     try:
@@ -131,7 +135,7 @@ def get(session: Any, endpoint: str, path: str, params: Mapping[str, str], timeo
 
 
 def server(session: Any, endpoint: str, uuid: str, timeout_s: float = DEADLINE_S) -> Server | None:
-    """One instance; None when Nova has none of that id. Raises Unusable."""
+    """Return one instance, or None if Nova answers 404. Raises Unusable."""
     answer = get(session, endpoint, f"/servers/{uuid}", {}, timeout_s)
     if answer.status_code == 404:
         return None
@@ -148,7 +152,10 @@ def server(session: Any, endpoint: str, uuid: str, timeout_s: float = DEADLINE_S
 def servers(
     session: Any, endpoint: str, uuids: Collection[str], deadline_s: float = DEADLINE_S
 ) -> dict[str, Server | Unusable | None]:
-    """Several at once; after `deadline_s` in all, who was not answered for is Unusable."""
+    """Return several instances, read in parallel (AT_ONCE threads).
+
+    An instance is Unusable if Nova has not answered for it within `deadline_s`, which is for all together.
+    """
     threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="servers")
     asked = {uuid: threads.submit(partial(server, session, endpoint, uuid, deadline_s)) for uuid in uuids}
     wait(asked.values(), deadline_s)
@@ -157,6 +164,7 @@ def servers(
 
 
 def _answer(future: Future[Server | None]) -> Server | Unusable | None:
+    """Return the result of a call, or Unusable if it is not finished or has failed."""
     if not future.done() or future.cancelled():
         return Unusable("Nova did not answer in time")
     try:
@@ -166,7 +174,10 @@ def _answer(future: Future[Server | None]) -> Server | Unusable | None:
 
 
 class Nova:
-    """A source of instances' states; one per process. `session` is made at the first question, on another thread."""
+    """Return the states of instances, from a cache or from Nova. Thread-safe; one per process.
+
+    `session` returns the keystoneauth1 session; it is called for each listing, on another thread.
+    """
 
     def __init__(
         self,
@@ -183,7 +194,7 @@ class Nova:
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="nova")
 
     def __call__(self, instances: Collection[Instance]) -> Mapping[str, Known]:
-        """What is known within the deadline, by uuid."""
+        """Return what is known within the deadline, by uuid; an instance that is left out is unknown."""
         known, now = self._remembered(instances), self._steady()
         missing = by_project(instance for instance in instances if instance.uuid not in known)
         if not missing or now < self._away_until:
@@ -195,12 +206,14 @@ class Nova:
         return known
 
     def _remembered(self, instances: Collection[Instance]) -> dict[str, Known]:
+        """Return the cached states of these instances that have not expired."""
         now = self._steady()
         with self._lock:
             held = ((instance.uuid, self._known.get(instance.uuid)) for instance in instances)
             return {uuid: entry[1] for uuid, entry in held if entry and now < entry[0]}
 
     def _ask(self, project: str, uuids: Collection[str]) -> dict[str, Known]:
+        """List the project's servers, cache the states of these uuids, and return them."""
         found = look_up(fetcher(self._session(), self._endpoint, self._deadline_s), project, uuids)
         until = self._steady() + REMEMBERED_S
         with self._lock:
@@ -212,6 +225,7 @@ class Nova:
         return found
 
     def _answered(self, future: Future[dict[str, Known]], known: dict[str, Known]) -> bool:
+        """Add a finished listing to `known`; return False if it failed or is not finished."""
         if not future.done():
             future.cancel()
             return False
@@ -221,7 +235,10 @@ class Nova:
         return True
 
     def _judge(self, failed: list[Future[dict[str, Known]]]) -> None:
-        """One line when Nova goes away, and not a word more until it was back. To have no cloud is no trouble."""
+        """Start the back-off if a listing failed; log one warning when Nova goes away, and no other until it was back.
+
+        A missing cloud configuration is not logged.
+        """
         if failed:
             self._away_until = self._steady() + REMEMBERED_S
             errors = [future.exception() for future in failed if future.done() and not future.cancelled()]

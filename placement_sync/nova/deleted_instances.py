@@ -1,8 +1,8 @@
-"""The job `instances`: requests of instances that are no more are given back. Seen with a real Nova: a server that is
-deleted while it is being bound leaves its requests behind.
+"""The job `instances`: delete the requests of instances that do not exist any more.
 
-Careful by rule: an instance counts as gone after two complete listings, `APART_S` apart, that lack it, and a direct
-question that Nova answers with 404. A listing that has none of many instances is taken for another cloud's.
+Observed with a real Nova: a server that is deleted while it is being bound leaves its requests behind. An instance
+counts as deleted only if two complete listings, at least APART_S apart, lack it and Nova answers 404 to a direct query.
+A listing that contains none of MANY or more instances is taken for another cloud's and ignored.
 """
 
 from __future__ import annotations
@@ -29,23 +29,30 @@ log = logging.getLogger(__name__)
 
 JOB = "instances"
 APART_S = 60.0
+"""Minimum time in seconds between two listings, and between the first listing that lacks an instance and its direct
+query.
+"""
 PAGE, TIMEOUT_S = 1000, 10.0
 MANY = 4
-"""So many instances, and none of them listed: that is not this cloud."""
+"""If this many or more instances hold requests and none of them is listed, the listing is taken for another cloud's."""
 WATCHER = Caller("instances", "", frozenset({"admin", "service"}), "", service=True)
 HELD = """
 SELECT DISTINCT instance_uuid::text FROM accelerators_acceleratorrequest
 WHERE instance_uuid IS NOT NULL AND updated_at < statement_timestamp() - interval '60 seconds'
 """
+"""The instances that hold a request which has not changed for 60 s."""
 
 
 def run() -> None:
-    """The job."""
+    """Run the job."""
     jobs.run_outside_transaction(JOB, step)
 
 
 def step() -> bool:
-    """One look; there is never more to do at once."""
+    """Compare the instances that hold requests with Nova, at most every APART_S.
+
+    Always returns False: there is never more.
+    """
     with connection.cursor() as cursor:
         cursor.execute(HELD)
         held = {uuid for (uuid,) in cursor.fetchall()}
@@ -71,12 +78,13 @@ def step() -> bool:
 
 
 def gone(missing: Collection[str], known: Mapping[str, datetime], now: datetime) -> set[str]:
-    """Those that an earlier listing, long enough ago, lacked too."""
+    """Return the missing instances that were first missed at least APART_S ago."""
     before = now - timedelta(seconds=APART_S)
     return {uuid for uuid in missing if uuid in known and known[uuid] <= before}
 
 
 def _missing(held: Collection[str], listed: Collection[str]) -> set[str]:
+    """Return the instances that the listing lacks. Raises Unusable if it lacks all of MANY or more."""
     missing = set(held) - set(listed)
     if len(missing) == len(held) >= MANY:
         raise Unusable(f"its listing has none of the {len(held)} instances that hold accelerators: is it this cloud's?")
@@ -88,6 +96,7 @@ def _forget(instances: Collection[str]) -> None:
 
 
 def _free(instance: str) -> None:
+    """Delete the instance's requests and record an event."""
     requests = AcceleratorRequest.objects.filter(instance_uuid=instance)
     with conductor.writing():
         names = ", ".join(str(uuid) for uuid in requests.values_list("uuid", flat=True))
@@ -98,13 +107,13 @@ def _free(instance: str) -> None:
 
 
 class _Nova:
-    """Two questions, through a keystoneauth1 session."""
+    """The two queries that the job sends to Nova, through a keystoneauth1 session."""
 
     def __init__(self, session: Any, endpoint: str) -> None:
         self._session, self._endpoint = session, endpoint
 
     def listed(self) -> set[str]:
-        """Every instance of every project. Raises Unusable unless the listing is complete."""
+        """Return the uuids of all instances of all projects. Raises Unusable unless the listing is complete."""
         return {uuid for page in self._pages() for uuid in page}
 
     def _pages(self) -> Iterator[list[str]]:
@@ -124,7 +133,7 @@ class _Nova:
             params["marker"] = found[-1]
 
     def is_gone(self, uuid: str) -> bool:
-        """Whether Nova says 404 of it."""
+        """Whether Nova answers 404 for this instance. Raises Unusable if it does not answer."""
         return bool(self._get(f"/servers/{uuid}", {}).status_code == 404)
 
     def _get(self, path: str, params: Mapping[str, str]) -> Any:

@@ -1,7 +1,8 @@
-"""Telling Nova that a request is bound or failed: one event each, one call per instance. Free of Django but for `run`.
+"""Notify Nova that a request is bound or failed: one event per request, one call per instance. Free of Django.
 
-Intents of the kind `notice` (key: the request) wake the job `notices`; `accelerators.requests.binding` raises them
-in the transaction that moves the request. At least once: Nova takes a repeated one. Contract section 4.3.
+`accelerators.requests.binding` raises an intent of the kind `notice` (key: the request) in the transaction that moves
+the request; the intent wakes the job `notices`. Delivery is at least once: Nova accepts a repeated event. Contract
+section 4.3.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from typing import Any
 EVENT, VERSION, PATH = "accelerator-request-bound", "compute 2.82", "/os-server-external-events"
 TIMEOUT_S = 10.0
 ANSWERED = frozenset({200, 404, 422})
-"""Codes of an entry after which it need not be told again: taken; the instance is gone; it has no host yet, and will
-ask by itself when it has."""
+"""Codes of an event that need no retry: accepted (200); Nova does not know the instance (404); the instance has no host
+yet, and Nova will query the request itself when it has (422).
+"""
 
 
 @dataclass(frozen=True)
 class Notice:
-    """What is to be told of a request."""
+    """The outcome of one request that Nova shall be notified of."""
 
     request: str
     instance: str
@@ -28,8 +30,11 @@ class Notice:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of a notice: `done` when it need not be told again, `alarm` when a person should look, `away` when
-    nobody was there to answer."""
+    """The result of a notice.
+
+    `done`: no retry is needed. `alarm`: a person should look at it. `away`: Nova was unreachable, throttled, refused
+    the credentials or answered unusably, so further calls are pointless for now.
+    """
 
     done: bool
     text: str
@@ -38,7 +43,7 @@ class Answer:
 
 
 def body(notices: Sequence[Notice]) -> dict[str, Any]:
-    """The call that tells these."""
+    """Return the request body for these notices."""
     return {
         "events": [
             {
@@ -53,7 +58,7 @@ def body(notices: Sequence[Notice]) -> dict[str, Any]:
 
 
 def judge(notices: Sequence[Notice], status: int, answer: object) -> list[Answer]:
-    """What Nova's answer means for each of them."""
+    """Return what Nova's answer means for each notice."""
     if status == 404:
         return [Answer(True, "404: Nova does not know the instance")] * len(notices)
     if status >= 500 or status in (401, 403, 408, 429):
@@ -67,7 +72,10 @@ def judge(notices: Sequence[Notice], status: int, answer: object) -> list[Answer
 
 
 def tell(session: Any, endpoint: str, notices: Sequence[Notice]) -> list[Answer]:
-    """One call through a keystoneauth1 session."""
+    """Send the notices in one call through a keystoneauth1 session and return the result of each.
+
+    Blocks for up to TIMEOUT_S.
+    """
     from keystoneauth1.exceptions import ClientException
 
     try:
@@ -93,7 +101,7 @@ def tell(session: Any, endpoint: str, notices: Sequence[Notice]) -> list[Answer]
 
 
 def _codes(answer: object) -> Mapping[str, int] | None:
-    """Request → the code of its entry."""
+    """Return the code of each request's event, or None if the answer is no list of events."""
     events = answer.get("events") if isinstance(answer, dict) else None
     if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
         return None
@@ -101,6 +109,7 @@ def _codes(answer: object) -> Mapping[str, int] | None:
 
 
 def _one(code: int) -> Answer:
+    """Return the result that the code of one event stands for; 0 means that Nova's answer lacks the event."""
     meaning = {
         200: "taken",
         404: "Nova does not know the instance",

@@ -1,4 +1,4 @@
-"""The job `notices`: intents of the kind `notice` are told to Nova, an instance's together in one call."""
+"""The job `notices`: send the intents of the kind `notice` to Nova; those of one instance go in one call."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ from placement_sync.nova.notices import Answer, Notice, tell
 KIND, JOB = "notice", "notices"
 BATCH = 256
 AT_ONCE = 8
-"""Calls under way at the same time. After one that found Nova away, no more are begun."""
+"""Calls that are made at the same time. After a call that found Nova away, no other is started."""
 
 
 def run() -> None:
-    """The job."""
+    """Run the job."""
     jobs.run_outside_transaction(JOB, step)
 
 
 def step() -> bool:
-    """One batch; True when there may be more."""
+    """Send one batch of notices; return True if there may be more.
+
+    If Nova is off or not configured, the batch is discarded.
+    """
     due = outbox.due(KIND, BATCH)
     if not due:
         return False
@@ -53,7 +56,11 @@ def step() -> bool:
 
 
 def _record(told: list[outbox.Due], answers: list[Answer]) -> None:
-    """What was told and answered becomes an event of the request; a refusal the first time, to be away never."""
+    """Record events, then mark intents done or schedule their retry.
+
+    An event is recorded for each notice that needs no retry, and for the first refusal. None is recorded for a notice
+    that failed because Nova was away, unless Nova refused the credentials.
+    """
     pairs = list(zip(told, answers, strict=True))
     conductor.record_all([_event(*pair) for pair in pairs if pair[1].done or (pair[1].alarm and not pair[0].attempts)])
     outbox.done([intent for intent, answer in pairs if answer.done])

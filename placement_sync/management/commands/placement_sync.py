@@ -1,4 +1,4 @@
-"""`manage.py placement_sync`: bring Placement in step now, or see what would be done."""
+"""`manage.py placement_sync`: synchronize hosts with Placement now, or show what would be written."""
 
 from __future__ import annotations
 
@@ -55,6 +55,10 @@ class Command(shell.Taught):
             sys.exit(1)
 
     def _tell(self, host: Host, ended: providers.Ended, dry_run: bool) -> tuple[int, bool]:
+        """Print the result of one host and store it unless `dry_run`.
+
+        Return the number of writes, and whether it is in step.
+        """
         if found := describe.told(ended):
             self.stdout.write("\n  ".join([host.name, *found]))
         if not isinstance(ended, Outcome):

@@ -1,4 +1,4 @@
-"""`manage.py placement_writer`: who writes to Placement, and who is to."""
+"""`manage.py placement_writer`: show or change who writes to Placement."""
 
 from __future__ import annotations
 
