@@ -1,4 +1,4 @@
-"""Brings the tables in line with what agents report, many hosts in one transaction. Called by `agents.tasks`."""
+"""Merge reports of agents into the inventory tables, many hosts in one transaction."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _encode = msgspec.json.Encoder().encode
 
 
 def apply(reports: Mapping[int, Iterable[HostReport]]) -> int:
-    """Bring the tables in line with `reports` (host id → its reports, any order); returns how many hosts changed.
+    """Merge `reports` (host id → its reports, in any order); return for how many hosts a report was applied.
 
-    One statement locks the hosts, one loads what is stored, then at most one per table writes: constant, whatever the
-    batch's size.
-    Reports not newer than the last applied are dropped.
+    Reports that are not newer than the host's last applied one are dropped. The number of statements does not depend on
+    the size of the batch: one locks the hosts, one loads the stored rows, at most twelve write the differences, and one
+    places `install` commands for devices that an admission rule made ready. The hosts stay locked until the commit.
     """
     began = time.monotonic()
     with conductor.writing():
