@@ -26,7 +26,7 @@ def apply(reports: Mapping[int, Iterable[HostReport]]) -> int:
 
     Reports that are not newer than the host's last applied one are dropped. The number of statements does not depend on
     the size of the batch: one locks the hosts, one loads the stored rows, at most twelve write the differences, and one
-    places `install` commands for devices that an admission rule made ready. The hosts stay locked until the commit.
+    places `install` commands for devices that a rule admits and that need it. The hosts stay locked until the commit.
     """
     began = time.monotonic()
     with conductor.writing():

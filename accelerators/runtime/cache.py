@@ -54,7 +54,10 @@ class Cache(Generic[Value]):
         pubsub.subscribe(collection, self.drop)
 
     def get(self, key: str) -> Value | None:
-        """Return the value for `key`, or None if there is none. Raise what `load` raises, to all threads that wait for it."""
+        """Return the value for `key`, or None if there is none.
+
+        Threads that ask for a key that is being loaded wait for that load. If it raises, all of them get the exception.
+        """
         pubsub.listen()
         with self._lock:
             entry = self._entries.get(key)

@@ -121,7 +121,10 @@ def kick_timely() -> None:
 
 
 def backstop() -> None:
-    """Wake all jobs. django-q2's scheduler calls this once a minute, so a lost wake-up delays a job by at most a minute."""
+    """Wake all jobs. django-q2's scheduler calls this once a minute.
+
+    A job that nobody woke by mistake is therefore late by at most a minute.
+    """
     _wake(job.name for job in jobs())
 
 
