@@ -52,6 +52,7 @@ ASKED = {
 }
 """Commands that people can order for a device, and the device states in which each is possible."""
 ASKED_OF_HOST = ("rescan", "logs", "report")
+"""Commands that people can order for a host."""
 _DONE = {"uninstall": "uninstalled", "program": "programmed", "partition": "partitioned", "reset": "reset"}
 
 _COLUMNS = ("op", "device", "handle", "part", "host", "arguments", "exclusive", "request", "actor", "reason")
@@ -339,6 +340,7 @@ def _ordered(hosts: set[int], made: Sequence[Command]) -> None:
 
 
 def _arguments(op: str, layout: Mapping[str, str] | None, image: UUID | None) -> dict[str, Any]:
+    """Check what the caller gave for the device command `op`; return the command arguments. Raise Refused INVALID."""
     if op not in ASKED:
         raise Refused(Reason.INVALID, f"A device cannot be asked to {op}; it can be asked: {', '.join(ASKED)}.")
     if bool(layout) != (op == "partition"):
@@ -358,6 +360,7 @@ def _arguments(op: str, layout: Mapping[str, str] | None, image: UUID | None) ->
 
 
 def _part(device: Device, wanted: UUID | None) -> int:
+    """Return the id of the deployable to program; without `wanted`, of the only one. Raise Refused INVALID."""
     parts = dict(Deployable.objects.filter(device=device, missing_since__isnull=True).values_list("uuid", "id"))
     if wanted is None and len(parts) == 1:
         return next(iter(parts.values()))

@@ -24,6 +24,7 @@ from accelerators.models import Attribute, Command, Deployable, Device
 from accelerators.runtime import pubsub
 
 POLL_S = 1.0
+"""Seconds after which `until_ended` reads the command again, in case a notification was lost."""
 
 
 def programmed(device: Device, deployable_name: str, image: Mapping[str, Any], actor: str) -> None:
@@ -41,6 +42,10 @@ def programmed(device: Device, deployable_name: str, image: Mapping[str, Any], a
 
 
 def _programmed(part: Deployable, image: Mapping[str, Any], actor: str) -> None:
+    """Store bitstream and function trait of one deployable, with an event and a `provider` intent.
+
+    Without a function id in the image's properties, the image's own id names the function.
+    """
     device, bitstream = part.device, UUID(image["id"])
     function = image.get("properties", {}).get(FUNCTION) or image["id"]
     trait = traits.function_trait(part.driver_name or device.driver, function)
@@ -121,6 +126,7 @@ def until_ended(uuid: UUID, seconds: float) -> Command | None:
 
 
 def _enter(uuid: str, news: threading.Event) -> None:
+    """Register a waiting thread; at the first call also subscribe to the notifications about commands."""
     global _subscribed
     with _lock:
         _waiting.setdefault(uuid, []).append(news)

@@ -59,6 +59,7 @@ def remove(uuid: UUID, caller: Caller) -> None:
 
 
 def _refuse_conductors(attribute: Attribute | None) -> None:
+    """Raise Refused CONFLICT if programming has written the attribute."""
     if attribute is not None and attribute.origin == Origin.CONDUCTOR:
         text = f"Attribute {attribute.key} says what was programmed, {attribute.value}: program to change it."
         raise Refused(Reason.CONFLICT, text)

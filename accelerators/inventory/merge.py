@@ -48,6 +48,7 @@ def apply(reports: Mapping[int, Iterable[HostReport]]) -> int:
 
 
 def _install(changes: Changes) -> None:
+    """Place an `install` command for each device that an admission rule made installing."""
     orders = [
         placing.Order("install", uuid, actor=rule.name, reason=f"admitted by {rule.by}")
         for uuid, rule in changes.installs
@@ -56,6 +57,7 @@ def _install(changes: Changes) -> None:
 
 
 def _write(cursor: Any, changes: Changes) -> None:
+    """Write all changes, one statement for each kind of change that occurs."""
     for statement, rows in (
         (sql.DEVICES, changes.devices),
         (sql.MOVES, changes.moves),

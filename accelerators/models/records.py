@@ -121,7 +121,7 @@ class Intent(fields.Row):
 
 
 class Tick(models.Model):
-    """A job that was woken and not yet taken up by a worker (`accelerators.runtime.jobs`). Not part of the inventory."""
+    """A job that was woken and that no worker has taken up yet; not inventory. See `accelerators.runtime.jobs`."""
 
     name = models.CharField(max_length=64, primary_key=True)
     at = models.DateTimeField(db_default=Now())

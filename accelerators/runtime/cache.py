@@ -79,6 +79,10 @@ class Cache(Generic[Value]):
             self._drops += 1
 
     def _ask(self, key: str, old: _Entry[Value] | None, asked: Future[Value | None], drops: int) -> Value | None:
+        """Load the value, or keep that of `old` if its generation is current; give it to the waiting threads.
+
+        `drops` is the count of drops when the load began: the value is stored only if nothing was dropped since.
+        """
         try:
             generation = generations.current(self._collection)
             value = old.value if old and old.generation == generation else self._load(key)
@@ -92,6 +96,7 @@ class Cache(Generic[Value]):
         return value
 
     def _settle(self, key: str, asked: Future[Value | None], entry: _Entry[Value] | None, drops: int) -> None:
+        """End the load `asked`: store `entry` unless the cache was dropped since, or delete the key if it is None."""
         with self._lock:
             if self._asked.get(key) is asked:
                 del self._asked[key]

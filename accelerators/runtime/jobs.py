@@ -155,6 +155,7 @@ def run_outside_transaction(name: str, step: Callable[[], bool]) -> None:
 
 
 def _run(name: str, step: Callable[[], bool], lock: Callable[[str], AbstractContextManager[bool]]) -> None:
+    """Call `step` under `lock` until there is no more work, for at most `SLICE_S` seconds; then kick the job again."""
     take_up(name)
     end = time.monotonic() + SLICE_S
     while time.monotonic() < end:
@@ -188,6 +189,7 @@ def alone(name: str) -> Iterator[bool]:
 
 @contextmanager
 def _locked(name: str) -> Iterator[bool]:
+    """Open a transaction and try to take the job's lock in it; yield True if it was free."""
     with transaction.atomic(), connection.cursor() as cursor:
         cursor.execute("SELECT pg_try_advisory_xact_lock(%s, %s)", [LOCK_CLASS, lock_id(name)])
         yield cursor.fetchone()[0]

@@ -70,6 +70,10 @@ def bury(where: Path) -> None:
 
 
 def _take(where: Path) -> tuple[str, int]:
+    """Lock the lowest free number and prepare its files; return the number and the descriptor of the lock.
+
+    Gauges of the number's last holder are deleted. Raise OSError if the files cannot be created; the lock is released.
+    """
     where.mkdir(parents=True, exist_ok=True, mode=0o700)
     number = 1
     while (lock := _locked(where / f"{number}.lock")) is None:
@@ -95,6 +99,7 @@ def _free(where: Path) -> Iterator[str]:
 
 
 def _locked(path: Path) -> int | None:
+    """Lock the file, created if needed; return its descriptor, or None if another process holds the lock."""
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

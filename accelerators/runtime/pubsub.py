@@ -67,6 +67,7 @@ def listen() -> None:
 
 
 def _run() -> None:
+    """Listen for ever; connect again `RETRY_S` seconds after the connection was lost."""
     while True:
         try:
             _follow()
@@ -76,6 +77,10 @@ def _run() -> None:
 
 
 def _follow() -> None:
+    """Connect, tell all subscribers that notifications may have been lost, then deliver those of other processes.
+
+    Return if PostgreSQL does not answer (the outage is logged); raise psycopg.Error if the connection is lost later.
+    """
     options = {"connect_timeout": 5} | connection.get_connection_params() | {"autocommit": True}
     try:
         own = psycopg.connect(**options)
