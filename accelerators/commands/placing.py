@@ -238,7 +238,7 @@ def unprepared(number: int, text: str) -> None:
 
 
 def refuse(numbers: Sequence[int], text: str) -> None:
-    """Answer commands that no agent has taken as refused, with the reason `text`; skip all others.
+    """Store the answer "refused", with the reason `text`, for commands that no agent has taken; skip all others.
 
     After the commit the job `commands` is woken, which ends them.
     """

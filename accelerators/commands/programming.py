@@ -1,7 +1,7 @@
 """Store what a deployable contains after it was programmed, and wait for a command to end.
 
-`programmed` and `unclear` belong into the transaction that ends the command. `until_ended` waits without holding a
-database connection.
+`programmed` and `unclear` must be called in the transaction that ends the command. `until_ended` waits without holding
+a database connection.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ POLL_S = 1.0
 
 
 def programmed(device: Device, deployable_name: str, image: Mapping[str, Any], actor: str) -> None:
-    """Store the image as the content of a deployable: its bitstream, and its function as the only function trait.
+    """Store the image's bitstream as the content of a deployable, and the image's function as its only function trait.
 
     If `deployable_name` is '', all deployables of the device get it. Deployables that are missing are skipped. `image`
     has the fields of `agents.wire.ImageRef`. Each deployable gets an event, and the provider of its host is written

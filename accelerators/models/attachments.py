@@ -1,4 +1,5 @@
-"""Model of accelerators that are attached to a running instance: what was asked, the progress, and the writes.
+"""Model of accelerators that are attached to a running instance: what was asked, its progress, and what was written
+to Placement.
 
 `accelerators.workflows.attachments` writes it.
 """
@@ -21,9 +22,9 @@ class AttachmentState(StrEnum):
     ATTACHING = "attaching"
     ATTACHED = "attached"
     UNDOING = "undoing"
-    """Attaching failed; the steps that were done are being undone."""
+    """Attaching failed or was cancelled; the steps that were done are being undone."""
     FAILED = "failed"
-    """Attaching failed, and everything has been undone."""
+    """Attaching failed or was cancelled, and everything has been undone."""
     DETACHING = "detaching"
     DETACHED = "detached"
 

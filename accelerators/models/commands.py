@@ -1,8 +1,8 @@
 """Model of commands to agents.
 
 A command is inserted in the transaction that needs it, so it exists exactly if that transaction commits.
-`accelerators.commands.placing` writes the rows; `agents.gateway.command_dispatch` and `agents.gateway.app` deliver them
-and receive the answers.
+`accelerators.commands.placing` inserts the rows; `agents.gateway.command_dispatch` and `agents.gateway.app` deliver
+them and receive the answers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ class Command(fields.Row):
     """A command that one host's agent runs at most once. `id` is the command's number in the agent protocol.
 
     While an *exclusive* command is open, nothing is bound to its device (`Device.busy_with`). The agent's answer is
-    stored first (`answered_at`); the command ends (`ended_at`) when the report that belongs to the answer is applied.
+    stored first (`answered_at`); the command ends (`ended_at`) when the report that belongs to the answer is applied,
+    or when `end_by` has passed.
     """
 
     host = models.ForeignKey(Host, models.PROTECT, related_name="commands")

@@ -123,7 +123,7 @@ def kick_timely() -> None:
 def backstop() -> None:
     """Wake all jobs. django-q2's scheduler calls this once a minute.
 
-    A job that nobody woke by mistake is therefore late by at most a minute.
+    Therefore a job that some code forgot to wake is late by at most a minute.
     """
     _wake(job.name for job in jobs())
 
