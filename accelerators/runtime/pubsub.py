@@ -99,5 +99,6 @@ def _follow() -> None:
 
 
 def _tell(topic: str, detail: str | None) -> None:
+    """Call the subscribers of `topic` in this process, in the current thread."""
     for heard in _subscribers.get(topic, []):
         heard(detail)
