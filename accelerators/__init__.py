@@ -1,4 +1,5 @@
-"""The truth and its rules: what hardware there is, who may have it, what changed and why.
+"""Store the accelerator inventory, requests, commands and events, and enforce the rules for changing them.
 
-`conductor` is the only writer. Imports `drivers.inventory` for words and nothing to its right.
+`conductor` is the only writer of these tables. Of the other packages this one imports only `drivers` (its vocabulary);
+it never imports `agents`, `placement_sync` or `cyborgweb`.
 """

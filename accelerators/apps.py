@@ -1,4 +1,4 @@
-"""Django's face of the room; periodic jobs are declared here."""
+"""Django app configuration. It also declares the periodic jobs of this app."""
 
 from typing import Any
 
@@ -26,8 +26,11 @@ class AcceleratorsConfig(AppConfig):
 
 
 def _migrated(**about: Any) -> None:
-    """After `migrate`: where a dump was restored, events' transactions go on where they ended."""
-    if "plan" in about and about.get("using") == connection.alias:  # Django says it as well when tests empty tables
+    """After `migrate`, continue the transaction numbers of events above the highest stored one.
+
+    A restored dump needs this, because the new database cluster numbers its transactions from a lower value on.
+    """
+    if "plan" in about and about.get("using") == connection.alias:  # `flush` in tests sends this signal without a plan
         with connection.cursor() as cursor:
             cursor.execute("SELECT to_regproc('accelerators_event_renumber') IS NOT NULL")
             if cursor.fetchone()[0]:

@@ -1,6 +1,6 @@
-"""The only writer of this room's tables. Every change goes through `with writing():`; a test refuses any other.
+"""Write access to the tables of `accelerators`, and helpers that record events and raise intents.
 
-Called by `agents.tasks` (reports, leases), `agents.enrolment`, `sweep`, `binding`, `profiles`, `lifecycle`, the admin.
+Every change of these tables must happen inside `with writing():`; a test fails if any code writes outside it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from accelerators.runtime import jobs
 
 _writing: ContextVar[bool] = ContextVar("writing", default=False)
 Subject = tuple[UUID, str]
-"""What an event is about: its uuid and its name at that time."""
+"""The object that an event describes: its uuid, and its name when the event was recorded."""
 
 _encode = msgspec.json.Encoder().encode
 
 
 @contextmanager
 def writing() -> Iterator[None]:
-    """A transaction in which rows of `accelerators` may be written. Nests."""
+    """Open a transaction in which rows of `accelerators` may be written. Blocks may be nested."""
     token = _writing.set(True)
     try:
         with transaction.atomic():
@@ -42,14 +42,15 @@ def writing() -> Iterator[None]:
 
 
 def may_write() -> bool:
-    """Whether the caller is inside `writing()`."""
+    """Return True if the caller is inside `writing()`."""
     return _writing.get()
 
 
 def cursor() -> Any:
-    """A cursor of Django's whose parameters travel beside the statement, so that a repeated one is planned once.
+    """Return a cursor on Django's connection that binds parameters on the server.
 
-    Django's own interpolates them on the client. Typed parameters need a cast where PostgreSQL cannot infer the type.
+    A repeated statement is then planned only once; Django's default cursor inserts parameters into the SQL text on the
+    client. A parameter needs an explicit cast where PostgreSQL cannot infer its type.
     """
     connection.close_if_health_check_failed()
     connection.ensure_connection()
@@ -58,7 +59,11 @@ def cursor() -> Any:
 
 
 def ensure_host(name: str, node: str, actor: str) -> Host:
-    """The host called `name`, made with an event when it is new; a changed `node` is taken over, with an event."""
+    """Return the host `name`, locked; create it if it is new, and store `node` if it has changed.
+
+    Each of the two changes records an event. A changed `node` also clears `applied_hash`, so that the next report of
+    the host is compared in full.
+    """
     with writing():
         host, made = Host.objects.select_for_update().get_or_create(name=name, defaults={"node": node})
         if made:
@@ -71,7 +76,10 @@ def ensure_host(name: str, node: str, actor: str) -> Host:
 
 
 def locked(wanted: QuerySet[Device]) -> list[Device]:
-    """These devices, locked with their hosts as everybody takes both: hosts before devices, each by id."""
+    """Lock the selected devices and their hosts; return the devices with `host` filled in.
+
+    All code must take these locks in the same order to avoid deadlocks: hosts before devices, each ordered by id.
+    """
     hosts = Host.objects.select_for_update(no_key=True).filter(id__in=wanted.values("host")).order_by("id")
     known = {host.id: host for host in hosts}
     devices = list(wanted.filter(host__in=known).order_by("id").select_for_update(of=("self",)))
@@ -81,10 +89,13 @@ def locked(wanted: QuerySet[Device]) -> list[Device]:
 
 
 def mark_hosts(ids: Iterable[int], since: datetime | None) -> int:
-    """Make hosts stale `since` then, or live again (None), with one event for each that changes; returns how many."""
+    """Mark hosts as stale since `since`, or as live again if it is None. Return how many hosts changed.
+
+    Hosts that already are in the wanted state are not touched. Each changed host gets one event.
+    """
     with writing():
         wanted = Host.objects.select_for_update().filter(id__in=list(ids), stale_since__isnull=since is not None)
-        hosts = list(wanted.order_by("id"))  # as every writer of several hosts
+        hosts = list(wanted.order_by("id"))  # every writer that locks several hosts does it in this order
         action = "host.stale" if since else "host.live"
         reason = "nothing heard of its agent" if since else "its agent is heard again"
         changes = [{"stale_since": [_iso(host.stale_since), _iso(since)]} for host in hosts]
@@ -103,7 +114,11 @@ def _iso(moment: datetime | None) -> str | None:
 
 
 class About(TypedDict, total=False):
-    """What an event is about: `subject`, else a host, else what is not in the tables (`host_name`); and what of it."""
+    """Optional fields of an event.
+
+    The subject of the event is `subject` if given, else `host`, else `host_name`, which names a host without a row.
+    `changes` maps each field to [before, after].
+    """
 
     host: Host | None
     host_name: str
@@ -113,12 +128,12 @@ class About(TypedDict, total=False):
 
 
 def record(action: str, source: Source, actor: str, **about: Unpack[About]) -> None:
-    """Write one event."""
+    """Write one event. See `About` for the optional fields."""
     record_all([event(action, source, actor, **about)])
 
 
 def event(action: str, source: Source, actor: str, **about: Unpack[About]) -> dict[str, Any]:
-    """A row for `record_all`."""
+    """Build an event row for `record_all`. Texts that are too long are cut; nothing is written."""
     host = about.get("host")
     name = host.name if host else about.get("host_name", "")[:255]
     subject = about.get("subject") or (host.uuid if host else None, name)
@@ -137,22 +152,30 @@ def event(action: str, source: Source, actor: str, **about: Unpack[About]) -> di
 
 
 def record_all(events: list[dict[str, Any]]) -> None:
-    """Write many events in one statement: rows of `sql.EVENTS`, where source 'agent' and no request id go unsaid."""
+    """Write many events in one statement. Each is a row for `sql.EVENTS`, as `event` builds it.
+
+    A row may leave out `source` (default 'agent') and `request_id` (default '').
+    """
     with writing():
         cursor().execute(sql.EVENTS, [_encode(events).decode()])
 
 
 def forgot(kind: str, count: int, after: timedelta) -> None:
-    """Write the event that rows of old were deleted, if any were: what happened to them is in their own events."""
+    """Record one event with the number of deleted old rows of `kind`; do nothing if `count` is 0.
+
+    The rows need no event each, because their own events already tell what happened to them.
+    """
     if count:
         reason = f"they ended more than {after.days} days ago"
         record(f"{kind}.forgotten", Source.SYSTEM, "sweep", changes={"number": [count, 0]}, reason=reason)
 
 
 def intend(kind: str, payloads: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raise an intent for each key, or renew the one there is: what is to be done outside because of this transaction.
+    """Raise one intent per key, or renew the existing one; after the commit, wake the job that handles `kind`.
 
-    One statement, and keys in their order: two writers of the same ones do not wait for each other.
+    An intent is work to be done outside the database because of this transaction. A renewed intent gets the new payload
+    and is due at once. Costs one statement. Rows are written in the order of `payloads`: callers that raise the same
+    keys must use the same order, or they can deadlock.
     """
     if payloads:
         rows = [{"kind": kind, "key": key, "payload": payload} for key, payload in payloads.items()]
@@ -162,5 +185,8 @@ def intend(kind: str, payloads: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def providers_changed(hosts: Iterable[Host]) -> None:
-    """Placement is to be told of these hosts' deployables anew; by id, the order in which a merge takes them."""
+    """Raise a `provider` intent for each host, so that its deployables are synchronised with Placement again.
+
+    The intents are written in the order of host ids, as a merge writes them, so that the two cannot deadlock.
+    """
     intend("provider", {str(host.uuid): {"host": host.name} for host in sorted(hosts, key=lambda host: host.id)})

@@ -1,7 +1,7 @@
-"""Log lines about a database that does not answer: one a minute for the whole process, and one when it answers again.
+"""Log database outages without repetition: one line a minute per process, and one line when PostgreSQL answers again.
 
-An outage is noticed by many at once: every request, every agent that connects, every thread that tries again. All of
-them call `log_outage`, so that the log says it once, and says what to do.
+Many callers notice an outage at the same time: every request, every agent that connects, every thread that retries.
+All of them call `log_outage`, so that the log reports the outage once and tells the operator what to do.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import time
 log = logging.getLogger(__name__)
 
 REPEAT_S = 60.0
-"""An outage that goes on is logged again after so many seconds."""
+"""Seconds after which an outage that continues is logged again."""
 
 
 class OutageLog:
-    """Decides what is logged. Thread-safe."""
+    """Throttle the log lines about one database outage. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -25,7 +25,7 @@ class OutageLog:
         self._began_at: float | None = None
 
     def log_outage(self, reason: object) -> None:
-        """Log that PostgreSQL does not answer, unless that was logged within `REPEAT_S`."""
+        """Log a warning that PostgreSQL does not answer, unless one was logged within the last `REPEAT_S` seconds."""
         now = time.monotonic()
         with self._lock:
             if self._logged_at + REPEAT_S > now:
@@ -42,7 +42,7 @@ class OutageLog:
         )
 
     def log_recovery(self) -> None:
-        """Log that PostgreSQL answers, if it was logged that it does not. Costs nothing otherwise."""
+        """Log that PostgreSQL answers again, if an outage was logged. Otherwise do nothing, without taking the lock."""
         if self._began_at is None:
             return
         with self._lock:

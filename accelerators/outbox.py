@@ -1,8 +1,10 @@
-"""Intents: what is to be done outside the database because of a change in it. Raised by `conductor.intend`.
+"""Outbox: read due intents and store the result of each attempt.
 
-Its kind's job, declared with `ticks.register`, takes what is due, and says of each that it is done or why not.
-None is dropped: what fails is tried again after a pause that doubles. No row is locked while the outside is talked to,
-so a raise never waits for it; one that was raised again meanwhile is not done.
+An intent is work to be done outside the database because of a change in it. `conductor.intend` raises intents. The job
+that was registered for the kind (`jobs.register(..., intent=kind)`) loads the due ones, does the work, and reports each
+as done, waiting or failed. No intent is dropped: a failed one is retried with exponential back-off. No row is locked
+while the job calls other services, so raising an intent never waits for them. An intent that was raised again meanwhile
+is not deleted as done; the job handles it again.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from accelerators.runtime import jobs
 
 FIRST_S, LONGEST_S = 1.0, 60.0
 STUCK = 10
-"""After so many failures an intent is shown as stuck."""
+"""Number of failures after which an intent is shown as stuck."""
 
 DUE = """
 SELECT id, key, payload::json, attempts, coalesce(updated_at, created_at) FROM accelerators_intent
@@ -45,7 +47,7 @@ WHERE id = ANY(%s)
 
 @dataclass(frozen=True)
 class Due:
-    """An intent whose time has come. `at`: when it was last raised."""
+    """An intent that is due. `at` is the time when it was last raised."""
 
     id: int
     key: str
@@ -55,14 +57,14 @@ class Due:
 
 
 def due(kind: str, count: int) -> list[Due]:
-    """At most `count`, the longest waiting first."""
+    """Load at most `count` due intents of `kind`, the longest due first. Locks nothing."""
     with connection.cursor() as cursor:
         cursor.execute(DUE, [kind, count])
         return [Due(*row) for row in cursor.fetchall()]
 
 
 def done(intents: Iterable[Due]) -> None:
-    """They are; but one that was raised again since stays."""
+    """Delete these intents, except those that were raised again after they were loaded."""
     rows = [(intent.id, intent.at) for intent in intents]
     if rows:
         with conductor.writing():
@@ -70,21 +72,29 @@ def done(intents: Iterable[Due]) -> None:
 
 
 def waits(intent: Due, text: str, pause_s: float, **noted: Any) -> None:
-    """Somebody else is at it: look again after `pause_s`, or at `again`. `noted` is kept in its payload; neither counts
-    where it was raised again since, and a raise forgets what was noted."""
+    """Postpone an intent that waits for somebody else, without counting a failure.
+
+    It becomes due after `pause_s` seconds, or earlier when `again` is called for its key. `text` is stored as
+    `last_error`, and `noted` is merged into its payload until it is raised again, because raising replaces the payload.
+    Do nothing if the intent was raised again after it was loaded.
+    """
     with conductor.writing():
         conductor.cursor().execute(WAITING, [Jsonb(noted), text[:1000], pause_s, intent.id, intent.at])
 
 
 def again(kind: str, keys: Iterable[str]) -> None:
-    """What these wait for has come: they are due now."""
+    """Make the intents with these keys due now, and wake their job after the commit."""
     with conductor.writing():
         conductor.cursor().execute(AGAIN, [kind, list(keys)])
         jobs.wake_for(kind)
 
 
 def failed(intents: Iterable[Due], error: str, pause_s: float | None = None) -> None:
-    """They are to be tried again: after `pause_s`, else after a pause that doubles with every failure."""
+    """Count a failure of each intent, store `error`, and schedule the retry.
+
+    The retry is due after `pause_s` seconds; if that is None, after a back-off that doubles with every failure, from
+    `FIRST_S` to `LONGEST_S`.
+    """
     ids = [intent.id for intent in intents]
     if ids:
         with conductor.writing():

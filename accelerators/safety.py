@@ -1,7 +1,7 @@
-"""Who holds a device: nothing destructive is done to one that is held (promise S1).
+"""Refuse destructive acts on a device that somebody holds (promise S1).
 
-Witnesses are asked before every destructive act: our own requests, and whoever registers from `AppConfig.ready()`
-(Placement, Nova). One that cannot be asked counts against the act.
+Before every destructive act all registered witnesses are asked whether the device is held: our own requests, and those
+that other apps register in `AppConfig.ready()` (Placement, Nova). If a witness cannot answer, the act is refused.
 """
 
 from __future__ import annotations
@@ -16,38 +16,42 @@ from accelerators.domain.errors import Reason, Refused
 from accelerators.models import AcceleratorRequest, Device
 
 DEADLINE_S = 2.0
-"""How long a witness may take to answer; it watches this itself."""
+"""Seconds that a witness may take to answer. The witness itself must enforce this limit."""
 
 
 @dataclass(frozen=True)
 class Testimony:
-    """What a witness says of a device: who holds it (in words), or why it does not know. Both empty: nobody."""
+    """A witness's answer for one device: its holders in words, or in `unknown` why it cannot tell.
+
+    If both are empty, nobody holds the device.
+    """
 
     holders: tuple[str, ...] = ()
     unknown: str = ""
 
 
 REQUESTS = "requests"
-"""The witness of our own requests."""
+"""Name of the witness for our own accelerator requests."""
 Witness = Callable[[Device], Testimony]
 _witnesses: dict[str, Witness] = {}
 
 
 def register(name: str, witness: Witness) -> None:
-    """Have `witness` asked before every destructive act."""
+    """Register a witness that is asked before every destructive act; one of the same name is replaced."""
     _witnesses[name] = witness
 
 
 def requests(device: Device) -> Testimony:
-    """The requests that hold a handle of the device, or are about to."""
+    """Witness: name up to five requests that hold a handle of the device or are being bound to it."""
     found = holding([device.pk], "uuid", "instance_uuid")[:5]
     return Testimony(tuple(f"request {uuid} of instance {instance}" for _, uuid, instance in found))
 
 
 def holding(devices: Collection[int], *columns: str) -> QuerySet[Any, Any]:
-    """Rows (device id, then `columns`) of the requests that hold a handle of these devices, or are about to.
+    """Query the requests that hold a handle of these devices or are being bound to them (BindStarted, Bound).
 
-    A union, because with OR the database would look at every request there is.
+    Each row is the device id followed by `columns`. The query is a UNION, because with OR PostgreSQL would scan all
+    requests.
     """
     live = AcceleratorRequest.objects.filter(state__in=["BindStarted", "Bound"]).order_by()
     by_part, by_handle = (
@@ -61,10 +65,12 @@ register(REQUESTS, requests)
 
 
 def refuse_unless_free(device: Device, act: str, heard: Collection[str] = ()) -> None:
-    """Raise Refused unless every witness says that nobody holds the device: HELD (who), or AWAY (who does not know).
+    """Raise Refused unless all witnesses answer that nobody holds the device.
 
-    Call it inside the transaction that locked the device's row: a bind needs a share of that lock. `heard` are the
-    witnesses that have said so already, of many devices at once and under that lock.
+    The reason is HELD, with the holders, or AWAY, with the witness that cannot answer. `act` completes "it cannot be
+    ..." in the message. Call this inside the transaction that locked the device's row: a bind needs a shared lock on
+    it. `heard` names witnesses to skip, because the caller has already checked them for many devices at once under
+    that lock.
     """
     said = {name: witness(device) for name, witness in _witnesses.items() if name not in heard}
     if holders := [holder for testimony in said.values() for holder in testimony.holders]:

@@ -1,7 +1,8 @@
-"""What people can ask of a host's agent by hand, in words; `commands` orders it and has the last word.
+"""List the commands that people can order from an agent, each with a description.
 
-Called by whoever offers it: the console, our own API, `manage.py command`. Devices are installed by enabling them,
-attached and detached by binding requests.
+The console, our own API and `manage.py command` offer this list; `accelerators.commands.placing` places a command and
+makes the final decision whether it is possible. `install`, `attach` and `detach` are not listed: devices are installed
+when they are enabled, and attached and detached when requests are bound.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from drivers.plan import DESTRUCTIVE
 
 @dataclass(frozen=True)
 class Act:
-    """Something to ask: of what, and what has to be said with it."""
+    """A command that people can order: its target (`of`), its meaning, and the argument that it takes."""
 
     op: str
     of: Literal["device", "host"]
@@ -27,7 +28,7 @@ class Act:
 
     @property
     def danger(self) -> bool:
-        """Refused while anybody holds the device."""
+        """Return True if the command is refused while anybody holds the device."""
         return self.op in DESTRUCTIVE
 
 
@@ -49,7 +50,10 @@ OF_HOST = tuple(act.op for act in ACTS.values() if act.of == "host")
 
 
 def possible(device: Device, held: int) -> Iterator[Act]:
-    """What can be asked of a device now, as far as our own requests tell."""
+    """Yield the commands that are possible for a device now; `held` is the number of our requests that hold it.
+
+    Holders that only other witnesses know (Placement, Nova) and the agent's connection are not checked here.
+    """
     words = device.acts.split()
     for op in OF_DEVICE:
         blocked = (device.busy_with and op in EXCLUSIVE) or (held and op in DESTRUCTIVE)
@@ -58,7 +62,7 @@ def possible(device: Device, held: int) -> Iterator[Act]:
 
 
 def layout(words: Iterable[str]) -> dict[str, str]:
-    """`vfs=4` and the like as an object. Raises Refused INVALID."""
+    """Parse layout words such as `vfs=4` into a dict. Raise Refused INVALID if there are none or one is incomplete."""
     pairs = [word.partition("=") for word in words]
     if not pairs or not all(key and value for key, _, value in pairs):
         raise Refused(Reason.INVALID, "Say into which parts: words of the driver such as vfs=4.")

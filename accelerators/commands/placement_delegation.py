@@ -1,5 +1,7 @@
-"""What the conductor may leave to agents: writing to Placement. `placement_sync` decides it and counts the epochs,
-`agents` knows which hosts can do it and tells them; neither imports the other, so they meet here.
+"""Connect `placement_sync` and `agents` for delegating writes to Placement to agents.
+
+`placement_sync` decides who writes to Placement and counts the writer epochs. `agents` knows which hosts' agents can
+write, and sends them the epoch. Neither imports the other, so both register their functions here.
 """
 
 from __future__ import annotations
@@ -8,14 +10,17 @@ from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 OP = "placement"
-"""The command by which a host's agent is told to write."""
+"""The command that makes a host's agent write to Placement."""
 TOPIC = "writer"
-"""Rung when there is another writer: the epoch has changed."""
+"""Topic of notifications that the writer, and with it the epoch, has changed."""
 
 
 class Hand(NamedTuple):
-    """How an agent stands: why it cannot write now ('' when it can), and whether it has been `silent` for so long that
-    it has stopped by itself whatever it was told."""
+    """An agent's ability to write to Placement.
+
+    `lacks` is the reason why it cannot write now, or '' if it can. `silent` is True if nothing has been heard of the
+    agent for so long that it must have stopped by itself any write that it was ordered to do.
+    """
 
     lacks: str
     silent: bool
@@ -30,18 +35,18 @@ _hands: list[Hands] = []
 
 
 def register(epoch: Epoch | None = None, hands: Hands | None = None) -> None:
-    """Called from `AppConfig.ready()` by the room that knows."""
+    """Register the sources for `epoch()` and `hands()`. Call it from `AppConfig.ready()` of the app that knows them."""
     _epoch.extend([epoch] if epoch else [])
     _hands.extend([hands] if hands else [])
 
 
 def epoch() -> int:
-    """The epoch of whoever writes to Placement now."""
+    """Return the current epoch of the Placement writer; 0 if no source is registered."""
     return max((one() for one in _epoch), default=0)
 
 
 def hands(hosts: Collection[int]) -> dict[int, Hand]:
-    """How the agents of these hosts (ids) stand."""
+    """Return for each host (by id) whether its agent can write to Placement; `NOBODY` for a host without an agent."""
     known = dict.fromkeys(hosts, NOBODY)
     for one in _hands:
         known |= one(hosts)

@@ -1,8 +1,8 @@
-"""What hosts are told to do: ordered in the transaction that wants it done, followed until they have answered.
+"""Place commands for agents, and store the progress and the answers that agents send.
 
-Called by `lifecycle`, `binding`, `conductor` (orders), both APIs, console and `manage.py` (`ask`), `images` (what had
-to be fetched first), `agents` (what hosts say). A row is its own outbox; `agents.gateway.command_dispatch` delivers
-it. How a command ends, and what follows, is `outcomes`.
+A command is inserted in the transaction that needs it (`place`, `ask`, `ask_host`); its row is its own outbox, and
+`agents.gateway.command_dispatch` delivers it. `accelerators.workflows.command_results` ends commands and applies the
+consequences. `accelerators.images` reports here when an image that a command waits for has been fetched.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from accelerators.runtime import jobs, pubsub
 from drivers.plan import DESTRUCTIVE
 
 TOPIC = "commands"
-"""Rung when a command is to be delivered; the detail is its host's id, or '' for several hosts."""
+"""Topic of notifications that commands can be delivered; the detail is the host's id, or '' for several hosts."""
 CHANGED = "command"
-"""Rung with a command's uuid when it has got on, and when it has ended."""
+"""Topic of notifications that a command has made progress or has ended; the detail is the command's uuid."""
 JOB = "commands"
 
 EXCLUSIVE = frozenset({"install", "uninstall", "program", "partition", "reset"})
-"""Nothing is bound to the device meanwhile; so is an attachment that programs first."""
+"""Commands during which nothing is bound to the device. An `attach` that programs first is exclusive, too."""
 ON_HOST = ("MDEV", "DEV")
-"""Handles that are made on the host before they can be used; PCI functions are libvirt's business."""
+"""Types of handles that must be created on the host before they can be used. libvirt prepares PCI functions itself."""
 MARGIN_S = 6
-"""So much earlier than a bind its command ends: then the bind's fault says why."""
+"""A command for a bind ends this many seconds before the bind's deadline, so that the bind's fault tells the reason."""
 MAX_REASON = 500
 MAX_LAYOUT, MAX_WORD, MAX_VALUE = 64, 64, 255
 
@@ -50,22 +50,26 @@ ASKED = {
     "reset": _ANYWHERE - {_S.INSTALLING},
     "health": _ANYWHERE,
 }
-"""What can be asked of a device by name, and in which states it can be."""
+"""Commands that people can order for a device, and the device states in which each is possible."""
 ASKED_OF_HOST = ("rescan", "logs", "report")
+"""Commands that people can order for a host."""
 _DONE = {"uninstall": "uninstalled", "program": "programmed", "partition": "partitioned", "reset": "reset"}
 
 _COLUMNS = ("op", "device", "handle", "part", "host", "arguments", "exclusive", "request", "actor", "reason")
 _json = msgspec.json.Encoder()
 Number = tuple[int, int]
-"""A command as its agent names it: the host's id, the number."""
+"""How an agent identifies a command: the host's id and the command's number (its primary key)."""
 Reach = Callable[[Host], str]
 _reaches: list[Reach] = []
 
 
 @dataclass(frozen=True)
 class Order:
-    """One command to be placed: of a device, of one of its handles (an id) or deployables (`part`, an id), or of a
-    host. `arguments` are added to what those rows say; `wanted` in them is an image that is to be fetched first."""
+    """A command to be placed. Its target is a device, a handle or a deployable (`part`) of one, or a host.
+
+    `device` is a uuid; `handle`, `part` and `host` are primary keys. `arguments` are added to those that are read from
+    the target's rows. The argument `wanted` names an image that must be fetched before the command is delivered.
+    """
 
     op: str
     device: UUID | str | None = None
@@ -79,17 +83,17 @@ class Order:
 
     @property
     def programs(self) -> bool:
-        """Whether an image goes into the device."""
+        """Return True if the command loads an image into the device."""
         return "wanted" in self.arguments or "image" in self.arguments
 
     @property
     def exclusive(self) -> bool:
-        """Whether it has the device for itself."""
+        """Return True if nothing may be bound to the device while the command is open."""
         return self.op in EXCLUSIVE or self.programs
 
 
 class Progress(NamedTuple):
-    """How far a host says that a command of it is."""
+    """An agent's message about the progress of one of its host's commands."""
 
     host: int
     number: int
@@ -98,8 +102,11 @@ class Progress(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """How a host says that a command of it ended. The report (`epoch`, `seq`, `hash`) shows it; (0, 0, '') when what
-    it shows is applied already."""
+    """An agent's message that one of its host's commands has ended.
+
+    `epoch`, `seq` and `hash` identify the report that shows the result. They are (0, 0, '') if that report is applied
+    already.
+    """
 
     host: int
     number: int
@@ -112,13 +119,19 @@ class Answer(NamedTuple):
 
 
 def register(reach: Reach) -> None:
-    """Have `reach(host)` asked whether the host's agent takes commands: '' when nothing is known against it."""
+    """Register a check whether a host's agent takes commands.
+
+    `reach(host)` returns the reason why it does not, or '' if no reason is known.
+    """
     _reaches.append(reach)
 
 
 def deadlines(op: str, programs: bool = False) -> tuple[int, int]:
-    """Seconds within which a command is to be begun, and how many more it may take. The host may be away for the first;
-    what a bind waits for ends with the bind."""
+    """Return two times in seconds: until a command must have begun, and how much longer it may run.
+
+    The first is long for commands that may wait for a host that is away. A command for a bind gets one time limit for
+    both, which ends shortly before the bind's deadline (`MARGIN_S`).
+    """
     keys = settings.KEYS
     if op in ("install", "uninstall", "detach"):
         return 3600, 600
@@ -129,8 +142,11 @@ def deadlines(op: str, programs: bool = False) -> tuple[int, int]:
 
 
 def place(orders: Sequence[Order], source: Source = Source.SYSTEM) -> list[Command]:
-    """Make the commands, in order, with an event each; one statement. Inside `conductor.writing()`, with the rows of
-    the devices that are to be exclusive locked and not busy; agents hear of it after the commit."""
+    """Insert one command and one event for each order, in that order; return the commands. Costs one statement.
+
+    Call it inside `conductor.writing()`. For exclusive commands the caller must have locked the device rows and checked
+    that they are not busy. After the commit, agents are notified and the job that fetches images is woken if needed.
+    """
     if not orders:
         return []
     rows = []
@@ -157,11 +173,14 @@ def ask(
     generation: int | None = None,
     source: Source = Source.API,
 ) -> Command:
-    """Order one of ASKED. `layout` is partition's, `image` program's; `deployable` says which part is programmed.
+    """Place one of the commands in `ASKED` for a device, and return it. The device and its host are locked.
 
-    Raises Refused: UNKNOWN; INVALID arguments; CONFLICT, when the device is at another `generation` than who asks has
-    seen, or its state, its driver, another command or its agent does not allow it; for what is destructive HELD, by
-    whom, or AWAY, when a witness cannot be asked.
+    `layout` is required for `partition`, `image` for `program`. `deployable` selects the deployable to program; it may
+    be left out if the device has only one. `generation` is the device generation that the caller has seen.
+
+    Raise Refused: UNKNOWN if there is no such device; INVALID for wrong arguments; CONFLICT if the device has another
+    generation, or its state, its driver, another command or its agent does not allow the command. Destructive commands
+    also raise HELD, with the holders, or AWAY if a witness cannot be asked.
     """
     arguments = _arguments(op, layout, image)
     reason = check_reason(reason)
@@ -180,9 +199,12 @@ def ask(
 def ask_host(
     op: str, host_uuid: UUID, caller: Caller, *, driver: str = "", reason: str = "", source: Source = Source.API
 ) -> Command:
-    """Order one of ASKED_OF_HOST; rescan and report may name one driver, and rescan releases it from quarantine.
+    """Place one of the commands in `ASKED_OF_HOST` for a host, and return it.
 
-    Raises Refused: UNKNOWN; INVALID; CONFLICT when its agent takes no commands.
+    `rescan` and `report` may be limited to one driver; `rescan` also releases that driver from quarantine.
+
+    Raise Refused: UNKNOWN if there is no such host; INVALID for wrong arguments; CONFLICT if its agent takes no
+    commands.
     """
     if op not in ASKED_OF_HOST:
         raise Refused(Reason.INVALID, f"A host cannot be asked to {op}; it can be asked: {', '.join(ASKED_OF_HOST)}.")
@@ -199,7 +221,10 @@ def ask_host(
 
 
 def prepared(number: int, image: Mapping[str, Any]) -> bool:
-    """Its image (as `agents.wire.ImageRef` has it) is here: it can be delivered. False when nobody waits any more."""
+    """Queue a command whose image has been fetched, so that it is delivered after the commit.
+
+    `image` has the fields of `agents.wire.ImageRef`. Return False if the command no longer waits for an image.
+    """
     with conductor.writing():
         found = _execute(sql.PREPARED, {"number": number, "image": _text(image)}).fetchall()
         for (host,) in found:
@@ -208,19 +233,26 @@ def prepared(number: int, image: Mapping[str, Any]) -> bool:
 
 
 def unprepared(number: int, text: str) -> None:
-    """Its image cannot be had, `text` says why: it is refused before its host has heard of it."""
+    """Refuse a command whose image cannot be fetched, before its agent receives it. `text` is the reason."""
     refuse([number], text)
 
 
 def refuse(numbers: Sequence[int], text: str) -> None:
-    """End commands that no agent has taken as refused, because of `text`."""
+    """Store the answer "refused", with the reason `text`, for commands that no agent has taken; skip all others.
+
+    After the commit the job `commands` is woken, which ends them.
+    """
     with conductor.writing():
         _execute(sql.REFUSED, {"numbers": list(numbers), "text": text[:4096].replace("\0", "")})
         transaction.on_commit(partial(jobs.kick, JOB), robust=True)
 
 
 def cancel(requests: Sequence[UUID | str]) -> None:
-    """These requests wait no more: what was to be fetched for them is not told to hosts."""
+    """Refuse the commands of these accelerator requests that still wait for an image. Agents never receive them.
+
+    Commands that another transaction has locked are skipped, because it is ending them. After the commit the job
+    `commands` is woken. Call it inside `conductor.writing()`.
+    """
     if requests:
         values = {"requests": [str(uuid) for uuid in requests], "text": "nobody waits for it any more"}
         if _execute(sql.CANCELLED, values).rowcount:
@@ -228,13 +260,16 @@ def cancel(requests: Sequence[UUID | str]) -> None:
 
 
 def taken(told: Iterable[Number]) -> None:
-    """These are in their agents' journals."""
+    """Mark queued commands as taken: their agents have written them to their journals."""
     with conductor.writing():
         _execute(sql.TAKEN, _columns(told))
 
 
 def progressed(told: Iterable[Progress]) -> None:
-    """So far these commands are; the first time says that they have begun."""
+    """Store progress messages and notify watchers after the commit. The first message marks a command as started.
+
+    Of several messages about one command the last one counts. Commands that are answered or ended are skipped.
+    """
     rows = {(one.host, one.number): one._asdict() for one in told}
     with conductor.writing():
         found = _execute(sql.PROGRESSED, {"rows": _text([*rows.values()])}).fetchall()
@@ -242,8 +277,12 @@ def progressed(told: Iterable[Progress]) -> None:
 
 
 def answer(told: Iterable[Answer]) -> set[Number]:
-    """Keep how these commands ended; returns those about which nothing is left to do, so that their agents may forget
-    them. The others end when the report that goes with them is applied (`outcomes.settle`)."""
+    """Store answers of agents; return the commands that need nothing more, so that their agents may forget them.
+
+    The other commands end when the report that belongs to the answer is applied (`command_results.settle`). An answer
+    to a command that has already ended as expired or unknown is only noted; if that command was an attachment and the
+    agent did not refuse it, what it made on the host is removed (`take_back`).
+    """
     rows = {(one.host, one.number): one._asdict() for one in told}
     with conductor.writing():
         said = {"rows": _text([*rows.values()])}
@@ -258,12 +297,16 @@ def answer(told: Iterable[Answer]) -> set[Number]:
 
 
 def still_open(told: Iterable[Number]) -> set[Number]:
-    """Of these commands those that are to end yet."""
+    """Return those of these commands that have not ended. Commands that wait for an image are left out."""
     return set(_execute(sql.OPEN, _columns(told)).fetchall())
 
 
 def take_back(numbers: Sequence[int]) -> None:
-    """What these attachments may have made on their hosts, and nobody waits for: order it back, once."""
+    """Place a `detach` for each of these attachments that may have made something on its host and is no longer wanted.
+
+    Commands that are not such attachments are skipped, and so are those that already have a later `detach`. Call it
+    inside `conductor.writing()`.
+    """
     if numbers:
         found = _execute(sql.MADE, {"numbers": list(numbers), "types": list(ON_HOST)}).fetchall()
         requests = dict(Command.objects.filter(id__in=[id for id, *_ in found]).values_list("id", "request"))
@@ -271,32 +314,33 @@ def take_back(numbers: Sequence[int]) -> None:
 
 
 def detach(handle: int, consumer: str | None, request: UUID | str | None, reason: str, actor: str = "binding") -> Order:
-    """Give back on its host what was made there for a request."""
+    """Build an order that removes from the host what was made there for a request. Nothing is placed."""
     arguments = {"consumer": str(consumer or "")}
     return Order("detach", handle=handle, arguments=arguments, actor=actor, reason=reason, request=request)
 
 
 def wake() -> None:
-    """Have those settled whose agents have answered, if there are any: a report was applied."""
+    """Wake the job `commands` if any answered command has not ended. Call it after a report was applied."""
     if _execute(sql.WAITING, {}).fetchone()[0]:
         jobs.kick(JOB)
 
 
 def ring_changed(uuids: Sequence[str]) -> None:
-    """Tell who follows these commands; in one transaction, after the commit of what there is to see."""
+    """Notify the watchers of these commands, in one transaction. Call it after the commit of the changes."""
     with transaction.atomic():
         for uuid in uuids:
             pubsub.ring(CHANGED, uuid)
 
 
 def _ordered(hosts: set[int], made: Sequence[Command]) -> None:
-    """After the commit: agents are told, images are fetched."""
+    """After the commit: notify the gateways, and wake the job that fetches images if a command needs one."""
     if any("wanted" in command.arguments for command in made):
         jobs.kick("images")
     pubsub.ring(TOPIC, str(hosts.pop()) if len(hosts) == 1 else "")
 
 
 def _arguments(op: str, layout: Mapping[str, str] | None, image: UUID | None) -> dict[str, Any]:
+    """Check what the caller gave for the device command `op`; return the command arguments. Raise Refused INVALID."""
     if op not in ASKED:
         raise Refused(Reason.INVALID, f"A device cannot be asked to {op}; it can be asked: {', '.join(ASKED)}.")
     if bool(layout) != (op == "partition"):
@@ -316,6 +360,7 @@ def _arguments(op: str, layout: Mapping[str, str] | None, image: UUID | None) ->
 
 
 def _part(device: Device, wanted: UUID | None) -> int:
+    """Return the id of the deployable to program; without `wanted`, of the only one. Raise Refused INVALID."""
     parts = dict(Deployable.objects.filter(device=device, missing_since__isnull=True).values_list("uuid", "id"))
     if wanted is None and len(parts) == 1:
         return next(iter(parts.values()))
@@ -325,7 +370,7 @@ def _part(device: Device, wanted: UUID | None) -> int:
 
 
 def _check(op: str, device: Device) -> None:
-    """Raises Refused unless it can be asked of this device, locked, now."""
+    """Raise Refused unless the command `op` is possible for the device now. The device must be locked."""
     if DeviceState(device.state) not in ASKED[op]:
         possible = ", ".join(sorted(ASKED[op]))
         raise Refused(
@@ -340,7 +385,10 @@ def _check(op: str, device: Device) -> None:
 
 
 def refuse_changed(device: Device, seen: int | None) -> None:
-    """Raises Refused CONFLICT: of two who saw the same device and change it, the second looks again."""
+    """Raise Refused CONFLICT if the device's generation is not `seen`; do nothing if `seen` is None.
+
+    Of two callers who saw the same device and change it, the second must read it again.
+    """
     if seen is not None and seen != device.generation:
         now = f"generation {device.generation}"
         why = f"is at {now} now, not {seen}: somebody changed it"
@@ -348,7 +396,10 @@ def refuse_changed(device: Device, seen: int | None) -> None:
 
 
 def _refuse_words(device: Device, layout: Mapping[str, str]) -> None:
-    """An agent that does not say which words its driver takes leaves it to the driver."""
+    """Raise Refused INVALID if the layout has words that the device's driver does not take.
+
+    If the agent has not reported which words the driver takes, all are accepted here, and the driver decides.
+    """
     words = device.changeable.split()
     if words and (strange := sorted(layout.keys() - words)):
         takes = f"{device.driver} takes {', '.join(words)}"
@@ -356,7 +407,7 @@ def _refuse_words(device: Device, layout: Mapping[str, str]) -> None:
 
 
 def refuse_busy(device: Device, op: str) -> None:
-    """Raises Refused CONFLICT while an exclusive command is open and `op` is one."""
+    """Raise Refused CONFLICT if `op` is exclusive and another exclusive command for the device is open."""
     if device.busy_with and op in EXCLUSIVE:
         other = Command.objects.filter(uuid=device.busy_with).values_list("op", flat=True).first()
         text = f"Device {device.uuid} is busy with {other} (command {device.busy_with}): wait for its end."
@@ -364,14 +415,14 @@ def refuse_busy(device: Device, op: str) -> None:
 
 
 def reachable(host: Host) -> None:
-    """Raises Refused CONFLICT when its agent is known to take no commands."""
+    """Raise Refused CONFLICT if the host's agent is known to take no commands."""
     for reach in _reaches:
         if text := reach(host):
             raise Refused(Reason.CONFLICT, f"{text[0].upper()}{text[1:]}.")
 
 
 def check_reason(text: str) -> str:
-    """The reason as it is stored. Raises Refused INVALID."""
+    """Return the reason without surrounding white space. Raise Refused INVALID if it is too long or not text."""
     text = text.strip()
     if len(text) > MAX_REASON or "\0" in text:
         raise Refused(Reason.INVALID, f"A reason is at most {MAX_REASON} characters of text.")

@@ -1,6 +1,7 @@
-"""What is known of a deployable once it was programmed, and waiting for that to end without holding anything up.
+"""Store what a deployable contains after it was programmed, and wait for a command to end.
 
-`programmed` is called by `outcomes` in the transaction that settles a command; `until_ended` by the APIs.
+`programmed` and `unclear` must be called in the transaction that ends the command. `until_ended` waits without holding
+a database connection.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ from accelerators.models import Attribute, Command, Deployable, Device
 from accelerators.runtime import pubsub
 
 POLL_S = 1.0
+"""Seconds after which `until_ended` reads the command again, in case a notification was lost."""
 
 
 def programmed(device: Device, deployable_name: str, image: Mapping[str, Any], actor: str) -> None:
-    """Note what the deployable holds now: the bitstream, and its function as the only trait of that kind.
+    """Store the image's bitstream as the content of a deployable, and the image's function as its only function trait.
 
-    Inside `conductor.writing()`, the device's host locked first. `image` has the fields of `agents.wire.ImageRef`.
+    If `deployable_name` is '', all deployables of the device get it. Deployables that are missing are skipped. `image`
+    has the fields of `agents.wire.ImageRef`. Each deployable gets an event, and the provider of its host is written
+    again. Call it inside `conductor.writing()`, with the device's host locked first.
     """
     with conductor.writing():
         parts = Deployable.objects.select_for_update(of=("self",)).filter(device=device, missing_since__isnull=True)
@@ -38,6 +42,10 @@ def programmed(device: Device, deployable_name: str, image: Mapping[str, Any], a
 
 
 def _programmed(part: Deployable, image: Mapping[str, Any], actor: str) -> None:
+    """Store bitstream and function trait of one deployable, with an event and a `provider` intent.
+
+    Without a function id in the image's properties, the image's own id names the function.
+    """
     device, bitstream = part.device, UUID(image["id"])
     function = image.get("properties", {}).get(FUNCTION) or image["id"]
     trait = traits.function_trait(part.driver_name or device.driver, function)
@@ -67,7 +75,10 @@ def _programmed(part: Deployable, image: Mapping[str, Any], actor: str) -> None:
 
 
 def unclear(device: int, deployable_name: str) -> None:
-    """Nobody knows what a device's deployables hold now; one of them, or '' for all. Inside `conductor.writing()`."""
+    """Forget the bitstream of a deployable (all of the device if the name is ''), because its content is unknown.
+
+    Records one event if any deployable had a bitstream. Call it inside `conductor.writing()`.
+    """
     parts = Deployable.objects.filter(device=device, bitstream_id__isnull=False).select_related("device__host")
     held = list(parts.filter(name=deployable_name) if deployable_name else parts)
     Deployable.objects.filter(id__in=[part.pk for part in held]).update(bitstream_id=None, updated_at=datetime.now(UTC))
@@ -90,7 +101,11 @@ _subscribed = False
 
 
 def until_ended(uuid: UUID, seconds: float) -> Command | None:
-    """The command once it has ended, or as it is after `seconds`. No database connection is held meanwhile."""
+    """Wait until a command has ended, or for at most `seconds`; return it as it is then, None if it does not exist.
+
+    The connection to the database is closed while waiting, unless the caller is in a transaction. Notifications wake
+    this function; in case one is lost it also reads the command every `POLL_S` seconds.
+    """
     news, end = threading.Event(), time.monotonic() + seconds
     _enter(str(uuid), news)
     try:
@@ -111,6 +126,7 @@ def until_ended(uuid: UUID, seconds: float) -> Command | None:
 
 
 def _enter(uuid: str, news: threading.Event) -> None:
+    """Register a waiting thread; at the first call also subscribe to the notifications about commands."""
     global _subscribed
     with _lock:
         _waiting.setdefault(uuid, []).append(news)
@@ -121,7 +137,7 @@ def _enter(uuid: str, news: threading.Event) -> None:
 
 
 def _heard(uuid: str | None) -> None:
-    """The hub's listener: one has moved, or who knows which."""
+    """Wake the threads that wait for this command, or all if `uuid` is None (notifications may have been lost)."""
     with _lock:
         waiting = [*_waiting.values()] if uuid is None else [_waiting.get(uuid, [])]
         for events in waiting:

@@ -1,4 +1,4 @@
-"""The statements of `commands` and `outcomes`: each serves any number of commands at once."""
+"""SQL statements of `placing` and `command_results`. Most of them handle any number of commands at once."""
 
 _EVENT = """INSERT INTO accelerators_event (at, source, actor, request_id, action, subject_type, subject, subject_name,
   host, changes, reason)
@@ -43,7 +43,7 @@ made AS (
     )
 }) SELECT * FROM made ORDER BY id
 """
-"""What a command needs to know of its device and handle is read from their rows."""
+"""Insert commands, mark their devices busy, record the events. Device and handle arguments are read from their rows."""
 
 TAKEN = """
 UPDATE accelerators_command c SET state = 'taken', taken_at = now(), updated_at = now()
@@ -70,7 +70,7 @@ ANSWERED = _ANSWERS.format(
     sets="outcome = x.outcome, text = x.text, report_epoch = x.epoch, report_seq = x.seq, report_hash = x.hash",
     which="c.state IN ('queued', 'taken', 'started')",
 )
-"""Only the first answer counts, and only of the host's own commands."""
+"""Store answers. Only the first answer to a command counts, and only if it comes from the command's own host."""
 
 LATE = f"""
 WITH m AS ({
@@ -92,7 +92,7 @@ WITH m AS ({
     )
 }) SELECT id, outcome FROM m
 """
-"""Nobody waits any more for what has ended without its agent: it is noted."""
+"""Note answers to commands that have already ended as expired or unknown, with an event each. Nobody waits for them."""
 
 OPEN = """
 SELECT c.host_id, c.id FROM accelerators_command c
@@ -110,7 +110,7 @@ UPDATE accelerators_command c SET answered_at = now(), updated_at = now(), outco
 WHERE c.id IN (SELECT w.id FROM accelerators_command w WHERE w.request = ANY(%(requests)s::uuid[])
   AND w.state = 'preparing' AND w.answered_at IS NULL FOR NO KEY UPDATE SKIP LOCKED)
 """
-"""One that is locked is ending."""
+"""Locked rows are skipped: another transaction is ending those commands."""
 
 PREPARED = """
 UPDATE accelerators_command c SET state = 'queued', updated_at = now(), progress = '',
@@ -127,7 +127,7 @@ WHERE c.id = ANY(%(numbers)s::bigint[]) AND c.op = 'attach' AND t.attach_type = 
   AND NOT EXISTS (SELECT FROM accelerators_command l WHERE l.request = c.request AND l.op = 'detach' AND l.id > c.id)
 ORDER BY c.id
 """
-"""Attachments on hosts that nobody has ordered back yet."""
+"""Select attachments made on hosts (command, handle, consumer) for which no later `detach` was ordered."""
 
 END = f"""
 WITH x AS (SELECT * FROM jsonb_to_recordset(%(rows)s::jsonb) AS x(id bigint, was text, state text, text text)),

@@ -1,4 +1,4 @@
-"""Attributes that an operator gives to deployables, or takes from them. Called by the v2 API."""
+"""Set and remove attributes of deployables on behalf of an operator."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ MAX_VALUE = 65_535
 
 
 def put(deployable_id: int, key: str, value: str, caller: Caller) -> UUID:
-    """Give a deployable an attribute that reports leave alone; one that is there is taken over. Returns its uuid.
+    """Set an attribute of a deployable, with origin operator, so that reports do not change it. Return its uuid.
 
-    Raises Refused: UNKNOWN for a deployable that is not there, CONFLICT for what programming has written.
+    An existing attribute of the agent becomes the operator's. The device's host is locked. Raise Refused: UNKNOWN if
+    there is no such deployable; CONFLICT if programming has written the attribute; AWAY if the agent's report inserts
+    it at the same moment.
     """
     with conductor.writing():
         deployable = _part(deployable_id)
@@ -30,7 +32,7 @@ def put(deployable_id: int, key: str, value: str, caller: Caller) -> UUID:
                 made = Attribute.objects.create(
                     deployable=deployable, key=key, value=value, origin=Origin.OPERATOR.value
                 )
-            except IntegrityError:  # reported in this very moment
+            except IntegrityError:  # a report inserted it meanwhile
                 raise Refused(Reason.AWAY, f"Attribute {key} is being written by its agent: try again.") from None
         else:
             made = old
@@ -42,9 +44,9 @@ def put(deployable_id: int, key: str, value: str, caller: Caller) -> UUID:
 
 
 def remove(uuid: UUID, caller: Caller) -> None:
-    """Remove an attribute; one that the agent reports comes back with its next report.
+    """Remove an attribute; if the agent reports it, its next report brings it back. The device's host is locked.
 
-    Raises Refused: UNKNOWN, CONFLICT for what programming has written.
+    Raise Refused: UNKNOWN if there is no such attribute; CONFLICT if programming has written it.
     """
     with conductor.writing():
         found = Attribute.objects.filter(uuid=uuid).first()
@@ -57,13 +59,17 @@ def remove(uuid: UUID, caller: Caller) -> None:
 
 
 def _refuse_conductors(attribute: Attribute | None) -> None:
+    """Raise Refused CONFLICT if programming has written the attribute."""
     if attribute is not None and attribute.origin == Origin.CONDUCTOR:
         text = f"Attribute {attribute.key} says what was programmed, {attribute.value}: program to change it."
         raise Refused(Reason.CONFLICT, text)
 
 
 def _part(deployable_id: int) -> Deployable:
-    """Its host is locked first, as by a merge: then neither waits for the other."""
+    """Return the deployable with its device and host; lock the host. Raise Refused UNKNOWN if it does not exist.
+
+    A merge locks the host first, too; the same order here prevents deadlocks.
+    """
     rows = Deployable.objects.select_for_update(of=("device__host",)).select_related("device__host")
     found = rows.filter(id=deployable_id).first()
     if found is None:
@@ -72,7 +78,11 @@ def _part(deployable_id: int) -> Deployable:
 
 
 def _attribute_changed(deployable: Deployable, key: str, was: str | None, value: str | None, caller: Caller) -> None:
-    """The host's next report is compared afresh, as what was applied of the last one is no longer what is stored."""
+    """Record the change, and have the host's deployables synchronised with Placement.
+
+    Also clear the host's `applied_hash`, so that its next report is compared in full: the stored rows are no longer
+    what the last report left.
+    """
     device, host = deployable.device, deployable.device.host
     host.applied_hash = ""
     host.save(update_fields=["applied_hash"])

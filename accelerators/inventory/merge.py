@@ -1,4 +1,4 @@
-"""Brings the tables in line with what agents report, many hosts in one transaction. Called by `agents.tasks`."""
+"""Merge reports of agents into the inventory tables, many hosts in one transaction."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _encode = msgspec.json.Encoder().encode
 
 
 def apply(reports: Mapping[int, Iterable[HostReport]]) -> int:
-    """Bring the tables in line with `reports` (host id → its reports, any order); returns how many hosts changed.
+    """Merge `reports` (host id → its reports, in any order); return for how many hosts a report was applied.
 
-    One statement locks the hosts, one loads what is stored, then at most one per table writes: constant, whatever the
-    batch's size.
-    Reports not newer than the last applied are dropped.
+    Reports that are not newer than the host's last applied one are dropped. The number of statements does not depend on
+    the size of the batch: one locks the hosts, one loads the stored rows, at most twelve write the differences, and one
+    places `install` commands for devices that a rule admits and that need it. The hosts stay locked until the commit.
     """
     began = time.monotonic()
     with conductor.writing():
@@ -48,6 +48,7 @@ def apply(reports: Mapping[int, Iterable[HostReport]]) -> int:
 
 
 def _install(changes: Changes) -> None:
+    """Place an `install` command for each device that an admission rule made installing."""
     orders = [
         placing.Order("install", uuid, actor=rule.name, reason=f"admitted by {rule.by}")
         for uuid, rule in changes.installs
@@ -56,6 +57,7 @@ def _install(changes: Changes) -> None:
 
 
 def _write(cursor: Any, changes: Changes) -> None:
+    """Write all changes, one statement for each kind of change that occurs."""
     for statement, rows in (
         (sql.DEVICES, changes.devices),
         (sql.MOVES, changes.moves),

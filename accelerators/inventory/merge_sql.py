@@ -1,6 +1,9 @@
-"""The statements of `merge.apply`: one to lock, one to load, one upsert per table. Rows travel as one JSON
-parameter each (measured: 2.4 to 3 times as fast as arrays, 4 times as fast as the ORM's bulk upsert), and are stored in
-the order in which their driver named them, however the planner joins: v2 lists them by number."""
+"""SQL statements of `merge.apply`: one that locks, one that loads, one upsert per table, and a few updates.
+
+All rows of a statement are passed as one JSON parameter (measured: 2.4 to 3 times as fast as arrays, 4 times as fast as
+the ORM's bulk upsert). `ORDER BY x.n` inserts them in the order in which the driver named them, whatever join order the
+planner chooses, because the v2 API lists them by id.
+"""
 
 RULES = """
 SELECT coalesce(json_agg(json_build_array(name, action, host, driver, vendor, model, type) ORDER BY "order", id),
@@ -12,8 +15,11 @@ LOCK = f"""
 WITH locked AS (SELECT FROM accelerators_host WHERE id = ANY(%s) ORDER BY id FOR NO KEY UPDATE)
 SELECT ({RULES}) FROM (SELECT count(*) FROM locked) AS all_of_them
 """
-"""Before LOAD, and not in it: a statement sees what was committed when it began, not what it waited for. The rules
-come along. Rows that only refer to a host (commands) are inserted meanwhile."""
+"""Lock the hosts and return the enabled admission rules.
+
+This cannot be part of LOAD: a statement sees only rows committed before it began, not those of a transaction for whose
+lock it waited. `FOR NO KEY UPDATE` still lets others insert rows that refer to a host, such as commands.
+"""
 
 LOAD = """
 SELECT json_build_array(h.id, h.uuid, h.name, h.applied_epoch, h.applied_seq, h.drivers, coalesce((

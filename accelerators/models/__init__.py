@@ -1,4 +1,4 @@
-"""Every table of the room, one file per subject. Written by `accelerators.conductor` only."""
+"""Django models of `accelerators`, one file per subject. All writes go through `accelerators.conductor`."""
 
 from accelerators.models.attachments import Attachment
 from accelerators.models.backends import Backend, Service

@@ -1,5 +1,8 @@
-"""What somebody attaches to a running instance: what is asked, how far it is, what was written where. See
-`accelerators.workflows.attachments`, which writes it."""
+"""Model of accelerators that are attached to a running instance: what was asked, its progress, and what was written
+to Placement.
+
+`accelerators.workflows.attachments` writes it.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,15 @@ from accelerators.models import fields
 
 
 class AttachmentState(StrEnum):
-    """The life of an attachment."""
+    """States of an attachment: attaching, undoing a failure, detaching, and the two ends."""
 
     ASKED = "asked"
     ATTACHING = "attaching"
     ATTACHED = "attached"
     UNDOING = "undoing"
-    """It failed: what was done of it is being taken back."""
+    """Attaching failed or was cancelled; the steps that were done are being undone."""
     FAILED = "failed"
-    """Nothing of it is left."""
+    """Attaching failed or was cancelled, and everything has been undone."""
     DETACHING = "detaching"
     DETACHED = "detached"
 
@@ -31,8 +34,11 @@ HELD = Q(state=AttachmentState.ATTACHED.value)
 
 
 class Attachment(fields.Row):
-    """Accelerators for one instance that is there already. A step is recorded before it is tried, so who takes this up
-    after a kill knows what to look for: `step` is what was last done or begun."""
+    """Accelerators that are added to an existing instance.
+
+    `step` is the step that was last begun or done. A step is recorded before it is tried, so that a worker that resumes
+    after a crash knows which step to check.
+    """
 
     instance = models.UUIDField()
     project_id = models.CharField(max_length=255, db_collation="C", help_text="The instance's.")

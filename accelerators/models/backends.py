@@ -1,4 +1,4 @@
-"""Drivers' backends and their services as rows, only to read: views of what hosts report (`Host.drivers`)."""
+"""Read-only models of drivers' backends and services: database views of what hosts report (`Host.drivers`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from django.db import models
 
 
 class Backend(models.Model):
-    """A part of a driver on a host that answers by itself."""
+    """A part of a driver on a host that answers, or fails, independently of the driver's other parts."""
 
     id = models.BigIntegerField(primary_key=True)
     key = models.TextField(help_text="HOST:DRIVER:NAME, the host by its uuid.")
@@ -31,7 +31,7 @@ class Backend(models.Model):
 
 
 class Service(models.Model):
-    """Something that a backend can do, or why it cannot."""
+    """A function that a backend offers, with its state and, if it is not available, the reason."""
 
     id = models.BigIntegerField(primary_key=True)
     key = models.TextField(help_text="HOST:DRIVER:BACKEND:NAME, the host by its uuid.")

@@ -1,4 +1,7 @@
-"""What one person asks of many devices at once: the frozen set, and what became of each. Written by `bulks`."""
+"""Models of bulk actions: one action on many devices, and the outcome for each device.
+
+`accelerators.workflows.bulk_actions` writes them.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,10 @@ UNDER_WAY = Q(state=BulkState.RUNNING.value)
 
 
 class Bulk(fields.Row):
-    """An action on a set of devices. The set is chosen once, with how each stood then, and never grows."""
+    """An action on a set of devices.
+
+    The set is selected once, together with each device's state at that time, and never grows.
+    """
 
     action = models.CharField(max_length=16, db_collation="C", help_text="What is asked of each.")
     then = models.CharField(max_length=16, choices=fields.choices(Drain), default=Drain.MAINTENANCE.value)
@@ -45,12 +51,15 @@ class Bulk(fields.Row):
 
     @property
     def worked(self) -> int:
-        """How many devices it has been through."""
+        """Return the number of devices that have an outcome."""
         return self.moved + self.unchanged + self.refused
 
 
 class BulkItem(models.Model):
-    """One device of a set; its outcome is written in the transaction that moves the device, so it is moved once."""
+    """One device of a bulk action.
+
+    Its outcome is written in the transaction that changes the device's state, so that the device is changed only once.
+    """
 
     bulk = models.ForeignKey(Bulk, models.CASCADE, related_name="items")
     device = models.ForeignKey(Device, models.SET_NULL, null=True, related_name="+")

@@ -1,7 +1,8 @@
-"""What agents are told to do. A row is made in the transaction that wants it done: none is lost, none is invented.
+"""Model of commands to agents.
 
-Written by `accelerators.commands.placing`; delivered and answered by `agents.gateway.command_dispatch` and
-`agents.gateway.app`.
+A command is inserted in the transaction that needs it, so it exists exactly if that transaction commits.
+`accelerators.commands.placing` inserts the rows; `agents.gateway.command_dispatch` and `agents.gateway.app` deliver
+them and receive the answers.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ OPEN = Q(ended_at__isnull=True)
 
 
 class Command(fields.Row):
-    """One thing to be done once by one host's agent. `id` is the number by which the wire knows it.
+    """A command that one host's agent runs at most once. `id` is the command's number in the agent protocol.
 
-    An *exclusive* one has its device for itself: while it is open, nothing is bound there (`Device.busy_with`).
-    The answer of the agent is kept before it counts: it is settled when the report that goes with it is applied.
+    While an *exclusive* command is open, nothing is bound to its device (`Device.busy_with`). The agent's answer is
+    stored first (`answered_at`); the command ends (`ended_at`) when the report that belongs to the answer is applied,
+    or when `end_by` has passed.
     """
 
     host = models.ForeignKey(Host, models.PROTECT, related_name="commands")

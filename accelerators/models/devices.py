@@ -1,4 +1,4 @@
-"""Devices and what is in them: deployables (providers), their attributes, their attach handles."""
+"""Models of devices, their deployables (resource providers), and the deployables' attributes and attach handles."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from accelerators.models import fields
 from accelerators.models.hosts import Host
 
 OFFERED = (DeviceState.READY.value, DeviceState.INSTALLING.value)
-"""In these a device does not drain."""
+"""States in which a device is offered or about to be; a draining device is never in one of them."""
 UNWELL = (Health.DEGRADED.value, Health.FAILED.value)
 
 
 class Device(fields.Row):
-    """A card. Identity: its host and `key`. `state` is the operator's, `status` is the hardware's."""
+    """A card, identified by its host and `key`.
+
+    `state` is the device's life cycle, which operators control; `status` is the health that its driver reports.
+    """
 
     host = models.ForeignKey(Host, models.PROTECT, related_name="devices", db_index=False)
     key = fields.name(help_text="Identity on the host: serial:…, else pci:address, else the driver's own.")
@@ -109,13 +112,16 @@ class Device(fields.Row):
 
     @property
     def stands(self) -> str:
-        """How it stands: `Standing.word`, which forms send back, so that who decides is told when it has changed."""
+        """Return state, `returns_to` and `drain_to` as one text (`Standing.word`).
+
+        Forms send it back, so that a person who decides about a device learns when it has changed meanwhile.
+        """
         state, returns_to, drain_to = DeviceState(self.state), self.returns_to, self.drain_to
         return Standing(state, returns_to and DeviceState(returns_to), drain_to and Drain(drain_to)).word
 
 
 class Deployable(fields.Row):
-    """The part of a device that is a resource provider. `rp_uuid`, once recorded, always wins over a computed one."""
+    """The part of a device that is a resource provider. A stored `rp_uuid` always replaces the computed provider id."""
 
     device = models.ForeignKey(Device, models.PROTECT, related_name="deployables", db_index=False)
     parent = models.ForeignKey("self", models.PROTECT, null=True, blank=True, related_name="children")
@@ -139,7 +145,7 @@ class Deployable(fields.Row):
 
 
 class Attribute(fields.Row):
-    """A key and a value of a deployable; `origin` operator survives reports."""
+    """A key and a value of a deployable. Reports do not change attributes with `origin` operator or conductor."""
 
     deployable = models.ForeignKey(Deployable, models.CASCADE, related_name="attributes", db_index=False)
     key = fields.name()
@@ -158,7 +164,7 @@ class Attribute(fields.Row):
 
 
 class AttachHandle(fields.Row):
-    """One assignable unit. Who holds it stands in the request (one handle, one request)."""
+    """One assignable unit of a deployable. The request that holds it refers to it; at most one request can hold it."""
 
     deployable = models.ForeignKey(Deployable, models.PROTECT, related_name="attach_handles", db_index=False)
     attach_type = models.CharField(max_length=16, choices=fields.choices(HandleType))
@@ -178,14 +184,15 @@ class AttachHandle(fields.Row):
 
     @property
     def not_offered(self) -> str:
-        """Why Nova is never offered it; '' when it is."""
+        """Return the reason why this handle is never offered to Nova, or '' if it can be."""
         return "not offered to Nova: a device node, which no guest gets" if self.attach_type == HandleType.DEV else ""
 
 
 def driver_error() -> Func:
-    """For queries of devices: what the device's driver, and its backend, last failed with (`Host.drivers`).
+    """Build an expression for device queries: the last error of the device's driver and of its backend.
 
-    '' when they answered, null when nothing is known of the driver.
+    Both are read from `Host.drivers` and concatenated. The value is '' if both answered, and NULL if nothing is known
+    of the driver.
     """
     drivers, driver, error = F("host__drivers"), F("driver"), Value("error")
     said, backend_said = (

@@ -1,4 +1,7 @@
-"""Which drivers are wanted on which host, and the rollouts that bring them there. Written by `wishes`, `rollouts`."""
+"""Models of the drivers that are wanted on each host, and of the rollouts that install, update or uninstall them.
+
+`accelerators.workflows.driver_config` and `accelerators.workflows.driver_rollouts` write them.
+"""
 
 from __future__ import annotations
 
@@ -19,18 +22,22 @@ OPEN_STEP = Q(state__in=[StepState.WAITING.value, StepState.ORDERED.value])
 
 
 def _command(help_text: str = "") -> models.ForeignKey[Command | None]:
-    """A command that may be forgotten. Without a constraint: the release before this forgets commands, too, and does
-    not know of these tables."""
+    """Build a foreign key to a command; it becomes NULL when the command is deleted.
+
+    It has no database constraint, because the previous release also deletes old commands, and does not know these
+    tables.
+    """
     return models.ForeignKey(
         Command, models.SET_NULL, null=True, related_name="+", db_constraint=False, help_text=help_text
     )
 
 
 class DriverWish(fields.Row):
-    """What is wanted of a driver on a host; it outlives what the host's own configuration says.
+    """The wanted state of a driver on a host. It takes precedence over the host's own configuration file.
 
-    One that was uninstalled stays as such (`installed` false), so that the host's own configuration does not bring it
-    back. Its generation grows with every order: what the agent says it has applied is compared with it.
+    The row of an uninstalled driver is kept with `installed` false, so that the host's configuration does not install
+    the driver again. `generation` grows with every change; it is compared with the generation that the agent reports as
+    applied.
     """
 
     host = models.ForeignKey(Host, models.CASCADE, related_name="wishes")
@@ -53,7 +60,7 @@ class DriverWish(fields.Row):
 
 
 class Rollout(fields.Row):
-    """One change of a driver, brought to a frozen list of hosts, so many at a time."""
+    """One change of a driver on a fixed list of hosts, on at most `max_parallel` hosts at a time."""
 
     op = models.CharField(max_length=16, choices=fields.choices(RolloutOp))
     driver = models.CharField(max_length=64, db_collation="C")
@@ -81,7 +88,7 @@ class Rollout(fields.Row):
 
 
 class HostDriver(models.Model):
-    """A driver on a host: what is wanted beside what was seen. A view; nothing is written here."""
+    """A driver on a host: its wanted state and its reported state. A read-only database view."""
 
     key = models.CharField(max_length=128, db_collation="C", help_text="The host's uuid and the driver's name.")
     place = models.CharField(max_length=400, db_collation="C", help_text="By which they are ordered: host, driver.")
@@ -95,18 +102,18 @@ class HostDriver(models.Model):
 
     @property
     def wanted(self) -> DriverWish | None:
-        """The wish; None when there is none, or the driver was uninstalled."""
+        """Return the wanted state, or None if there is none or the driver was uninstalled."""
         return self.wish if self.wish and self.wish.installed else None
 
     @property
     def said(self) -> dict[str, Any] | None:
-        """What was seen, whole; None when the host never spoke of it."""
+        """Return the reported state, with defaults for absent fields; None if the host never reported the driver."""
         said = self.seen
         return said and {"generation": 0, "version": "", "error": "", "since": None} | said | {"state": self.state}
 
     @property
     def text(self) -> str:
-        """What is wrong with it: its driver's error, or why it is not as it is wanted."""
+        """Return the driver's error; without one, the result text of the last command if the states differ; else ''."""
         error = str((self.said or {}).get("error", ""))
         return error or (self.wish.command.text if self.drifts and self.wish and self.wish.command else "")
 
@@ -121,7 +128,10 @@ class HostDriver(models.Model):
 
 
 class RolloutStep(models.Model):
-    """One host of a rollout; it is ordered in the transaction that says so, so each host is ordered once."""
+    """One host of a rollout.
+
+    Its command is placed in the transaction that sets its state to ordered, so that each host gets only one command.
+    """
 
     rollout = models.ForeignKey(Rollout, models.CASCADE, related_name="steps")
     host = models.ForeignKey(Host, models.SET_NULL, null=True, related_name="+")

@@ -1,4 +1,7 @@
-"""Columns every table shares: a public uuid, timestamps made by the database, names sorted by byte."""
+"""Base model and field helpers that all tables share.
+
+They provide a public uuid, timestamps set by the database, and names that are sorted by byte.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from psycopg.types.json import Json
 
 
 class Row(models.Model):
-    """A row with a public `uuid`; `updated_at` stays null until the first change, as clients of v2 expect."""
+    """Abstract model with a public `uuid`. `updated_at` is null until the first change, as v2 API clients expect."""
 
     uuid = models.UUIDField(default=uuid.uuid4, unique=True, editable=False)
     created_at = models.DateTimeField(db_default=Now(), editable=False)
@@ -24,31 +27,34 @@ class Row(models.Model):
 
 
 class KeptJson(models.JSONField):
-    """JSON as it was written, keys in their order: clients get back what they sent. It cannot be compared."""
+    """JSON field that keeps the text and the order of keys, so that clients get back what they sent.
+
+    Queries cannot compare its values, because PostgreSQL's type `json` has no equality.
+    """
 
     def db_type(self, connection: Any) -> str:
-        """The type that keeps its text, not the parsed one."""
+        """Return PostgreSQL's `json`, which keeps the text, not `jsonb`, which stores a parsed value."""
         return "json"
 
     def get_db_prep_value(self, value: Any, connection: Any, prepared: bool = False) -> Any:
-        """As JSON text; Django's own would have it parsed on the way in."""
+        """Wrap the value to be sent as `json`; Django would send it as `jsonb`, which loses the order of keys."""
         return None if value is None else Json(value)
 
     def from_db_value(self, value: Any, expression: Any, connection: Any) -> Any:
-        """Parsed by the driver already, unlike the other type."""
+        """Return the value unchanged: psycopg has already parsed it, unlike `jsonb`, which Django parses itself."""
         return value
 
 
 def name(**options: Any) -> models.CharField:
-    """A name of at most 255 characters, compared and sorted byte by byte whatever the database's locale."""
+    """Build a field for a name of at most 255 characters, compared and sorted by byte in every database locale."""
     return models.CharField(max_length=255, db_collation="C", **options)
 
 
 def choices(words: type[StrEnum]) -> list[tuple[str, str]]:
-    """A vocabulary as Django wants it; shown as it is."""
+    """Convert an enum to Django's `choices`; each value is its own label."""
     return [(word.value, word.value) for word in words]
 
 
 def one_of(field: str, words: type[StrEnum], label: str) -> models.CheckConstraint:
-    """The database refuses what is not in `words`."""
+    """Build a check constraint that `field` contains a value of the enum `words`; `label` is its name."""
     return models.CheckConstraint(condition=Q(**{f"{field}__in": [word.value for word in words]}), name=label)

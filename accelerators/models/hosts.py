@@ -1,4 +1,4 @@
-"""Hosts: what a report is about, and what was applied of the last one."""
+"""Model of compute hosts, including which of their reports was applied last."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from accelerators.models import fields
 
 
 class Host(fields.Row):
-    """A compute host. `name` is its provider's name in Placement and v2's `hostname`; `node` is upstream's `host`."""
+    """A compute host.
+
+    `name` is the name of its compute provider in Placement, and `hostname` in the v2 API. `node` is the value of
+    `[DEFAULT]host` in upstream Cyborg.
+    """
 
     name = fields.name(unique=True, help_text="The compute provider's name in Placement, v2's hostname.")
     node = fields.name(help_text="Deployable and provider names are built from it.")
@@ -30,7 +34,10 @@ class Host(fields.Row):
         return self.name
 
     def why_stale(self, driver: str, backend: str = "") -> str:
-        """Why what is known of the devices of this driver's backend may be out of date; '' when it is not."""
+        """Return the reason why the stored devices of this driver and backend may be out of date, else ''.
+
+        Possible reasons are that the agent is silent, or that the driver or the backend failed.
+        """
         if self.stale_since:
             return f"nothing heard of the agent of {self.name} since {self.stale_since:%Y-%m-%d %H:%M:%S} UTC"
         said = self.drivers.get(driver, {})

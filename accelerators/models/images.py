@@ -1,6 +1,6 @@
-"""Bitstreams and firmware that devices are programmed with: what is kept of them here. Their bytes are files.
+"""Model of the images (bitstreams, firmware) that devices are programmed with.
 
-Written by `accelerators.images.store`, in whose directory the files lie.
+The table holds only metadata. `accelerators.images.store` writes it, and keeps the images' bytes as files.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from accelerators.models import fields
 
 
 class ImageSource(StrEnum):
-    """Where an image came from."""
+    """Origin of an image."""
 
     GLANCE = "glance"
-    """A copy: it is dropped when there is no room, and fetched again."""
+    """A copy from Glance. It may be deleted when space is needed, and fetched again."""
     UPLOAD = "upload"
-    """Somebody put it here, and only somebody removes it."""
+    """Uploaded by a person. It is deleted only by a person."""
 
 
 class Image(fields.Row):
-    """An image whose bytes are here, checked. Its uuid is Glance's for what came from there."""
+    """An image whose bytes are stored here and verified. An image from Glance keeps its Glance uuid."""
 
     name = fields.name(default="", blank=True)
     size = models.BigIntegerField()

@@ -1,5 +1,4 @@
-"""What happened (events, and the seals over them), what is still to be told (intents), which job was woken (ticks),
-what moved (generations)."""
+"""Models of events and the seals over them, intents (the outbox), ticks (woken jobs) and generations."""
 
 from __future__ import annotations
 
@@ -12,7 +11,10 @@ from accelerators.models import fields
 
 
 class Event(models.Model):
-    """One change: who, what, before and after, why. Append-only by trigger, partitioned by month (migration 0002)."""
+    """One recorded change: who changed what, the values before and after, and the reason.
+
+    Triggers make the table append-only; it is partitioned by month (migration 0002).
+    """
 
     at = models.DateTimeField(db_default=Now())
     source = models.CharField(max_length=8, choices=fields.choices(Source))
@@ -45,12 +47,15 @@ class Event(models.Model):
 
 
 WORDS = Func("action", "actor", "host", "subject_name", "request_id", function="accelerators_event_words")
-"""As the index `event_words` has it (migration 0013), so that it is used."""
+"""The searchable words of an event. It must equal the expression of the index `event_words` (migration 0013)."""
 
 
 def saying(*words: str) -> Func:
-    """For queries of events: those of which the action, its verb, actor, host, request id or a word of the subject's
-    name begin with each of `words`; upper and lower case of ASCII are alike."""
+    """Build a filter for event queries: every one of `words` must be the beginning of a word of the event.
+
+    The words of an event come from its action, the action's verb, its actor, host, subject name and request id. Case is
+    ignored for ASCII letters. The filter uses the index `event_words`.
+    """
     folded = ("".join(char.lower() if char.isascii() else char for char in word) for word in words)
     quoted = ("'" + word.replace("\\", "\\\\").replace("'", "''") + "':*" for word in folded)
     query = Value(" & ".join(quoted), output_field=models.TextField())
@@ -60,8 +65,11 @@ def saying(*words: str) -> Func:
 
 
 class Seal(models.Model):
-    """A link of the hash chain over events (`accelerators.audit.sealing`): about those after the seal before, up to
-    its last one. Append-only by trigger, but for `marks`, which go with the events (migration 0014)."""
+    """A link of the hash chain over events. It covers the events after the previous seal's last one up to its own last.
+
+    `accelerators.audit.sealing` adds seals. Triggers make the table append-only, except for `marks`, which are cleared
+    when the events are dropped (migration 0014).
+    """
 
     number = models.BigIntegerField(primary_key=True)
     month = models.CharField(max_length=7, db_collation="C", help_text="Of its events; none has those of two.")
@@ -91,7 +99,10 @@ class Seal(models.Model):
 
 
 class Intent(fields.Row):
-    """Something to be done outside the database because of a change in it: made in its transaction, never dropped."""
+    """Work to be done outside the database because of a change in it (outbox).
+
+    It is inserted in the transaction of the change, and deleted only when the work is done. See `accelerators.outbox`.
+    """
 
     kind = models.CharField(max_length=32, db_collation="C")
     key = fields.name()
@@ -110,7 +121,7 @@ class Intent(fields.Row):
 
 
 class Tick(models.Model):
-    """A job that was woken and not yet taken up (`accelerators.runtime.jobs`). Bookkeeping, not inventory."""
+    """A job that was woken and that no worker has taken up yet; not inventory. See `accelerators.runtime.jobs`."""
 
     name = models.CharField(max_length=64, primary_key=True)
     at = models.DateTimeField(db_default=Now())
@@ -123,7 +134,10 @@ class Tick(models.Model):
 
 
 class Generation(models.Model):
-    """How often a collection was written: the sum of its rows (`accelerators.runtime.generations`). Triggers count."""
+    """A counter of writes to a collection; the collection's generation is the sum of its rows.
+
+    Triggers do the counting. See `accelerators.runtime.generations`.
+    """
 
     collection = models.CharField(max_length=16, db_collation="C", db_index=True)
     value = models.BigIntegerField(default=0)

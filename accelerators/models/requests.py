@@ -1,4 +1,4 @@
-"""What tenants ask for: device profiles, and requests that hold attach handles."""
+"""Models of device profiles and accelerator requests. A bound request holds an attach handle."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from accelerators.models.devices import AttachHandle, Deployable
 
 
 class DeviceProfile(fields.Row):
-    """A named list of groups; a group's index is the `device_profile_group_id` of its requests."""
+    """A named list of groups. A group's index in it is the `device_profile_group_id` of its requests."""
 
     name = fields.name(unique=True)
     description = models.TextField(null=True, blank=True)
@@ -25,7 +25,7 @@ class DeviceProfile(fields.Row):
 
 
 class AcceleratorRequest(fields.Row):
-    """One accelerator for one instance. The group is a snapshot: later changes of the profile do not reach it."""
+    """A request for one accelerator for one instance. `group` is a snapshot, independent of later profile changes."""
 
     project_id = models.CharField(max_length=255, db_collation="C", db_index=True)
     state = models.CharField(max_length=16, choices=fields.choices(RequestState), default=RequestState.INITIAL.value)

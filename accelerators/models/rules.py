@@ -1,4 +1,4 @@
-"""Admission rules: what becomes of a device when it is found. Matched by `accelerators.domain.admission`."""
+"""Model of admission rules, which decide the first state of a device. `accelerators.domain.admission` applies them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ MAX_ORDER = 1_000_000
 
 
 class AdmissionRule(fields.Row):
-    """The first enabled rule that fits a found device decides its first state. What is empty fits everything."""
+    """A rule that decides the first state of a found device.
+
+    The first enabled rule that matches decides. An empty field matches everything.
+    """
 
     name = models.CharField(
         max_length=64, unique=True, db_collation="C", validators=[NAME], help_text="Letters, digits, ., - and _."

@@ -1,1 +1,1 @@
-"""What all processes of the controller share: jobs, notifications, caches and metrics."""
+"""Services that every process of the controller uses: jobs, notifications, caches and metrics."""

@@ -1,7 +1,8 @@
-"""What this process remembers of the database: bounded, combined, and never older than `TTL_S`.
+"""Cache of database rows in one process: limited in size, one load per key at a time, checked every `TTL_S` seconds.
 
-An entry carries its collection's generation. The writer's ring (`hub`) drops it at once in every process; if the ring
-is lost, the entry is compared with the database's generation after `TTL_S`. Called by `profiles`.
+An entry stores the generation of its collection. A writer's notification (`pubsub`) drops it at once in every process.
+If the notification is lost, the entry is used for at most `TTL_S` seconds; then its generation is compared with the
+database's.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ class _Entry(Generic[Value]):
 
 
 class Cache(Generic[Value]):
-    """`load(key)` remembered, at most `size` keys. What is not there (None) is not remembered.
+    """Cache the results of `load(key)` for at most `size` keys, least recently used dropped first. Thread-safe.
 
-    A miss costs two statements, however many threads ask for the key at once; a hit none.
+    None (no such row) is not cached. A hit costs no statement. A miss costs two (the generation, and `load`), however
+    many threads ask for the key at once. An expired entry whose generation is still current costs one.
     """
 
     def __init__(
@@ -52,7 +54,10 @@ class Cache(Generic[Value]):
         pubsub.subscribe(collection, self.drop)
 
     def get(self, key: str) -> Value | None:
-        """The value, None if there is none; raises what `load` raises."""
+        """Return the value for `key`, or None if there is none.
+
+        Threads that ask for a key that is being loaded wait for that load. If it raises, all of them get the exception.
+        """
         pubsub.listen()
         with self._lock:
             entry = self._entries.get(key)
@@ -67,13 +72,17 @@ class Cache(Generic[Value]):
         return self._ask(key, entry, asked, drops) if first else asked.result()
 
     def drop(self, _detail: str | None = None) -> None:
-        """Forget everything; who is asking right now keeps its answer to itself."""
+        """Drop all entries. Loads that are under way still return their values, but do not store them."""
         with self._lock:
             self._entries.clear()
             self._asked.clear()
             self._drops += 1
 
     def _ask(self, key: str, old: _Entry[Value] | None, asked: Future[Value | None], drops: int) -> Value | None:
+        """Load the value, or keep that of `old` if its generation is current; give it to the waiting threads.
+
+        `drops` is the count of drops when the load began: the value is stored only if nothing was dropped since.
+        """
         try:
             generation = generations.current(self._collection)
             value = old.value if old and old.generation == generation else self._load(key)
@@ -87,6 +96,7 @@ class Cache(Generic[Value]):
         return value
 
     def _settle(self, key: str, asked: Future[Value | None], entry: _Entry[Value] | None, drops: int) -> None:
+        """End the load `asked`: store `entry` unless the cache was dropped since, or delete the key if it is None."""
         with self._lock:
             if self._asked.get(key) is asked:
                 del self._asked[key]

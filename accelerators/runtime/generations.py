@@ -1,7 +1,7 @@
-"""How often each collection was written. A cache entry or an ETag made at a generation holds until it has moved on.
+"""Read the generation of a collection: a number that grows with every write of its tables.
 
-Counted by triggers (migration 0003) inside the writer's transaction, so nobody can forget to. Read by `cache` and by
-the own API's ETags.
+A cache entry or an ETag is valid as long as the generation at which it was made is current. Triggers (migration 0003)
+count inside the writer's transaction, so no writer can forget it.
 """
 
 from __future__ import annotations
@@ -11,13 +11,14 @@ from typing import Literal
 from django.db import connection
 
 Collection = Literal["hosts", "devices", "profiles", "requests", "events", "commands"]
-"""`devices` covers deployables, attributes and attach handles, too."""
+"""Names of the collections. `devices` includes deployables, attributes and attach handles."""
 
 
 def current(*collections: Collection) -> int:
-    """Their generations, added up: it grows with every committed write of any of them. One statement.
+    """Return the sum of the collections' generations; it grows with every committed write of any of them.
 
-    Take it before what is to be remembered is read: what is written in between then makes the memory old, never wrong.
+    Call it before reading the rows that are to be cached. A write in between then only makes the cache entry outdated
+    too early; the other way round, the entry would be wrong. Costs one statement.
     """
     with connection.cursor() as cursor:
         cursor.execute("SELECT coalesce(sum(value), 0) FROM generation WHERE collection = ANY(%s)", [list(collections)])

@@ -1,7 +1,7 @@
-"""Waking a job: any process kicks, one django-q2 task runs it, however often it was kicked meanwhile.
+"""Declare background jobs, wake them from any process, and run them. Repeated wake-ups share one django-q2 task.
 
-A kick inserts the job's row into `tick`; only who inserted it enqueues a task (measured: never a task per message).
-The task deletes the row first and works afterwards, so no wake-up is lost. The supervisor watches the rows: one that
+`kick` inserts the job's row into `tick`; only the process that inserted the row enqueues a task (measured: never a task
+per message). The task deletes the row before it works, so no wake-up is lost. The supervisor watches the rows: one that
 is not taken up means that the cluster is stuck.
 """
 
@@ -17,17 +17,17 @@ from functools import partial
 from django.db import connection, transaction
 
 SLICE_S = 20.0
-"""A job that has more to do after this long kicks itself and returns, well below the cluster's time-out."""
+"""Seconds after which a job with more to do kicks itself and returns. Well below the cluster's time-out."""
 LOCK_CLASS = 0x7161
-"""First key of every job's advisory lock; the second is `lock_id(name)`."""
+"""First key of every job's PostgreSQL advisory lock; the second is `lock_id(name)`."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A function that does all there is to do when called, and the cluster it belongs to.
+    """A background job: the dotted name of a function that does all pending work, and the cluster that runs it.
 
-    A `timely` one looks every few seconds for what no wake-up announces: time that has passed. One that takes the
-    intents of a kind (`intent`) is woken when one is raised.
+    A `timely` job is also woken every few seconds, because its work depends on the time (deadlines). A job with
+    `intent` is woken whenever an intent of that kind is raised.
     """
 
     name: str
@@ -41,42 +41,43 @@ _jobs: dict[str, Job] = {}
 
 
 def register(name: str, function: str, *, cluster: str, timely: bool = False, intent: str = "") -> None:
-    """Declare a job; called from `AppConfig.ready()`."""
+    """Declare a job. Call it from `AppConfig.ready()`."""
     _jobs[name] = Job(name, function, cluster, timely, intent)
 
 
 def has_taker(intent: str) -> bool:
-    """Whether a job takes intents of this kind."""
+    """Return True if a job is registered for intents of this kind."""
     return any(job.intent == intent for job in jobs())
 
 
 def wake_for(intent: str) -> None:
-    """Wake the job that takes intents of this kind, if there is one, after the commit of the transaction under way."""
+    """Wake the job for intents of this kind, if there is one, after the current transaction has committed."""
     for job in jobs():
         if job.intent == intent:
             transaction.on_commit(partial(kick, job.name), robust=True)
 
 
 def jobs() -> list[Job]:
-    """Every declared job."""
+    """Return all declared jobs."""
     return list(_jobs.values())
 
 
 def lock_id(name: str) -> int:
-    """Second key of the job's advisory lock, a positive 31-bit number."""
+    """Return the second key of the job's advisory lock, a number of 31 bits that is not negative."""
     return zlib.crc32(name.encode()) & 0x7FFFFFFF
 
 
 def kick(name: str) -> None:
-    """Wake job `name`. Call it after the commit of what the job shall see: one statement while it is awake already.
+    """Wake the job `name`. Call it after the commit of the changes that the job must see.
 
-    A row that is still there then is deleted after that commit, so whoever deletes it sees what was committed.
+    Costs one statement if the job is awake already. In that case its `tick` row will be deleted later than that commit,
+    so the task that deletes it sees the changes.
     """
     _wake([name])
 
 
 def _wake(names: Iterable[str]) -> None:
-    """Wake jobs in one transaction; one statement when all of them are awake already.
+    """Wake jobs in one transaction. Costs one statement if all of them are awake already.
 
     Rows are inserted in the order of their names, so that two processes which wake the same jobs cannot deadlock.
     """
@@ -100,7 +101,10 @@ def _wake(names: Iterable[str]) -> None:
 
 
 def kick_all(cluster: str | None = None) -> None:
-    """Wake every job (of `cluster`) afresh: after a start, or after tasks were lost with the cluster that held them."""
+    """Wake every job, or every job of `cluster`, with a new task even if it is awake already.
+
+    Needed after a start, or after tasks were lost with the cluster that held them.
+    """
     for job in jobs():
         if cluster in (None, job.cluster):
             take_up(job.name)
@@ -108,44 +112,50 @@ def kick_all(cluster: str | None = None) -> None:
 
 
 def kick_timely() -> None:
-    """Wake the jobs that watch the clock; called every few seconds by every gateway.
+    """Wake all timely jobs. Every gateway calls this every few seconds.
 
-    All at once: reports wait meanwhile for the gateway's writer, which takes long over many statements when the
-    database is slow.
+    One transaction wakes all of them, because reports wait for the gateway's writer meanwhile, and many statements
+    would take long when the database is slow.
     """
     _wake(job.name for job in jobs() if job.timely)
 
 
 def backstop() -> None:
-    """Once a minute, from django-q2's scheduler: whatever forgot to wake a job, it is late by a minute at most."""
+    """Wake all jobs. django-q2's scheduler calls this once a minute.
+
+    Therefore a job that some code forgot to wake is late by at most a minute.
+    """
     _wake(job.name for job in jobs())
 
 
 def take_up(name: str) -> None:
-    """From now on a kick wakes the job again: called before it looks at what there is to do."""
+    """Delete the job's `tick` row, so that the next kick enqueues a task. Call it before looking for work."""
     with connection.cursor() as cursor:
         cursor.execute("DELETE FROM tick WHERE name = %s", [name])
 
 
 def run(name: str, step: Callable[[], bool]) -> None:
-    """Take up the tick of `name`, then call `step` under the job's lock until it says there is nothing left.
+    """Take up the job's tick, then call `step` under the job's lock until it returns False (no more work).
 
-    `step` runs in a transaction of its own; the lock goes with it, so a killed worker blocks nobody. Who finds the
-    lock taken looks again until it is free: the holder may have looked before our wake-up's work was there.
+    Each `step` runs in its own transaction, and the lock ends with that transaction, so a killed worker blocks nobody.
+    If another worker has the lock, try again until it is free, because that worker may have looked for work before ours
+    was committed. After `SLICE_S` seconds kick the job again and return.
     """
     _run(name, step, _locked)
 
 
 def run_outside_transaction(name: str, step: Callable[[], bool]) -> None:
-    """Do the same for a step that calls other services: `step` opens its own transactions, and none around a call.
+    """Do the same as `run`, but without a transaction around `step`; for steps that call other services.
 
-    A slow service would otherwise keep the rows locked that the step has written, and reports and binds would wait
-    for them. The lock belongs to the connection and ends with it.
+    `step` opens its own transactions, and must not call a service inside one: a slow service would keep the written
+    rows locked, and reports and binds would wait for them. The job's lock belongs to the database connection and ends
+    with it.
     """
     _run(name, step, alone)
 
 
 def _run(name: str, step: Callable[[], bool], lock: Callable[[str], AbstractContextManager[bool]]) -> None:
+    """Call `step` under `lock` until there is no more work, for at most `SLICE_S` seconds; then kick the job again."""
     take_up(name)
     end = time.monotonic() + SLICE_S
     while time.monotonic() < end:
@@ -160,8 +170,11 @@ def _run(name: str, step: Callable[[], bool], lock: Callable[[str], AbstractCont
 
 @contextmanager
 def alone(name: str) -> Iterator[bool]:
-    """Whether nobody else does the work of `name`, for a job that must hold no transaction meanwhile: a lock of this
-    connection, which ends with a worker that is killed. Who finds it taken leaves the rest to its holder, or kicks."""
+    """Try to take the lock of the job `name` for this database connection; yield True if it was free.
+
+    It needs no open transaction, and ends with the connection if the worker is killed. A caller that gets False must
+    leave the work to the holder of the lock, or kick the job.
+    """
     key = [LOCK_CLASS, lock_id(name)]
     with connection.cursor() as cursor:
         cursor.execute("SELECT pg_try_advisory_lock(%s, %s)", key)
@@ -176,6 +189,7 @@ def alone(name: str) -> Iterator[bool]:
 
 @contextmanager
 def _locked(name: str) -> Iterator[bool]:
+    """Open a transaction and try to take the job's lock in it; yield True if it was free."""
     with transaction.atomic(), connection.cursor() as cursor:
         cursor.execute("SELECT pg_try_advisory_xact_lock(%s, %s)", [LOCK_CLASS, lock_id(name)])
         yield cursor.fetchone()[0]

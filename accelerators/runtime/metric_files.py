@@ -1,9 +1,10 @@
-"""Which process writes which files of counts. Free of Django: the supervisor clears them, `meters` takes one.
+"""Assign metric files to processes, and delete the files of dead processes. Does not import Django.
 
-prometheus_client keeps the counts of every process in files of its own and adds them up when somebody asks. Named after
-process ids they would grow for ever, as the clusters replace their workers all day. So a process takes the lowest
-number that nobody holds, by a lock that ends with the process and that a fork does not inherit, and counts on where
-the last holder stopped: there are never more files than processes lived at once.
+prometheus_client stores the metrics of each process in separate files, and adds them up when they are read. It names
+the files after process ids by default; their number would grow for ever, because the clusters replace their workers all
+day. Here a process takes the lowest free number instead, and continues the counters of the number's last holder, so
+there are never more files per kind than processes that ran at the same time. A number is held by a file lock, which
+ends with the process and is not inherited by a fork.
 """
 
 from __future__ import annotations
@@ -14,28 +15,37 @@ from collections.abc import Iterator
 from pathlib import Path
 
 VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
-"""Names the folder; prometheus_client reads it, too. Without it every process counts for itself."""
+"""Environment variable with the folder of the files; prometheus_client reads it, too.
+
+Without it every process keeps its metrics in memory.
+"""
 ROOM_BYTES = 1 << 20
-"""Set aside for each file: a write to memory that finds the disk full ends its process."""
+"""Bytes allocated in advance for each file.
+
+The files are memory-mapped: a write that needs a new block on a full disk would kill the process.
+"""
 
 KINDS = ("counter", "histogram", "gauge_livesum")
-"""What the files' names begin with: prometheus_client names them by the kind, a gauge's by its mode, too."""
+"""Prefixes of file names: prometheus_client uses the kind of metric, and for gauges also the multiprocess mode."""
 _NOTHING = (0, "", -1)
 _held: tuple[int, str, int] = _NOTHING
-"""Process, number, the lock's file descriptor."""
+"""This process's id, its number, and the file descriptor of the lock."""
 
 
 def folder() -> Path | None:
-    """Where the counts are kept; None: nowhere but in memory."""
+    """Return the folder of the metric files, or None if metrics are kept in memory only."""
     return Path(os.environ[VARIABLE]) if os.environ.get(VARIABLE) else None
 
 
 def mine() -> str:
-    """This process's number, taken at its first count and anew after a fork. Raises OSError, and holds none then."""
+    """Return this process's number; take one at the first call, and a new one after a fork.
+
+    Raise OSError if the files cannot be created; the process then holds no number.
+    """
     global _held
     process, number, lock = _held
     if process != os.getpid():
-        # Forgotten first: closed once more it would be a file of somebody else.
+        # Reset first: if this fails, the next call must not close the same descriptor, which may be another file then.
         _held = _NOTHING
         if lock >= 0:
             os.close(lock)
@@ -47,19 +57,23 @@ def mine() -> str:
 
 
 def clear(where: Path) -> None:
-    """Forget what was counted by processes that are gone; makes the folder. Those that live count on."""
+    """Create the folder if needed, and delete all metric files of dead processes. Living processes keep theirs."""
     where.mkdir(parents=True, exist_ok=True, mode=0o700)
     for number in _free(where):
         _remove(where, f"*_{number}.db")
 
 
 def bury(where: Path) -> None:
-    """Forget what processes that are gone said of themselves as of now; what they counted stays."""
+    """Delete the gauges of dead processes; keep their counters and histograms."""
     for number in _free(where):
         _remove(where, f"gauge_live*_{number}.db")
 
 
 def _take(where: Path) -> tuple[str, int]:
+    """Lock the lowest free number and prepare its files; return the number and the descriptor of the lock.
+
+    Gauges of the number's last holder are deleted. Raise OSError if the files cannot be created; the lock is released.
+    """
     where.mkdir(parents=True, exist_ok=True, mode=0o700)
     number = 1
     while (lock := _locked(where / f"{number}.lock")) is None:
@@ -76,15 +90,16 @@ def _take(where: Path) -> tuple[str, int]:
 
 
 def _free(where: Path) -> Iterator[str]:
-    """The numbers that no other process holds; each is held while it is looked at."""
+    """Yield the numbers that no process holds. Each is locked until the caller asks for the next one."""
     for path in where.glob("*.lock"):
-        # To close our own once more would give it up.
+        # Skip our own lock file: closing any descriptor of it would release our lock.
         if (os.getpid(), path.stem) != _held[:2] and (lock := _locked(path)) is not None:
             yield path.stem
             os.close(lock)
 
 
 def _locked(path: Path) -> int | None:
+    """Lock the file, created if needed; return its descriptor, or None if another process holds the lock."""
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

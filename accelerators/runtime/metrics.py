@@ -1,7 +1,8 @@
-"""What is counted and timed, for `/metrics`: the registry of every room, and what this room counts.
+"""Prometheus metrics for `/metrics`: the common registry, and the metrics of `accelerators`.
 
-Rooms to the right add meters of their own to the same registry. No agent and no command at a shell imports this. With
-`slots.VARIABLE` set, what all processes of the machine counted is told together, else what this one did.
+Other apps add their metrics to the same registry. The host agent, the command-line client and the supervisor must not
+import this module. If the environment variable `metric_files.VARIABLE` is set, `/metrics` shows the sums over all
+processes of the machine, otherwise only the metrics of the process that answers.
 """
 
 from __future__ import annotations
@@ -29,9 +30,12 @@ disable_created_metrics()
 
 
 class _Filed:
-    """A value in this process's files, as prometheus_client asks for one. When they cannot be opened, which after a
-    fork is at its first count (the disk is full, no descriptor is left), this process counts nowhere from then on: what
-    is counted never fails for it."""
+    """A metric value in this process's files, with the interface that prometheus_client expects.
+
+    If the files cannot be opened (disk full, no descriptor left), one warning is logged and this process records no
+    metrics from then on, so that the code that is measured never fails. After a fork, files are opened at the first
+    recorded value.
+    """
 
     _multiprocess = True
     make: Callable[..., Any]
@@ -41,24 +45,25 @@ class _Filed:
         self._kept = self._spared(lambda: _Filed.make(*what, **named))
 
     def inc(self, amount: float) -> None:
-        """So much more."""
+        """Add `amount` to the value."""
         self._spared(lambda: self._kept.inc(amount))
 
     def set(self, value: float, timestamp: float | None = None) -> None:
-        """From now on this."""
+        """Set the value."""
         self._spared(lambda: self._kept.set(value, timestamp))
 
     def get(self) -> float:
-        """What it is."""
+        """Return the value; 0 if the files are not usable."""
         return self._spared(lambda: float(self._kept.get())) or 0.0
 
     def set_exemplar(self, exemplar: object) -> None:
-        """Files have none."""
+        """Ignore the exemplar: files cannot store exemplars."""
 
     def get_exemplar(self) -> None:
-        """None."""
+        """Return None: files cannot store exemplars."""
 
     def _spared(self, do: Callable[[], Any]) -> Any:
+        """Call `do` and return its result; return None once the files of this process have proved unusable."""
         if _Filed.lost:
             return None
         try:
@@ -75,7 +80,10 @@ class _Filed:
 
 
 def _choose_values() -> None:
-    """In files where a folder is named, in memory else. Before the first meter is made."""
+    """Keep metrics in files if a folder is configured and usable, otherwise in memory.
+
+    This must run before the first metric is created.
+    """
     if metric_files.folder() is None:
         return
     try:
@@ -94,22 +102,25 @@ _choose_values()
 
 
 def counter(name: str, text: str, *labels: str) -> Counter:
-    """Something that happens, counted; its name ends with `_total`."""
+    """Create a counter of events. By convention its name ends with `_total`."""
     return Counter(name, text, labels, registry=REGISTRY)
 
 
 def histogram(name: str, text: str, buckets: Iterable[float], *labels: str) -> Histogram:
-    """How long something took (`_seconds`), or how much it was."""
+    """Create a histogram of durations (its name ends with `_seconds`) or of amounts."""
     return Histogram(name, text, labels, registry=REGISTRY, buckets=tuple(buckets))
 
 
 def gauge(name: str, text: str) -> Gauge:
-    """What each living process has now, added up."""
+    """Create a gauge of a current value; `/metrics` shows the sum over all living processes."""
     return Gauge(name, text, registry=REGISTRY, multiprocess_mode="livesum")
 
 
 def counted() -> Iterable[Metric]:
-    """All that was counted, in this process or in all that share its folder."""
+    """Collect all metrics: of all processes that share the folder, or of this process if there is no usable folder.
+
+    Deletes the gauges of dead processes first.
+    """
     where = metric_files.folder()
     if where is None or values.ValueClass is values.MutexValue:
         return REGISTRY.collect()
@@ -141,15 +152,15 @@ _hosts_part = histogram(
 )
 _commands = counter("cyborg_commands_ended_total", "Commands that ended, by what was ordered and how.", "op", "outcome")
 OUTCOMES = {"BindStarted": "started", "Bound": "bound", "BindFailed": "failed"}
-"""What a bind makes of a request, in the words of the label."""
+"""State of a request after a bind → value of the label `outcome`."""
 
 
 for _outcome in OUTCOMES.values():
-    _binds.labels(_outcome)  # at 0 from the start: who asks for the increase sees the first one, too
+    _binds.labels(_outcome)  # starts at 0, so that the first bind is visible as an increase, too
 
 
 def merged(seconds: float, hosts: int, devices: int) -> None:
-    """One merge is done."""
+    """Record a finished merge: its duration, and how many hosts and devices it wrote."""
     _merge.observe(seconds)
     _merged_hosts.observe(hosts)
     _merged_devices.observe(devices)
@@ -157,7 +168,10 @@ def merged(seconds: float, hosts: int, devices: int) -> None:
 
 @contextmanager
 def answering() -> Iterator[None]:
-    """Around a bind: how long it took, and whether it was refused, by the kind of refusal."""
+    """Measure the duration of a bind, as a context manager or decorator.
+
+    The label `outcome` is 'reserved', the reason of the refusal, or 'error' for any other exception.
+    """
     began, outcome = time.monotonic(), "error"
     try:
         yield
@@ -170,7 +184,10 @@ def answering() -> Iterator[None]:
 
 
 def moved(moves: Iterable[Mapping[str, Any]]) -> None:
-    """Requests that were moved, `waited` seconds for their host where that is said; counted once it is committed."""
+    """Count requests by their new state after the current transaction has committed.
+
+    Each move has a `state`, and optionally `waited`: the seconds for which the request waited for its host.
+    """
     states = Tally(move["state"] for move in moves)
     waits = [(OUTCOMES[move["state"]], move["waited"]) for move in moves if "waited" in move]
 
@@ -185,7 +202,7 @@ def moved(moves: Iterable[Mapping[str, Any]]) -> None:
 
 
 def ended(commands: Iterable[tuple[str, str]]) -> None:
-    """Commands that ended, each its op and how; counted once that is committed."""
+    """Count ended commands, given as (op, outcome), after the current transaction has committed."""
     ends = Tally(commands)
 
     def told() -> None:

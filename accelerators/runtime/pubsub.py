@@ -1,7 +1,9 @@
-"""The hub: one process tells all others that a topic has news. Names and ids only; what is new stands in the database.
+"""Publish and subscribe between all processes, by PostgreSQL's NOTIFY: a topic has news.
 
-Called by writers after their commit (`ring`) and by whoever keeps something in memory (`subscribe`). A ring may be lost
-(the listener was away): a subscriber is told `None` after every (re)connection, and must not trust a silence for ever.
+A notification carries only names and ids; the news itself is in the database. Writers call `ring` after their commit;
+code that keeps data in memory calls `subscribe`. A notification may be lost while the listener is not connected.
+Therefore subscribers are called with None after every (re)connection, and must also re-read their data from time to
+time.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ log = logging.getLogger(__name__)
 CHANNEL = "cyborg_hub"
 RETRY_S = 1.0
 MAX_PAYLOAD = 7000
-"""PostgreSQL carries 8000 bytes."""
+"""Longest payload sent, in characters. PostgreSQL's limit is 8000 bytes."""
 
 Heard = Callable[[str | None], None]
 _subscribers: dict[str, list[Heard]] = {}
@@ -31,9 +33,10 @@ _lock = threading.Lock()
 
 
 def ring(topic: str, detail: str = "") -> None:
-    """Wake the subscribers of `topic` in every process, this one at once. Call it after the commit.
+    """Notify the subscribers of `topic` in every process; those in this process are called before this returns.
 
-    In a transaction of its own: a NOTIFY takes a lock that would serialise the commits of large ones.
+    Call it after the commit of the changes, not in their transaction: NOTIFY takes a lock that would serialise the
+    commits of large transactions.
     """
     _tell(topic, detail)
     with connection.cursor() as cursor:
@@ -41,13 +44,20 @@ def ring(topic: str, detail: str = "") -> None:
 
 
 def subscribe(topic: str, heard: Heard) -> None:
-    """Call `heard(detail)` in the listener's thread at every ring of `topic`, `heard(None)` when rings may be lost."""
+    """Have `heard(detail)` called at every notification of `topic`, and `heard(None)` when some may have been lost.
+
+    It runs in the listener's thread, or for notifications of this process in the thread that calls `ring`. Call
+    `listen` as well, to start the listener.
+    """
     with _lock:
         _subscribers.setdefault(topic, []).append(heard)
 
 
 def listen() -> None:
-    """Start this process's listener unless it runs. A fork has none of its parent's threads, so it starts its own."""
+    """Start this process's listener thread unless it runs.
+
+    A forked process starts its own, because a fork does not inherit its parent's threads.
+    """
     global _listening
     with _lock:
         if _listening == os.getpid():
@@ -57,6 +67,7 @@ def listen() -> None:
 
 
 def _run() -> None:
+    """Listen for ever; connect again `RETRY_S` seconds after the connection was lost."""
     while True:
         try:
             _follow()
@@ -66,6 +77,10 @@ def _run() -> None:
 
 
 def _follow() -> None:
+    """Connect, tell all subscribers that notifications may have been lost, then deliver those of other processes.
+
+    Return if PostgreSQL does not answer (the outage is logged); raise psycopg.Error if the connection is lost later.
+    """
     options = {"connect_timeout": 5} | connection.get_connection_params() | {"autocommit": True}
     try:
         own = psycopg.connect(**options)
@@ -84,5 +99,6 @@ def _follow() -> None:
 
 
 def _tell(topic: str, detail: str | None) -> None:
+    """Call the subscribers of `topic` in this process, in the current thread."""
     for heard in _subscribers.get(topic, []):
         heard(detail)
