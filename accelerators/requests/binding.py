@@ -129,9 +129,9 @@ class _Contended(Exception):
 def create(profile_name: str, caller: Caller) -> list[str]:
     """Create the requests that a device profile asks for, in the caller's project, with an event for each.
 
-    Returns their uuids in the order of the profile's groups; empty if the groups ask for nothing. Raises Refused UNKNOWN if there is no such profile. The
-    profile comes from the cache; if it was changed or replaced since, it is read again and the creation is retried
-    once. One statement if the cached profile is current.
+    Returns their uuids in the order of the profile's groups; empty if the groups ask for nothing. Raises Refused
+    UNKNOWN if there is no such profile. The profile comes from the cache; if it was changed or replaced since, it is
+    read again and the creation is retried once. One statement if the cached profile is current.
     """
     for _ in range(2):
         profile = profiles.by_name(profile_name)
@@ -424,7 +424,7 @@ def _unbound(request: _Request) -> dict[str, Any]:
 
 
 def _move(moves: Sequence[Mapping[str, Any]], source: Source, actor: str) -> None:
-    """Update locked requests and write an event for each; one statement. AssertionError if one is not in state `was`."""
+    """Update locked requests and write an event for each; one statement. AssertionError if one is not in `was`."""
     if moves:
         values = {"rows": _json.encode(moves).decode(), "count": len(moves), "source": source.value}
         write = conductor.cursor()

@@ -73,7 +73,7 @@ def of(host: Host, device: UUID | None = None) -> list[Candidate]:
 
 
 def at(hosts: Collection[int], device: UUID | None = None) -> defaultdict[int, list[Candidate]]:
-    """Return host id → providers with free handles, for these hosts; one statement. `device` limits it to one device."""
+    """Return host id → providers with free handles (of one `device` if it is given), for these hosts; one statement."""
     found = defaultdict(list)
     with connection.cursor() as cursor:
         cursor.execute(OF_HOSTS, {"hosts": list(hosts), "device": device})
