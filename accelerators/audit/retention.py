@@ -25,13 +25,14 @@ from accelerators.runtime import jobs
 log = logging.getLogger(__name__)
 
 PATIENCE = "200ms"
-"""Lock timeout for creating or dropping a month's partition. While it waits for the lock, all new writers of events wait
-behind it; so it gives up soon, and the next run of the job tries again."""
+"""Lock timeout for creating or dropping a month's partition. All new writers of events have to wait behind a statement
+that waits for this lock, so the statement gives up soon, and the next run of the job tries again."""
 BRIEFLY = "SELECT set_config('lock_timeout', %s, true)"
 OLDEST = """
 SELECT min(right(inhrelid::regclass::text, 7)) FROM pg_inherits
 WHERE inhparent = 'accelerators_event'::regclass AND inhrelid::regclass::text ~ '_\\d{4}_\\d\\d$'
 """
+"""The oldest month that has a partition, as YYYY_MM."""
 
 
 def run() -> None:
@@ -73,7 +74,7 @@ def drop_oldest(now: datetime | None = None) -> bool:
 
 
 def _before(now: datetime, months: int) -> str:
-    """Return the oldest month to keep, as partitions are named (YYYY_MM): this month and `months` before it are kept."""
+    """Return the oldest month to keep, as partitions are named (YYYY_MM): `now`'s month and `months` before it stay."""
     year, month = divmod(now.year * 12 + now.month - 1 - months, 12)
     return f"{year:04d}_{month + 1:02d}"
 

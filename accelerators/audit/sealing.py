@@ -2,8 +2,8 @@
 
 The job `seals` (`retention.run`) makes seals once a minute, in one process, so that writers of events have no extra
 work. It seals only events of transactions that are older than every running one (`accelerators_event_final`, migration
-0014). Events are ordered by transaction and id, so no event can be added between sealed ones later. A seal has events of
-one month only: when a month is dropped (`retention`), all events of its seals are dropped, and none of other seals.
+0014). Events are ordered by transaction and id, so no event can be added between sealed ones later. A seal has events
+of one month only: when a month is dropped (`retention`), all events of its seals are dropped, and none of other seals.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ FRESH = f"""
 SELECT e.tx, e.id, to_char(e.at AT TIME ZONE 'UTC', 'YYYY-MM'), {DIGEST} FROM accelerators_event e
 WHERE (e.tx, e.id) > (%s, %s) AND e.tx < %s ORDER BY e.tx, e.id LIMIT %s
 """
+"""Events that can be sealed: those after the last seal, of transactions below FINAL."""
 
 
 def seal(most: int = MOST) -> bool:
@@ -69,7 +70,7 @@ def newest() -> Seal:
 
 
 def add(last: Seal, month: str, **columns: Any) -> Seal:
-    """Compute the hash of the seal that follows `last`, store the seal and return it. `columns` are its other columns."""
+    """Compute the hash of the seal that follows `last`, store this seal and return it. `columns` are its other columns."""
     made = Seal(number=last.number + 1, month=month, sealed_at=datetime.now(UTC), **columns)
     made.hash = link(made, last.hash).hash
     made.save(force_insert=True)

@@ -24,6 +24,7 @@ SEALED = f"""
 SELECT e.id, {DIGEST} FROM accelerators_event e
 WHERE (e.tx, e.id) > (%s, %s) AND (e.tx, e.id) <= (%s, %s) ORDER BY e.tx, e.id LIMIT %s
 """
+"""The events between two seals, with their digests."""
 BELOW = "SELECT e.id FROM accelerators_event e WHERE e.tx < 0 ORDER BY e.tx, e.id LIMIT 1"
 """Find an event with a negative transaction number. No transaction has one, so somebody inserted it in front of the
 first seal."""
@@ -65,8 +66,8 @@ def verify(
     """Verify the seals from `first` to `last` with their events, by default all; stop when there are MOST findings.
 
     `anchors` maps numbers of seals to hashes that were kept outside the database. `progress` is called after each seal
-    with the number of events done and the number of all. Only reads, and takes no lock; costs one statement per seal
-    and a sha256 of each event, computed by the database.
+    with the number of events done and the number of all. Only reads, and takes no lock; costs about one statement per
+    seal, in which the database computes a sha256 of each event.
     """
     proof, end = Proof(), newest()
     proof.number, proof.hash = end.number, end.hash

@@ -347,6 +347,7 @@ def _refuse(rp: str, count: int) -> None:
 
 
 def _none_free(deployable: int, why: str) -> Refused:
+    """Return a Refused NONE_FREE with the beginning of upstream's error message, followed by the reason `why`."""
     return Refused(Reason.NONE_FREE, f"AttachHandle not found Matching deployable_id {deployable}: {why}")
 
 
@@ -418,7 +419,7 @@ def _asked(request: _Request, one: Bind, caller: Caller) -> dict[str, Any]:
 
 
 def _unbound(request: _Request) -> dict[str, Any]:
-    """Build the row for `_move` to Unbound; all columns that it leaves out become NULL."""
+    """Build the row for `_move` to Unbound. The project stays; `_move` clears all other columns that the row lacks."""
     before = {"had_instance": request.instance_uuid, "had_handle": request.handle}
     return {"id": request.id, "was": request.state, "state": _S.UNBOUND} | before
 

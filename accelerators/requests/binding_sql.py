@@ -28,6 +28,8 @@ WITH made AS (
     )
 }) SELECT uuid FROM made ORDER BY id
 """
+"""Create one request per entry of `groups` (indexes of the profile's groups), each with an event. Creates and returns
+nothing if the profile was renamed, changed or deleted since the caller read it."""
 
 LOCK_INSTANCES = "SELECT pg_advisory_xact_lock(%(lock)s::int, hashtext(i)) FROM unnest(%(instances)s::text[]) AS i"
 """Take an advisory lock for each instance until the end of the transaction, so that an instance has one bind at a time.
@@ -41,12 +43,16 @@ FROM accelerators_acceleratorrequest q LEFT JOIN accelerators_attachhandle t ON 
 
 LOAD = f"{_FOUND} WHERE q.uuid = ANY(%(uuids)s::uuid[]) AND {VISIBLE} ORDER BY q.id FOR UPDATE OF q"
 
+"""Lock the requests with these uuids, by id; only those that the caller may see."""
+
 LOAD_OF_INSTANCE = f"{_FOUND} WHERE q.instance_uuid = %(instance)s::uuid AND {VISIBLE} ORDER BY q.id FOR UPDATE OF q"
+"""Lock the requests of an instance, by id; only those that the caller may see."""
 
 TAKEN = f"""
 SELECT q.instance_uuid::text FROM accelerators_acceleratorrequest q
 WHERE q.instance_uuid = ANY(%(instances)s::uuid[]) AND {VISIBLE} LIMIT 1
 """
+"""Return one of these instances that already has a request, if there is one."""
 
 FREE = """
 FROM accelerators_attachhandle t
@@ -79,6 +85,9 @@ FROM accelerators_deployable p
 JOIN accelerators_device d ON d.id = p.device_id
 WHERE p.rp_uuid = %(rp)s::uuid ORDER BY p.missing_since NULLS FIRST LIMIT 1
 """
+"""Find out why RESERVE returned too few handles of a provider. Returns the deployable's id, the state of its device,
+whether a command uses the device alone, the number of free handles, and whether it has device nodes; no row if there
+is no such provider."""
 
 MOVE = f"""
 WITH x AS (SELECT x.*, (SELECT hostname FROM accelerators_acceleratorrequest r WHERE r.id = x.id) AS had_hostname
@@ -145,6 +154,7 @@ JOIN accelerators_deployable p ON p.id = t.deployable_id WHERE q.state = 'BindSt
 OVERDUE = f"""{_WAITING} AND q.deadline < statement_timestamp()
 ORDER BY q.id LIMIT %(count)s::bigint FOR UPDATE OF q SKIP LOCKED
 """
+"""Lock at most `count` requests in state BindStarted whose deadline has passed; skip those that are locked."""
 
 WAITING = f"""{_WAITING} AND (q.uuid = ANY(%(uuids)s::uuid[])
   OR q.instance_uuid = ANY(%(instances)s::uuid[]) AND p.device_id = ANY(%(devices)s::bigint[]))

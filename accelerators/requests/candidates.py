@@ -29,6 +29,8 @@ SELECT d.host_id, p.rp_uuid::text,
   AND p.rp_uuid IS NOT NULL
 GROUP BY d.host_id, p.id ORDER BY p.id
 """
+"""Return, for each provider of these hosts with free handles: the host's id, the provider's id, its resource class, its
+traits, the number of handles that requests can get, and the attach types of the free handles."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,8 @@ def choose(wanted: Sequence[Mapping[str, str]], there: Sequence[Candidate], wher
     group.
 
     Groups that fit the fewest providers are served first. Of the providers that have enough free handles, the one with
-    the fewest is taken. Raises Refused NONE_FREE for the first group without a provider; `where` begins its sentence.
+    the fewest is taken. No other combination is tried, so the choice can fail although another combination would fit.
+    Raises Refused NONE_FREE for the first group without a provider; `where` begins its sentence.
     """
     plan = groups.plan(wanted)
     chosen, without = _take(plan, _fitting(wanted, there), {one.provider: one.free for one in there})

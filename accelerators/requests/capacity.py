@@ -29,6 +29,7 @@ ORDERS = {
     "-group": 'k1 COLLATE "C" DESC, k2 COLLATE "C" DESC',
     "largest": 'coalesce(total, held) DESC, k1 COLLATE "C", k2 COLLATE "C"',
 }
+"""Order of the groups → its ORDER BY clause: by names, by names descending, or the largest groups first."""
 _OF_ALL = f"""LEFT JOIN (SELECT deployable_id, count(*) AS held FROM accelerators_acceleratorrequest
   WHERE attach_handle_id IS NOT NULL GROUP BY 1) r ON r.deployable_id = p.id
   LEFT JOIN (SELECT t.deployable_id, count(*) AS free {FREE} AND (%(host{{n}})s::text IS NULL
