@@ -70,7 +70,7 @@ def newest() -> Seal:
 
 
 def add(last: Seal, month: str, **columns: Any) -> Seal:
-    """Compute the hash of the seal that follows `last`, store this seal and return it. `columns` are its other columns."""
+    """Store the seal that follows `last`, with its hash, and return it. `columns` are its other columns."""
     made = Seal(number=last.number + 1, month=month, sealed_at=datetime.now(UTC), **columns)
     made.hash = link(made, last.hash).hash
     made.save(force_insert=True)

@@ -37,6 +37,7 @@ MEANING = {
     Action.REINSTATE: "Take it back among the devices that can be offered, as inactive.",
     Action.RETIRE: "Take it out of use for good; refused while anybody holds it.",
 }
+"""What each action does, for the console, the command line and the API's documentation."""
 
 
 @dataclass(frozen=True)
