@@ -43,7 +43,7 @@ BATCH = 200
 """Number of overdue requests that one call of `expire` fails."""
 PROGRAMMED = "programmed"
 """Kind of the intent that waits until a programmed device's new traits are in Placement. Its key is the request's uuid;
-its payload has `host`."""
+its payload has the uuid of the host."""
 
 _json = msgspec.json.Encoder()
 _S = RequestState
@@ -210,7 +210,7 @@ def delete(uuids: Sequence[str], caller: Caller) -> None:
 def delete_of_instance(instance_uuid: str, caller: Caller) -> None:
     """Delete the requests of an instance that the caller may see, and release their handles; there may be none.
 
-    This function does not check for a service token.
+    This function does not check for a service token; its caller must.
     """
     with conductor.writing():
         rows = _execute(sql.LOAD_OF_INSTANCE, {"instance": instance_uuid, "project": _project(caller)})
