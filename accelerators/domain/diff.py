@@ -144,9 +144,10 @@ class Changes:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the reports of one batch together say about one driver: its last error and its last list of devices.
+    """What the reports of one batch together say about one driver.
 
-    `devices` is None if every report had an error. `backends` and their errors are from the last report without a
+    `error` ('' if it answered) and `faults` are from the last report. `devices` is the last list of devices that the
+    driver gave, None if every report had an error. `backends` and their errors are from the last report without a
     driver error. `answered` names the backends whose complete list is in `devices`.
     """
 
