@@ -1,7 +1,7 @@
-"""Events folded into the state that they tell about: who kept them can say how anything stood at any time. Pure.
+"""Compute from events the state that objects had at a given time, by applying the events in order.
 
-Called by who asks how something stood then; a property test holds it against the tables. Events are folded in the order
-of their ids: two that change one thing are written under its lock, so the later one has the higher id.
+A property test compares the result with the tables. Events must be applied in the order of their ids: two events about
+one object are written under that object's lock, so the later one has the higher id.
 """
 
 from __future__ import annotations
@@ -25,27 +25,33 @@ REPRODUCED: Mapping[str, tuple[str, ...]] = {
     "image": ("size", "sha256"),
     "attachment": ("state", "step"),
 }
-"""Per kind what comes out as it is stored. A request's `group` is the index of its profile's, its `attach_handle` the
-handle's id; a command's state is the one it was ordered in until it has ended; times are of whole seconds."""
+"""Per kind of object the fields that the replay reproduces as they are stored, with these exceptions: the `group` of a
+request is the index of the group in its profile, and its `attach_handle` the handle's id; a command has the state in
+which it was ordered until it has ended; times are in whole seconds."""
 DEPLOYABLE, BITSTREAM = "deployable ", " bitstream"
-"""Of a device also, by name: how many units a deployable has or that it is missing, and what it was programmed with."""
+"""Prefix and suffix of further fields of a device. `deployable NAME` is its number of units, or that it is missing;
+`NAME bitstream` is what the deployable was programmed with."""
 ENDS = frozenset({"device.removed", "request.deleted", "profile.deleted", "rule.deleted", "image.removed"})
-"""After these it is not there any more."""
+"""Actions after which the object no longer exists."""
 
 
 class Told(NamedTuple):
-    """Of an event what is folded."""
+    """The columns of an event that the replay needs."""
 
     action: str
     kind: str
-    """Its `subject_type`."""
+    """The event's `subject_type`."""
     subject: str
     host: str
     changes: Mapping[str, Any]
 
 
 def fold(events: Iterable[Told], state: State | None = None) -> State:
-    """What the events, in their order, make of `state`, which is changed; of nothing by default."""
+    """Apply events, which must be in the order of their ids, to `state`; return it.
+
+    `state` is changed in place; without it, an empty state is created. Events of other kinds than those in REPRODUCED,
+    and events without a subject, are ignored. An object appears with the first event that sets one of its fields.
+    """
     state = {kind: {} for kind in REPRODUCED} if state is None else state
     for event in events:
         kept = state.get(event.kind)
@@ -61,5 +67,6 @@ def fold(events: Iterable[Told], state: State | None = None) -> State:
 
 
 def _is_reproduced(kind: str, name: str) -> bool:
+    """Return True if the replay reproduces this field of this kind of object."""
     of_device = name.startswith(DEPLOYABLE) or name.endswith(BITSTREAM)
     return name in REPRODUCED[kind] or (kind == "device" and of_device)

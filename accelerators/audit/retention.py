@@ -1,8 +1,9 @@
-"""The job `seals`, and how long events are kept: by whole months, each a partition (CYBORG_EVENT_RETENTION_MONTHS).
+"""The job `seals`, and the deletion of old events in whole months (CYBORG_EVENT_RETENTION_MONTHS); each month is a
+partition of the table.
 
-A month goes with an event that says so, and with a seal of no events that names it: the seals of the month stay, so
-that what remains can still be proved. What is not sealed is not dropped, nor a month with more events or fewer than
-were sealed; whether they are the same ones, `manage.py verify_events` says before.
+When a month is dropped, an event and a seal without events record it. The seals of the dropped month are kept, so that
+the remaining events can still be verified. A month is dropped only if it has exactly as many events as were sealed.
+Whether they are the same events is not checked here: run `manage.py verify_events` before.
 """
 
 from __future__ import annotations
@@ -24,23 +25,27 @@ from accelerators.runtime import jobs
 log = logging.getLogger(__name__)
 
 PATIENCE = "200ms"
-"""Making a month and dropping one wait so long for who writes or reads events, and everybody who comes after to write
-waits for them; then the next pass tries again."""
+"""Lock timeout for creating or dropping a month's partition. All new writers of events have to wait behind a statement
+that waits for this lock, so the statement gives up soon, and the next run of the job tries again."""
 BRIEFLY = "SELECT set_config('lock_timeout', %s, true)"
 OLDEST = """
 SELECT min(right(inhrelid::regclass::text, 7)) FROM pg_inherits
 WHERE inhparent = 'accelerators_event'::regclass AND inhrelid::regclass::text ~ '_\\d{4}_\\d\\d$'
 """
+"""The oldest month that has a partition, as YYYY_MM."""
 
 
 def run() -> None:
-    """The job `seals`: seal what there is, then drop months that are kept no longer."""
+    """Run the job `seals`: seal all events that can be sealed, then drop the months past their retention."""
     jobs.run(sealing.JOB, lambda: sealing.seal() or drop_oldest())
 
 
 def make_months() -> None:
-    """The months to come, from job `sweep`. They are made long before they are needed, so this need not wait for who
-    reads for long, as a backup does."""
+    """Create the missing partitions for this month and the next two. The job `sweep` calls it.
+
+    If the lock is not free within PATIENCE (a backup reads for long), this logs a warning and creates nothing: the
+    partitions are made long before they are needed, so the next run is early enough.
+    """
     try:
         with transaction.atomic(), connection.cursor() as cursor:
             cursor.execute(BRIEFLY, [PATIENCE])
@@ -50,7 +55,10 @@ def make_months() -> None:
 
 
 def drop_oldest(now: datetime | None = None) -> bool:
-    """Drop the oldest month if it is kept no longer; True when there may be another one."""
+    """Drop the oldest month of events if it is past its retention; return True if there may be another one to drop.
+
+    Returns False, and logs why, if the month is not dropped because of a lock or because events and seals do not agree.
+    """
     months = settings.KEYS.event_retention_months
     if not months:
         return False
@@ -66,12 +74,17 @@ def drop_oldest(now: datetime | None = None) -> bool:
 
 
 def _before(now: datetime, months: int) -> str:
-    """The first month that is kept, as partitions are named."""
+    """Return the oldest month to keep, as partitions are named (YYYY_MM): `now`'s month and `months` before it stay."""
     year, month = divmod(now.year * 12 + now.month - 1 - months, 12)
     return f"{year:04d}_{month + 1:02d}"
 
 
 def _drop(name: str, months: int) -> bool:
+    """Drop the partition of one month (YYYY_MM) and record it by an event and a seal; in the caller's transaction.
+
+    Deletes the marks of the month's seals, too. Returns False, and logs an error, if the month has more or fewer events
+    than were sealed. Raises OperationalError if a lock is not free within PATIENCE.
+    """
     month, table, write = name.replace("_", "-"), f"accelerators_event_{name}", conductor.cursor()
     write.execute(BRIEFLY, [PATIENCE])
     (there,) = write.execute(f"SELECT count(*) FROM {table}").fetchone()

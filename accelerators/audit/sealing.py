@@ -1,9 +1,9 @@
-"""Seals over events: each binds those committed since the one before it by a hash, and that seal's hash with them.
+"""Seal events: each seal is a hash over the events since the previous seal, and over that seal's hash.
 
-Made by the job `seals` (`retention.run`), once a minute, in one process, so that who writes events does nothing for it.
-Which events can be sealed is known for certain: those of transactions below the oldest one that is still running
-(`accelerators_event_final`, migration 0014). They are ordered by transaction and id, and none can come in between any
-more. A seal has events of one month only, so that a month that is dropped takes whole seals with it (`retention`).
+The job `seals` (`retention.run`) makes seals once a minute, in one process, so that writers of events have no extra
+work. It seals only events of transactions that are older than every running one (`accelerators_event_final`, migration
+0014). Events are ordered by transaction and id, so no event can be added between sealed ones later. A seal has events
+of one month only: when a month is dropped (`retention`), all events of its seals are dropped, and none of other seals.
 """
 
 from __future__ import annotations
@@ -22,21 +22,27 @@ log = logging.getLogger(__name__)
 
 JOB = "seals"
 MOST = 10_000
-"""Events of one seal."""
+"""Maximum number of events per seal."""
 
 LINE = """json_build_array(e.id, to_char(e.at AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"'), e.source, e.actor,
   e.request_id, e.action, e.subject_type, e.subject, e.subject_name, e.host, e.changes::text, e.reason)::text"""
-"""The canonical text of an event (docs/audit.md): a JSON array with `, ` between its values."""
+"""SQL expression of an event's canonical text (docs/audit.md): a JSON array with `, ` between its values."""
 DIGEST = f"sha256(convert_to({LINE}, 'UTF8'))"
 FINAL = "SELECT accelerators_event_final()"
 FRESH = f"""
 SELECT e.tx, e.id, to_char(e.at AT TIME ZONE 'UTC', 'YYYY-MM'), {DIGEST} FROM accelerators_event e
 WHERE (e.tx, e.id) > (%s, %s) AND e.tx < %s ORDER BY e.tx, e.id LIMIT %s
 """
+"""Events that can be sealed: those after the last seal, of transactions below FINAL."""
 
 
 def seal(most: int = MOST) -> bool:
-    """Seal the oldest events that are not; True when there may be more. Under the lock of the job."""
+    """Seal the oldest events that are not sealed, at most `most` and of one month; return True if there may be more.
+
+    The caller must hold the lock of the job. If the database was restored, so that its transaction numbers are lower
+    than those of the last seal, this logs an error, continues the numbering of events above the old ones, and returns
+    False.
+    """
     with conductor.writing():
         last = newest()
         write = conductor.cursor()
@@ -57,13 +63,14 @@ def seal(most: int = MOST) -> bool:
 
 
 def newest() -> Seal:
-    """The last seal; before there is any, one with the number 0 to build upon, which is not stored."""
+    """Return the last seal. If there is none, return a seal with number 0 that is not stored; the first seal follows
+    it."""
     nothing = Seal(number=0, month="", tx=-1, event=0, events=0, digest="", hash=hash_chain.START)
     return Seal.objects.order_by("-number").first() or nothing
 
 
 def add(last: Seal, month: str, **columns: Any) -> Seal:
-    """The next link of the chain, stored."""
+    """Store the seal that follows `last`, with its hash, and return it. `columns` are its other columns."""
     made = Seal(number=last.number + 1, month=month, sealed_at=datetime.now(UTC), **columns)
     made.hash = link(made, last.hash).hash
     made.save(force_insert=True)
@@ -71,12 +78,12 @@ def add(last: Seal, month: str, **columns: Any) -> Seal:
 
 
 def link(seal: Seal, before: str) -> Link:
-    """A stored seal as it is hashed after the one whose hash is `before`."""
+    """Return the values that the hash of a seal covers; `before` is the hash of the previous seal."""
     at = seal.sealed_at.astimezone(UTC).isoformat(timespec="microseconds")
     return Link(seal.number, before, seal.month, seal.tx, seal.event, seal.events, seal.digest, seal.drops, at)
 
 
 def seal_of(event: Event) -> Seal | None:
-    """The seal that an event is under; None while it is under none."""
+    """Return the seal that covers an event, None if the event is not sealed yet."""
     later = Seal.objects.filter(tx=event.tx, event__gte=event.pk) | Seal.objects.filter(tx__gt=event.tx)
     return later.filter(events__gt=0).order_by("number").first()

@@ -1,7 +1,9 @@
-"""Whether events are what was sealed: every seal is computed anew from the rows, and the chain from its first link on.
+"""Verify that events are unchanged since they were sealed: compute the digest of each seal from the stored events, and
+the hash of each seal from the previous one.
 
-Called by `manage.py verify_events`. What a seal does not cover yet nobody can vouch for: it is counted. Hashes that
-were kept elsewhere (anchors) show also what the chain alone cannot: that its end was cut off, or all of it made anew.
+Events that are not sealed yet cannot be verified; they are only counted. Hashes of seals that were kept outside the
+database (anchors) also show what the chain alone cannot: that its end was cut off, or that the whole chain was
+computed again.
 """
 
 from __future__ import annotations
@@ -17,19 +19,22 @@ from accelerators.domain import hash_chain
 from accelerators.models import Seal
 
 MOST = 20
-"""So many findings are told."""
+"""The verification stops when it has this many findings."""
 SEALED = f"""
 SELECT e.id, {DIGEST} FROM accelerators_event e
 WHERE (e.tx, e.id) > (%s, %s) AND (e.tx, e.id) <= (%s, %s) ORDER BY e.tx, e.id LIMIT %s
 """
+"""The events between two seals, with their digests."""
 BELOW = "SELECT e.id FROM accelerators_event e WHERE e.tx < 0 ORDER BY e.tx, e.id LIMIT 1"
-"""No transaction has such a number."""
+"""Find an event with a negative transaction number. No transaction has one, so somebody inserted it in front of the
+first seal."""
 UNSEALED = "SELECT count(*) FROM accelerators_event e WHERE (e.tx, e.id) > (%s, %s)"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that does not fit. `event` is 0 where it is the seal."""
+    """A difference between the events and the seals. `event` is 0 if it concerns the seal itself; `seal` is 0 if it
+    concerns an event before the first seal."""
 
     seal: int
     event: int
@@ -38,16 +43,17 @@ class Finding:
 
 @dataclass
 class Proof:
-    """What was verified, and what came of it."""
+    """The result of a verification: how many seals and events were verified, and the findings."""
 
     seals: int = 0
     events: int = 0
     dropped: int = 0
-    """Events of months that are kept no longer: of them only the seals are there."""
+    """Number of sealed events in months that were dropped: only their seals are left."""
     unsealed: int = 0
+    """Number of events after the newest seal; counted only if the verification goes to the newest seal."""
     number: int = 0
     hash: str = ""
-    """The newest seal's: keep both elsewhere."""
+    """`number` and `hash` of the newest seal. Keep both outside the database, as an anchor for later verifications."""
     findings: list[Finding] = field(default_factory=list)
 
 
@@ -57,7 +63,12 @@ def verify(
     anchors: Mapping[int, str] | None = None,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> Proof:
-    """Verify the seals from `first` to `last`; all of them by default. Reads only, and takes no lock."""
+    """Verify the seals from `first` to `last` with their events, by default all; stop when there are MOST findings.
+
+    `anchors` maps numbers of seals to hashes that were kept outside the database. `progress` is called after each seal
+    with the number of events done and the number of all. Only reads, and takes no lock; costs about one statement per
+    seal, in which the database computes a sha256 of each event.
+    """
     proof, end = Proof(), newest()
     proof.number, proof.hash = end.number, end.hash
     wanted = Seal.objects.filter(number__gte=first, number__lte=end.number if last is None else last)
@@ -88,6 +99,11 @@ def verify(
 
 
 def _seal(seal: Seal, before: Seal, anchors: Mapping[int, str], dropped: set[str], proof: Proof) -> None:
+    """Verify one seal and its events; add counts and findings to `proof`.
+
+    `before` is the previous seal. `dropped` holds the months that were dropped; a month that was dropped during the
+    verification is added.
+    """
     proof.seals += 1
     if link(seal, before.hash).hash != seal.hash:
         text = f"seal №{seal.number} does not fit: it was changed, or does not follow №{before.number}"
@@ -99,7 +115,7 @@ def _seal(seal: Seal, before: Seal, anchors: Mapping[int, str], dropped: set[str
         cursor.execute(SEALED, [before.tx, before.event, seal.tx, seal.event, seal.events + 1])
         rows = cursor.fetchall()
     if seal.events and not rows and seal.month not in dropped and Seal.objects.filter(drops=seal.month).exists():
-        dropped.add(seal.month)  # just now
+        dropped.add(seal.month)  # the month was dropped during this verification
     if seal.events and seal.month in dropped:
         proof.dropped += seal.events
         if rows:
@@ -113,7 +129,8 @@ def _seal(seal: Seal, before: Seal, anchors: Mapping[int, str], dropped: set[str
 
 
 def _event(seal: Seal, ids: list[int], digests: list[bytes]) -> Finding:
-    """The first event of a seal that is not as it was."""
+    """Return the finding about the first event under a seal that does not fit; `ids` and `digests` are of the events
+    that are there now."""
     place = hash_chain.parting(bytes(seal.marks), digests)
     there = f"{'more than ' if len(ids) > seal.events else ''}{min(len(ids), seal.events)} are there"
     under = f"under seal №{seal.number} ({seal.events} events, {there})"

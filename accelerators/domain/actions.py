@@ -1,7 +1,8 @@
-"""What can be asked of a device by hand, and what it makes of its state. Pure; `lifecycle` does it.
+"""The actions that an operator can do to a device, and the state that each leads to. `lifecycle` carries them out.
 
-Called by `lifecycle`, and by whoever offers buttons: the console and our own API. Taking out of offer is never refused.
-What is asked of a missing device is decided about what it returns to: it stays missing until its driver names it.
+Taking a device out of offer (disable, drain, quarantine) is never refused. An action on a missing device changes only
+the state that the device returns to: it stays missing until its driver reports it again. A missing device cannot be
+enabled.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _S = DeviceState
 
 
 class Action(StrEnum):
-    """The verbs, in the order in which they are offered."""
+    """The actions, in the order in which users see them."""
 
     ENABLE = "enable"
     DRAIN = "drain"
@@ -36,12 +37,16 @@ MEANING = {
     Action.REINSTATE: "Take it back among the devices that can be offered, as inactive.",
     Action.RETIRE: "Take it out of use for good; refused while anybody holds it.",
 }
+"""What each action does, for the console, the command line and the API's documentation."""
 
 
 @dataclass(frozen=True)
 class Standing:
-    """What decides about a device: its state, what it returns to while it is missing, whether it drains, how many
-    requests hold it, and whether its driver has to do something before it can be offered."""
+    """The facts about a device that decide which actions are possible.
+
+    Its state; the state it returns to if it is missing; the state it drains to, if it drains; how many requests hold
+    it (`held`); and whether its driver has to prepare it before it can be offered (`installs`).
+    """
 
     state: DeviceState
     returns_to: DeviceState | None = None
@@ -51,17 +56,18 @@ class Standing:
 
     @property
     def here(self) -> DeviceState:
-        """Its state, were it not missing."""
+        """The device's state or, if it is missing, the state that it returns to."""
         return (self.returns_to or _S.INACTIVE) if self.state == _S.MISSING else self.state
 
     @property
     def word(self) -> str:
-        """How it stands, in words that are equal when it stands the same; who holds it is not among them."""
+        """The state, the state it returns to and the state it drains to, as text. Compare two texts to find out whether
+        a device has changed; requests that hold the device have no influence on the text."""
         returns = f", returns to {self.returns_to}" if self.returns_to else ""
         return f"{self.state}{returns}" + (f", drains to {self.drain_to}" if self.drain_to else "")
 
     def at(self, state: DeviceState, drain_to: Drain | None = None) -> Standing:
-        """The same device in another state; a missing one stays so, and returns to it."""
+        """Return a copy in another state. A missing device stays missing; the state that it returns to is replaced."""
         if self.state == _S.MISSING:
             return replace(self, returns_to=state, drain_to=drain_to)
         return replace(self, state=state, drain_to=drain_to)
@@ -69,7 +75,8 @@ class Standing:
 
 @dataclass(frozen=True)
 class _Ask:
-    """Where an action leads, from where, and in which states there is nothing to do; elsewhere it is refused."""
+    """One action: the state it leads `to`, the states from which it `moves` a device there, and the states in which
+    there is nothing to do (`there`). In all other states it is refused."""
 
     to: DeviceState
     moves: frozenset[DeviceState]
@@ -81,9 +88,9 @@ def _ask(to: DeviceState, moves: Set[DeviceState], there: Set[DeviceState]) -> _
 
 
 _OUT = {_S.INACTIVE, _S.MAINTENANCE, _S.FAILED, _S.QUARANTINED}
-"""Not offered, and not retired either."""
+"""The states of a device that is neither offered nor retired."""
 OFFERED = frozenset({_S.READY, _S.INSTALLING})
-"""Offered, or on the way to it."""
+"""The states of a device that is offered or is being prepared for it."""
 _ASKS = {
     Action.ENABLE: _ask(_S.READY, {_S.INACTIVE, _S.MAINTENANCE, _S.FAILED}, OFFERED),
     Action.DISABLE: _ask(_S.MAINTENANCE, OFFERED, _OUT | {_S.RETIRED}),
@@ -95,9 +102,10 @@ _ASKS = {
 
 
 def decide(action: Action, now: Standing, then: Drain = Drain.MAINTENANCE) -> Standing:
-    """What becomes of a device that stands as `now`; equal to it when there is nothing to do. `then`: of a drain.
+    """Return what an action makes of a device; equal to `now` if there is nothing to do.
 
-    Raises IllegalMove, saying what is possible. Whether somebody holds what is to be retired is not asked here.
+    `then` is the final state of a drain; other actions ignore it. Raises IllegalMove, which names the possible actions.
+    A device is retired here even if it is held: the caller must check that nobody holds it.
     """
     if (after := _outcome(action, now, then)) is not None:
         return after
@@ -108,18 +116,23 @@ def decide(action: Action, now: Standing, then: Drain = Drain.MAINTENANCE) -> St
 
 
 def _outcome(action: Action, now: Standing, then: Drain = Drain.MAINTENANCE) -> Standing | None:
-    """What `decide` answers; None where it raises."""
+    """Return what `decide` returns, or None where it raises IllegalMove."""
     if action is Action.DRAIN:
         return _drain(now, then)
     ask = _ASKS[action]
     if action is Action.ENABLE and now.state == _S.MISSING:
-        return None  # nobody knows what its driver will say of it
+        return None  # whether it has to be installed is not known before its driver reports it again
     if now.here in ask.moves:
         return now.at(_S.INSTALLING if ask.to is _S.READY and now.installs else ask.to)
     return now if now.here in ask.there else None
 
 
 def _drain(now: Standing, then: Drain) -> Standing:
+    """Return what a drain makes of a device; never refused.
+
+    An offered device goes to maintenance and drains. A device that is not offered drains to `retired` if `then` says
+    so; one in maintenance drains to `maintenance` only if it is held, otherwise its drain ends.
+    """
     if now.here in OFFERED:
         return now.at(_S.MAINTENANCE, then)
     if then is Drain.RETIRED:
@@ -130,12 +143,16 @@ def _drain(now: Standing, then: Drain) -> Standing:
 
 
 def drained(now: Standing) -> Standing:
-    """What becomes of a draining device whose last request is gone."""
+    """Return what becomes of a draining device when its last request is gone: retired, or no longer draining."""
     return now.at(_S.RETIRED) if now.drain_to is Drain.RETIRED else replace(now, drain_to=None)
 
 
 def possible(now: Standing) -> Iterator[Action]:
-    """The actions that would change something now, as far as our own requests tell."""
+    """Yield the actions that would change the device now.
+
+    Retiring is left out while requests hold the device. Other holders, which only Placement or Nova know, are not
+    considered.
+    """
     for action in Action:
         if _outcome(action, now) not in (None, now) and not (action is Action.RETIRE and now.held):
             yield action

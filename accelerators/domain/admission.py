@@ -1,6 +1,6 @@
-"""Which rule admits a device that is found. Pure: called by `diff` for what is new, by `rules` for what waits.
+"""Find the admission rule that decides about a newly found device.
 
-The first rule that fits decides. A rule without anything to fit fits every device; letters' case does not matter, as
+The first rule that fits decides. A rule without patterns fits every device. Upper and lower case are equal, because
 vendors and drivers do not agree on it.
 """
 
@@ -14,7 +14,7 @@ import msgspec
 
 
 class Facts(NamedTuple):
-    """What a rule looks at, in the order of `Rule`'s patterns."""
+    """The properties of a device that rules match, in the order of `Rule`'s patterns."""
 
     host: str
     driver: str
@@ -24,7 +24,8 @@ class Facts(NamedTuple):
 
 
 class Rule(msgspec.Struct, frozen=True, array_like=True):
-    """An enabled row of `accelerators_admissionrule`; '' fits everything, * and ? as in file names."""
+    """An enabled row of `accelerators_admissionrule`. A pattern may contain * and ?, as in file names; an empty pattern
+    fits everything."""
 
     name: str
     action: str
@@ -36,11 +37,11 @@ class Rule(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def by(self) -> str:
-        """Who decided, as a device says it."""
+        """The text that `state_by` of the device gets: `rule`, then the rule's name."""
         return f"rule {self.name}"
 
     def fits(self, device: Facts) -> bool:
-        """Whether every pattern does."""
+        """Return True if every pattern matches the device."""
         patterns = (self.host, self.driver, self.vendor, self.model, self.type)
         return all(
             not pattern or fnmatchcase(fact.casefold(), pattern.casefold())
@@ -49,9 +50,9 @@ class Rule(msgspec.Struct, frozen=True, array_like=True):
 
 
 decode = msgspec.json.Decoder(tuple[Rule, ...]).decode
-"""The rules in the order in which they are tried, as `inventory_sql.RULES` has them."""
+"""Decode the result of `merge_sql.RULES`: the enabled rules in the order in which they are tried."""
 
 
 def first(rules: Iterable[Rule], device: Facts) -> Rule | None:
-    """The rule that decides, if any does."""
+    """Return the first rule that fits the device, None if no rule does."""
     return next((rule for rule in rules if rule.fits(device)), None)

@@ -1,7 +1,4 @@
-"""Who asks, as policy, ownership and events need to know it.
-
-Made by `cyborgweb.auth.authentication` from a token or a session; read by both APIs and by `binding`.
-"""
+"""The authenticated caller of an API or of the console: what policy, ownership checks and events need to know of it."""
 
 from __future__ import annotations
 
@@ -11,26 +8,27 @@ from dataclasses import dataclass
 ADMIN = "admin"
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
-"""The id of the HTTP request being worked on, '' outside of one. Set by `cyborgweb.middleware.requests`; events bear
-it."""
+"""The id of the HTTP request that is being handled, '' if there is none. Set by `cyborgweb.middleware.requests`; events
+are stored with it."""
 
 
 @dataclass(frozen=True)
 class Caller:
-    """An authenticated caller. `is_authenticated` is what DRF asks for."""
+    """An authenticated caller. DRF requires the attribute `is_authenticated`."""
 
     name: str
     user_id: str
     roles: frozenset[str]
     project_id: str
-    """'' for a token without a project: such a caller gets nothing (CVE-2026-40214)."""
+    """'' for a token without a project: such a caller may see no project's objects (CVE-2026-40214)."""
     service: bool = False
-    """A valid service token with a required role came along (contract section 3.3)."""
+    """True if the HTTP request had a valid service token with a required role (contract section 3.3)."""
     system_scope: str = ""
     domain_id: str = ""
     is_authenticated: bool = True
 
     @property
     def is_admin(self) -> bool:
-        """The literal role, whatever the policy file says: who sees every project's requests (contract section 3.2)."""
+        """True if the caller has the role `admin`, whatever the policy file says. An admin sees the requests of every
+        project (contract section 3.2)."""
         return ADMIN in self.roles

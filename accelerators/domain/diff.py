@@ -1,8 +1,8 @@
-"""Stored × reported → changes. Pure: values in, rows out; `accelerators.conductor` reads and writes around it.
+"""Compare the stored inventory of a host with its reports, and compute the rows to write.
 
-The rules (design, flow "A report"): a driver that answered *ok* gave its complete list, so what it did not name is
-missing; a driver, or a backend of one, that did not answer keeps everything as it was. An empty answer marks, it never
-removes.
+This module reads and writes nothing itself; the merge does. The rules: a driver without an error gave its complete list
+of devices, so a stored device that is not in the list becomes missing. If a driver, or one of its backends, reported an
+error, its devices stay as they are. A device that is not reported is marked missing, and never removed here.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ DEVICE_FIELDS = (
     "backend",
     "bridges",
 )
-"""What a report says of a device, in the order of `StoredDevice.facts`."""
+"""The columns of a device that reports set, in the order of `StoredDevice.facts`."""
 FOUND = ("key", "driver", "type", "vendor", "model", "address", "status")
-"""What is told of a device when it is found; of the others what changes later is."""
+"""The columns that the event `device.found` contains. The other columns are in events only when they change later."""
 _facts = attrgetter(*DEVICE_FIELDS[1:])
 DRIVER, MODEL, BACKEND = (DEVICE_FIELDS.index(name) for name in ("driver", "model", "backend"))
 
@@ -67,7 +67,7 @@ class StoredHandle(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StoredDeployable(msgspec.Struct, frozen=True, array_like=True):
-    """A row of `accelerators_deployable` with what hangs on it."""
+    """A row of `accelerators_deployable` with its attributes and attach handles."""
 
     id: int
     uuid: str
@@ -80,7 +80,7 @@ class StoredDeployable(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StoredDevice(msgspec.Struct, frozen=True, array_like=True):
-    """A row of `accelerators_device`; `facts` are the values of DEVICE_FIELDS."""
+    """A row of `accelerators_device` with its deployables; `facts` are the values of DEVICE_FIELDS."""
 
     uuid: str
     key: str
@@ -89,16 +89,17 @@ class StoredDevice(msgspec.Struct, frozen=True, array_like=True):
     facts: tuple[str | int | None, ...]
     deployables: tuple[StoredDeployable, ...]
     state_since: str = ""
-    """ISO; how long it was in a state is part of the event that ends it."""
+    """ISO timestamp. The event of the next change of state contains it, so that the event tells how long the state
+    lasted."""
 
     @property
     def owner(self) -> tuple[object, object]:
-        """Its driver and backend."""
+        """The driver and the backend that reported the device."""
         return self.facts[DRIVER], self.facts[BACKEND]
 
 
 class StoredHost(msgspec.Struct, frozen=True, array_like=True):
-    """A row of `accelerators_host` with all that hangs on it; `drivers` is the host's column of that name."""
+    """A row of `accelerators_host` with its devices; `drivers` is the host's JSON column of that name."""
 
     id: int
     uuid: str
@@ -110,7 +111,7 @@ class StoredHost(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HostReport(msgspec.Struct, frozen=True):
-    """One Report of a host, in its order (`epoch`, `seq`)."""
+    """One inventory report of a host. Reports are ordered by (`epoch`, `seq`)."""
 
     epoch: int
     seq: int
@@ -120,7 +121,7 @@ class HostReport(msgspec.Struct, frozen=True):
 
 @dataclass
 class Changes:
-    """Rows to write, per table; `uuid` columns are new where the row is. Built up host by host."""
+    """The rows to write, per table; `compare` adds those of one host. A new row has a new random `uuid`."""
 
     devices: list[Row] = field(default_factory=list)
     deployables: list[Row] = field(default_factory=list)
@@ -131,21 +132,23 @@ class Changes:
     missing_deployables: list[int] = field(default_factory=list)
     missing_handles: list[int] = field(default_factory=list)
     resized: list[str] = field(default_factory=list)
-    """Devices (uuid) whose handles came or went."""
+    """Stored devices (uuid) of which a deployable or a handle appeared, changed or went missing."""
     events: list[Row] = field(default_factory=list)
     hosts: list[Row] = field(default_factory=list)
     providers: list[Row] = field(default_factory=list)
     found: list[tuple[StoredHost, Row]] = field(default_factory=list)
-    """The rows in `devices` of what was never seen before, for `admit`."""
+    """The rows in `devices` that are new, each with its host; `admit` decides about them."""
     installs: list[tuple[str, Rule]] = field(default_factory=list)
-    """Devices (uuid) that a rule wants offered, and that have to be installed first."""
+    """Devices (uuid) that a rule admits as ready and that must be installed before they can be offered."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What several reports of one batch say of one driver: its last error, and its last complete list, if any.
+    """What the reports of one batch together say about one driver.
 
-    `backends` are as said last; `answered` names those of which `devices` has the complete list.
+    `error` ('' if it answered) and `faults` are from the last report. `devices` is the last list of devices that the
+    driver gave, None if every report had an error. `backends` and their errors are from the last report without a
+    driver error. `answered` names the backends whose complete list is in `devices`.
     """
 
     error: str
@@ -155,7 +158,11 @@ class Answer:
     answered: frozenset[str] = frozenset()
 
     def then(self, said: DriverReport) -> Answer:
-        """What both come to: who fails now keeps what it answered before."""
+        """Return this answer updated by a later report `said`.
+
+        If the driver now reports an error, its devices of the earlier reports are kept. If only a backend does, the
+        devices of this backend are kept.
+        """
         if said.error:
             return replace(self, error=said.error, faults=said.faults)
         failed = {backend.name for backend in said.backends if backend.error}
@@ -165,15 +172,18 @@ class Answer:
         return Answer("", (*found, *kept), said.faults, said.backends, frozenset(answered))
 
     def names_all_of(self, device: StoredDevice) -> bool:
-        """Whether this stored device of the driver is missing when it is not among `devices`."""
+        """Return True if the list is complete for the device's backend, so that the device is missing if it is not in
+        `devices`. The device must belong to this driver."""
         failed = {backend.name for backend in self.backends if backend.error}
         return self.devices is not None and device.facts[BACKEND] not in failed - self.answered
 
 
 def fold(reports: Iterable[HostReport], after: tuple[int, int]) -> tuple[HostReport, dict[str, Answer]] | None:
-    """The newest report later than `after`, and per driver the newest complete answer; None when all are old.
+    """Combine the reports of one host that are later than `after`, an (epoch, seq) pair.
 
-    A driver or backend that answered in one report and failed in the next must not lose the answer.
+    Returns the latest report, and for each driver that it is about (`spoken_for`) the combined answer of all these
+    reports: if a driver or a backend answered in one report and failed in a later one, its answer is kept. Returns None
+    if no report is later than `after`.
     """
     fresh = sorted((r for r in reports if (r.epoch, r.seq) > after), key=lambda r: (r.epoch, r.seq))
     if not fresh:
@@ -187,7 +197,11 @@ def fold(reports: Iterable[HostReport], after: tuple[int, int]) -> tuple[HostRep
 
 
 def compare(host: StoredHost, report: HostReport, answers: dict[str, Answer], now: str, into: Changes) -> None:
-    """Append to `into` all that `answers` changes on `host`. `now` is an ISO timestamp, for the drivers' `since`."""
+    """Compare a stored host with the result of `fold`, and append all changes to `into`.
+
+    That is: rows, device states, events, the host's row with the hash of the applied report, and a `provider` intent if
+    Placement may have to be updated. `now` is an ISO timestamp, for `since` and `state_since`.
+    """
     stored = {device.key: device for device in host.devices}
     told: tuple[list[Any], ...] = (into.deployables, into.missing_deployables, into.attributes, into.moves)
     told += (into.gone_attributes,)
@@ -198,7 +212,7 @@ def compare(host: StoredHost, report: HostReport, answers: dict[str, Answer], no
             old = stored.get(device.key)
             asked = answers.get(str(old.facts[DRIVER])) if old else None
             if old and asked and not asked.names_all_of(old) and old.owner != (driver, device.backend):
-                continue  # who has it did not answer, and so nobody else gets it
+                continue  # its driver or backend did not answer, so another one must not take the device over
             if device.key not in reported:
                 reported.add(device.key)
                 _device(host, driver, device, old, now, into)
@@ -215,7 +229,11 @@ def compare(host: StoredHost, report: HostReport, answers: dict[str, Answer], no
 
 
 def admit(into: Changes, rules: Sequence[Rule]) -> None:
-    """Let `rules` decide about what was found: its first state, by whom, and an event of each decision."""
+    """Set the first state of each new device in `into.found` by the first rule that fits, and append an event for it.
+
+    Changes the rows in place (state, who decided, reason). A device that a rule makes ready becomes `installing` if it
+    must be installed first, and is added to `into.installs`. Without a rule that fits, the row stays as it is.
+    """
     for host, row in into.found:
         facts = Facts(host.name, row["driver"], row["vendor"], row["model"], row["type"])
         if rule := first(rules, facts):
@@ -230,6 +248,10 @@ def admit(into: Changes, rules: Sequence[Rule]) -> None:
 
 
 def _device(host: StoredHost, driver: str, device: Device, old: StoredDevice | None, now: str, into: Changes) -> None:
+    """Append the changes of one reported device; `old` is the stored one, None if the device is new.
+
+    A device that was missing moves to the state that it returns to. There is at most one event: found, changed or back.
+    """
     facts = (driver, *_facts(device))
     changes: dict[str, list[Any]] = {}
     device_uuid = old.uuid if old else str(uuid.uuid4())
@@ -268,7 +290,10 @@ def _device(host: StoredHost, driver: str, device: Device, old: StoredDevice | N
 
 
 def _deployable(device_uuid: str, new: Deployable, old: StoredDeployable | None, into: Changes) -> dict[str, list[Any]]:
-    """Append the rows; return what changed, for the device's event. Of a new deployable nothing is said one by one."""
+    """Append the changes of one reported deployable; return what changed, for the event of its device.
+
+    For a new deployable the result has only its number of accelerators, not each attribute and handle.
+    """
     changes: dict[str, list[Any]] = {}
     deployable_uuid = old.uuid if old else str(uuid.uuid4())
     values = (new.num_accelerators, new.driver_name, False)
@@ -293,7 +318,11 @@ def _deployable(device_uuid: str, new: Deployable, old: StoredDeployable | None,
 def _attributes(
     deployable: str, new: Deployable, old: StoredDeployable | None, into: Changes, changes: dict[str, list[Any]]
 ) -> None:
-    """An operator's attribute stays what the operator made it; what was programmed hides what is reported."""
+    """Append changed attributes to `into`, and what changed to `changes`.
+
+    Only attributes of origin `agent` are changed. If the deployable was programmed, reported function traits are
+    ignored, because the trait that programming has set is the current one.
+    """
     known = {a.key: a for a in old.attributes} if old else {}
     programmed = traits.KEY in known and known[traits.KEY].origin == "conductor"
     wanted = {a.key: a.value for a in new.attributes if not (programmed and traits.is_function(a.value))}
@@ -312,6 +341,7 @@ def _attributes(
 def _handles(
     deployable: str, new: Deployable, old: StoredDeployable | None, into: Changes, changes: dict[str, list[Any]]
 ) -> None:
+    """Append new, changed and missing handles to `into`, and what changed to `changes`. `info` identifies a handle."""
     known = {h.info: h for h in old.handles} if old else {}
     wanted = {h.info: h.attach_type for h in new.handles}
     for info, attach_type in wanted.items():
@@ -327,6 +357,7 @@ def _handles(
 
 
 def _missing(host: StoredHost, device: StoredDevice, reason: str, now: str, into: Changes) -> None:
+    """Append the move of a device to `missing`, with its event; the device returns to its present state."""
     into.moves.append({"uuid": device.uuid, "state": "missing", "returns_to": device.state, "reason": reason})
     changes: dict[str, Any] = {"state": [device.state, "missing"], "state_since": [device.state_since, now]}
     changes["returns_to"] = [None, device.state]
@@ -334,7 +365,10 @@ def _missing(host: StoredHost, device: StoredDevice, reason: str, now: str, into
 
 
 def _drivers(host: StoredHost, answers: dict[str, Answer], now: str, into: Changes) -> dict[str, dict[str, Any]]:
-    """The host's `drivers` column; a driver that is no longer enabled stays, as an error, while it has devices."""
+    """Build the host's `drivers` column, and append events for drivers that failed or recovered.
+
+    A driver that is no longer enabled stays in the column, with an error, as long as the host has devices of it.
+    """
     result: dict[str, dict[str, Any]] = {}
     counts = {driver: len(answer.devices) for driver, answer in answers.items() if answer.devices is not None}
     for known in host.devices:
@@ -364,7 +398,10 @@ def _drivers(host: StoredHost, answers: dict[str, Answer], now: str, into: Chang
 
 
 def _backends(host: StoredHost, driver: str, answer: Answer, now: str, into: Changes) -> dict[str, Row]:
-    """Name → what a backend said last, since when it says so, and its services."""
+    """Return backend name → its kind, labels, error, services, and since when it has this error or none.
+
+    Appends events for backends that failed or recovered. The stored backends are returned if the driver did not answer.
+    """
     stored: dict[str, Row] = host.drivers.get(driver, {}).get("backends", {})
     if answer.devices is None:
         return stored
@@ -383,6 +420,7 @@ def _backends(host: StoredHost, driver: str, answer: Answer, now: str, into: Cha
 
 
 def _event(host: StoredHost, action: str, subject: str | None, name: str, changes: Row, reason: str) -> Row:
+    """Build the row of an event whose actor is the host's agent. The subject's type is the first word of `action`."""
     return {
         "actor": host.name,
         "action": action,

@@ -1,4 +1,5 @@
-"""What the room refuses to do, and why. Raised by `binding`, `profiles`, `lifecycle`; each API has its statuses."""
+"""The error that the modules of `accelerators` raise when they refuse a request of a caller. Each API maps its reason
+to an HTTP status."""
 
 from __future__ import annotations
 
@@ -6,30 +7,31 @@ from enum import StrEnum
 
 
 class Reason(StrEnum):
-    """The kind of a refusal."""
+    """Why something was refused."""
 
     UNKNOWN = "unknown"
-    """What is named is not there, or not the caller's."""
+    """The object that the caller named does not exist, or is not the caller's."""
     NONE_FREE = "none free"
-    """Nothing that could be given is free."""
+    """No handle that fits is free."""
     STATE = "state"
-    """Its state does not allow this."""
+    """The state of the accelerator request does not allow this."""
     CONFLICT = "conflict"
-    """Something else is in the way."""
+    """The current state of the object or of another one does not allow this; for example the name is in use."""
     INVALID = "invalid"
-    """It makes no sense as it is."""
+    """The arguments are wrong, whatever the state of the objects."""
     DUPLICATE = "duplicate"
-    """A uuid that is taken."""
+    """The uuid that the caller chose is in use."""
     SERVICE_TOKEN = "service token"
-    """Only another service may ask for this."""
+    """Only a caller with a service token may do this."""
     HELD = "held"
-    """Somebody uses it."""
+    """The object is in use, for example a device that a request holds."""
     AWAY = "away"
-    """Who would have to answer cannot be asked now."""
+    """A service or a lock that is needed is not available now: the caller may retry."""
 
 
 class Refused(Exception):
-    """`text` is one sentence for the person who asked; it names no more than what they named."""
+    """The action was refused, for `reason`. `text` is a sentence for the caller; it must not name objects that the
+    caller may not see."""
 
     def __init__(self, reason: Reason, text: str) -> None:
         super().__init__(text)

@@ -1,7 +1,5 @@
-"""The groups of a device profile: what may stand in them, and how many requests they ask for. Pure.
-
-Called by both APIs before a profile is stored, and by `binding` (contract sections 2.2 and 2.3).
-"""
+"""The groups of a device profile: check what they contain, and compute which requests they ask for (contract sections
+2.2 and 2.3)."""
 
 from __future__ import annotations
 
@@ -18,25 +16,28 @@ XILINX = "trait:CUSTOM_FPGA_XILINX"
 
 MAX_GROUPS, MAX_KEYS, MAX_TEXT = 64, 256, 255
 MAX_REQUESTS = 256
-"""Accelerators that one profile may ask for; upstream has no bound."""
+"""Maximum number of requests per profile; upstream has no limit."""
 
 _NAME = re.compile(r"[a-zA-Z0-9-_]+")
 _AMOUNT = re.compile(r"\s*[+-]?[0-9]{1,9}\s*")
 
 
 class GroupError(ValueError):
-    """What cannot be a profile, in one sentence (upstream's where there is one)."""
+    """The name or the groups of a profile are invalid. The text is one sentence; upstream's where upstream has one."""
 
 
 def check_name(name: str) -> str:
-    """A profile's name."""
+    """Return the name of a profile unchanged; raise GroupError if it is invalid."""
     if not _NAME.fullmatch(name):
         raise GroupError("Device profile name must be of the form ^[a-zA-Z0-9-_]+$")
     return name
 
 
 def check_groups(groups: object) -> list[Group]:
-    """The groups as they are stored: values are strings, blanks around names are gone."""
+    """Check the groups of a profile; return them as they are stored, or raise GroupError.
+
+    Values become strings; blanks around the names of resources and traits are removed.
+    """
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         raise GroupError("The groups of a device profile are a list of objects.")
     if len(groups) > MAX_GROUPS or any(len(group) > MAX_KEYS for group in groups):
@@ -48,29 +49,32 @@ def check_groups(groups: object) -> list[Group]:
 
 
 def plan(groups: Iterable[Mapping[str, str]]) -> list[int]:
-    """The requests to be made: for each the index of its group, in order.
+    """Return one entry per request that the groups ask for: the index of its group, in the order of the groups.
 
-    A Xilinx FPGA has two functions, so each is asked for twice, as upstream does (contract section 2.3).
+    A Xilinx FPGA has two functions, so a group that requires one makes two requests per FPGA, as upstream does
+    (contract section 2.3).
     """
     wanted: list[int] = []
     for index, group in enumerate(groups):
         amount = sum(int(value) for key, value in group.items() if key.startswith("resources:"))
         if group.get(XILINX) == "required" and "resources:FPGA" in group:
             amount = 2 * int(group["resources:FPGA"])
-        # Checked profiles ask for far less; the bound keeps the list small while they are checked.
+        # An unchecked profile may ask for billions. The limit keeps the list small until `check_groups` rejects it.
         wanted += [index] * min(amount, MAX_REQUESTS + 1)
     return wanted
 
 
 def resource_class(group: Mapping[str, str]) -> str:
-    """The group's first resource class, '' if it has none."""
+    """Return the group's first resource class, '' if it has none."""
     return next((key.removeprefix("resources:") for key in group if key.startswith("resources:")), "")
 
 
 def programs(group: Mapping[str, str], loaded: str | None) -> bool:
-    """Whether binding means programming first: an FPGA that shall have another bitstream than the `loaded` one.
+    """Return True if the device must be programmed before a request of this group can be bound.
 
-    Which bitstream a function needs is not known before the host looks (contract section 4.1, step 3).
+    That is so for an FPGA group that names a bitstream other than the `loaded` one, and for every FPGA group that names
+    a function: which bitstream has the function is only known when its image is looked up, after the bind was answered
+    (contract section 4.1, step 3).
     """
     if "resources:FPGA" not in group:
         return False
@@ -78,6 +82,7 @@ def programs(group: Mapping[str, str], loaded: str | None) -> bool:
 
 
 def _group(group: Mapping[str, object]) -> Group:
+    """Check one group; return it as it is stored, or raise GroupError."""
     checked: Group = {}
     trimmed: Group = {}
     for key, value in group.items():
@@ -91,12 +96,13 @@ def _group(group: Mapping[str, object]) -> Group:
             raise GroupError(f"{_shown(key)} or its value is longer than {MAX_TEXT} characters or contains NUL.")
         bare = name if prefix == "accel:" else name.strip()
         _check(prefix, bare, text)
-        # What was trimmed moves to the end of its group, as upstream has it.
+        # A key whose blanks were removed moves to the end of its group, as in upstream.
         (checked if bare == name else trimmed)[prefix + bare] = text
     return checked | trimmed
 
 
 def _check(prefix: str, name: str, value: str) -> None:
+    """Raise GroupError unless this trait or resource and its value are allowed; `accel:` keys are all allowed."""
     if prefix == "trait:":
         if not name.startswith("CUSTOM_"):
             raise GroupError(f"Unsupported trait name format {name}, should start with CUSTOM_")
@@ -110,4 +116,5 @@ def _check(prefix: str, name: str, value: str) -> None:
 
 
 def _shown(key: str) -> str:
+    """Return the key as error messages show it: at most 64 characters, without NUL."""
     return key[:64].replace("\0", "\\0")

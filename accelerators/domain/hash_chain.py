@@ -1,7 +1,6 @@
-"""The hash chain over events, as values: what a seal is made of, and where events and their seal part. Pure.
+"""Compute the hashes of the chain of seals over events, and find the first event that does not fit its seal.
 
-Called by `sealing`, which makes seals, and by `proof`, which holds events against them. docs/audit.md has it in words,
-for who wants to compute it without us.
+docs/audit.md describes the computation for those who want to verify events without this product.
 """
 
 from __future__ import annotations
@@ -13,15 +12,18 @@ from dataclasses import astuple, dataclass
 from itertools import zip_longest
 
 START = "0" * 64
-"""What stands in the first seal for the hash of the seal before."""
+"""The value of `Link.before` in the first seal, which has no predecessor."""
 MARK = 4
-"""So many bytes of each event's digest are kept with its seal."""
+"""Number of bytes of each event's digest that are stored with its seal."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """A seal as it is hashed: these values, in this order. `before` is the hash of the seal before, `sealed_at` ISO
-    8601 in UTC with microseconds, the others are columns of `accelerators_seal`."""
+    """The values of a seal that its hash covers, in this order.
+
+    `before` is the hash of the previous seal, `sealed_at` is ISO 8601 in UTC with microseconds; the others are columns
+    of `accelerators_seal`.
+    """
 
     number: int
     before: str
@@ -35,23 +37,27 @@ class Link:
 
     @property
     def hash(self) -> str:
-        """sha256 in hex, of the values as a JSON array in UTF-8."""
+        """The hash of the seal: sha256, in hex, of the values as a JSON array in UTF-8."""
         return hashlib.sha256(json.dumps(astuple(self), ensure_ascii=False).encode()).hexdigest()
 
 
 def digest(events: Iterable[bytes]) -> str:
-    """Over a seal's events, each given by its own sha256, in their order."""
+    """Return the digest of a seal's events: sha256, in hex, of their own sha256 digests joined in their order."""
     return hashlib.sha256(b"".join(events)).hexdigest()
 
 
 def marks(events: Iterable[bytes]) -> bytes:
-    """What is kept of each event to find the one that does not fit."""
+    """Return the first MARK bytes of each event's digest, joined. They are stored with the seal, so that `parting` can
+    find an event that was changed."""
     return b"".join(event[:MARK] for event in events)
 
 
 def parting(kept: bytes, events: Sequence[bytes]) -> int | None:
-    """The first of `events` that is not what `kept` says, by its place from 0 on; None: they are alike, as far as can
-    be told. The place may be one behind the last event: what stood there is gone."""
+    """Return the index of the first event whose digest differs from the marks `kept`, None if all agree.
+
+    None is no proof, because a mark has only MARK bytes. The index may be one past the last event: then the events from
+    there on are gone.
+    """
     known = [kept[at : at + MARK] for at in range(0, len(kept), MARK)]
     pairs = enumerate(zip_longest(known, (event[:MARK] for event in events)))
     return next((place for place, (mark, event) in pairs if mark != event), None)

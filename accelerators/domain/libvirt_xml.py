@@ -1,8 +1,7 @@
-"""What is left for a person to do when something was attached to an instance that runs, and what libvirt wants. Pure.
+"""Tell a person how to plug an attached accelerator into a running guest: a sentence, and the XML for libvirt.
 
-Called by the API, the console and `manage.py attachment`. Stock Nova plugs no accelerator into a running guest: it
-reads an instance's requests when it makes the guest anew, and passes them on only if all are PCI (contract sections
-5.1 and 7.1).
+Unmodified Nova plugs no accelerator into a running guest. It reads an instance's requests only when it builds the guest
+again, and uses them only if all of them are PCI (contract sections 5.1 and 7.1).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _HEX = re.compile(r"[0-9a-f]{1,4}")
 
 @dataclass(frozen=True)
 class Handle:
-    """What a request holds."""
+    """An attach handle that a request holds."""
 
     uuid: str
     attach_type: str
@@ -38,7 +37,10 @@ class Handle:
 
 
 def sentence(handles: Sequence[Handle], host: str) -> str:
-    """What a person has to know and do; '' where nothing is held."""
+    """Return what a person has to know and do about these handles on this host.
+
+    Empty if there are no handles, or only of the type DEV.
+    """
     types = {handle.attach_type for handle in handles}
     said = {
         HandleType.PCI: PLUG + REBOOT,
@@ -49,11 +51,15 @@ def sentence(handles: Sequence[Handle], host: str) -> str:
 
 
 def elements(handles: Sequence[Handle]) -> list[str]:
-    """The hostdev element of each that libvirt can plug."""
+    """Return the libvirt `hostdev` element of each handle of type PCI or MDEV.
+
+    The others are left out, and PCI handles whose `info` has no valid address.
+    """
     return [text for handle in handles if (text := _element(handle))]
 
 
 def _element(handle: Handle) -> str:
+    """Return the `hostdev` element of one handle, '' if libvirt cannot plug it."""
     if handle.attach_type == HandleType.MDEV:
         return _hostdev({"type": "mdev", "model": "vfio-pci"}, {"uuid": handle.uuid})
     if handle.attach_type != HandleType.PCI:

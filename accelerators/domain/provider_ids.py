@@ -1,4 +1,4 @@
-"""Which resource provider a deployable is. Pure; used when a device leaves `inactive`, and by what tells Placement."""
+"""The computed id of a deployable's resource provider. A recorded `rp_uuid` takes precedence over it."""
 
 from __future__ import annotations
 
@@ -6,5 +6,8 @@ from uuid import NAMESPACE_DNS, UUID, uuid3
 
 
 def provider_uuid(name: str) -> UUID:
-    """The id a provider of this name has in every installation, upstream's included (contract section 6.2)."""
+    """Compute the id of the provider with this name (the deployable's name): uuid3 with NAMESPACE_DNS.
+
+    It is the same in every installation, and the same as upstream's (contract section 6.2).
+    """
     return uuid3(NAMESPACE_DNS, name)

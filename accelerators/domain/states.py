@@ -1,6 +1,7 @@
-"""The words of the product, and the life cycle of requests as a table. Pure; check constraints are made from them.
+"""The enumerations of the product, and the life cycle of requests as a table. The database's check constraints are made
+from them.
 
-The life cycle of devices is `actions`.
+The life cycle of devices is in `actions`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from enum import StrEnum
 
 
 class DeviceType(StrEnum):
-    """What kind of card (upstream's types, contract section 5)."""
+    """The kind of a device (upstream's types, contract section 5)."""
 
     GPU = "GPU"
     FPGA = "FPGA"
@@ -20,7 +21,7 @@ class DeviceType(StrEnum):
 
 
 class Health(StrEnum):
-    """What the hardware says of itself."""
+    """The health that a device's hardware reports."""
 
     OK = "ok"
     DEGRADED = "degraded"
@@ -29,7 +30,8 @@ class Health(StrEnum):
 
 
 class HandleType(StrEnum):
-    """How a handle reaches an instance (contract section 5.1)."""
+    """How a handle is attached to an instance (contract section 5.1). A DEV handle is a device node; it is never bound
+    to an instance."""
 
     PCI = "PCI"
     MDEV = "MDEV"
@@ -38,16 +40,16 @@ class HandleType(StrEnum):
 
 
 class Origin(StrEnum):
-    """Who wrote an attribute. Reports change only the agent's own."""
+    """Who wrote an attribute. A report changes only attributes of origin `agent`."""
 
     AGENT = "agent"
     OPERATOR = "operator"
     CONDUCTOR = "conductor"
-    """What a device was programmed with."""
+    """Written when a device was programmed; says with what."""
 
 
 class Source(StrEnum):
-    """Who is behind an event."""
+    """The kind of actor that caused an event."""
 
     PERSON = "person"
     AGENT = "agent"
@@ -57,7 +59,7 @@ class Source(StrEnum):
 
 
 class DeviceState(StrEnum):
-    """What the operator lets a device be used for."""
+    """The state of a device in its life cycle: whether it is offered, and if not, why."""
 
     INACTIVE = "inactive"
     INSTALLING = "installing"
@@ -70,14 +72,14 @@ class DeviceState(StrEnum):
 
 
 class Drain(StrEnum):
-    """What becomes of a draining device when its last request is gone."""
+    """The state that a draining device gets when its last request is gone."""
 
     MAINTENANCE = "maintenance"
     RETIRED = "retired"
 
 
 class Admission(StrEnum):
-    """What a rule makes of a device that is found."""
+    """The state that an admission rule gives to a device that is found."""
 
     READY = "ready"
     INACTIVE = "inactive"
@@ -85,7 +87,7 @@ class Admission(StrEnum):
 
 
 class RequestState(StrEnum):
-    """The life of an accelerator request (contract section 4.1, without its unreachable states)."""
+    """The state of an accelerator request (contract section 4.1, without the states that cannot be reached)."""
 
     INITIAL = "Initial"
     BIND_STARTED = "BindStarted"
@@ -95,59 +97,59 @@ class RequestState(StrEnum):
 
 
 class CommandState(StrEnum):
-    """The life of a command to an agent."""
+    """The state of a command to an agent."""
 
     PREPARING = "preparing"
-    """Its image is being fetched."""
+    """The image that the command needs is being fetched."""
     QUEUED = "queued"
-    """To be told to the agent, or told and not taken yet."""
+    """The command has to be sent to the agent, or was sent and is not in the agent's journal yet."""
     TAKEN = "taken"
-    """In the agent's journal."""
+    """The command is in the agent's journal."""
     STARTED = "started"
     SUCCEEDED = "succeeded"
     FAILED = "failed"
     REFUSED = "refused"
-    """Nothing was touched."""
+    """The command was not carried out; nothing on the host was changed."""
     EXPIRED = "expired"
-    """It was not begun in time, and never will be."""
+    """The command was not started in time, and will never be started."""
     UNKNOWN = "unknown"
-    """It was begun, and how it ended cannot be told."""
+    """The command was started, but its result is not known."""
 
 
 class BulkState(StrEnum):
-    """The life of what is asked of many devices at once."""
+    """The state of a bulk action, which does the same to many devices."""
 
     DRAFT = "draft"
-    """The set is chosen, nobody has confirmed it."""
+    """The devices are chosen, but nobody has confirmed the action."""
     RUNNING = "running"
     DONE = "done"
     CANCELLED = "cancelled"
 
 
 class Outcome(StrEnum):
-    """What became of one device that something was asked of."""
+    """The result of an action on one device."""
 
     MOVED = "moved"
     UNCHANGED = "unchanged"
-    """It was so already."""
+    """There was nothing to do."""
     REFUSED = "refused"
 
 
 class DriverState(StrEnum):
-    """How a driver on a host was seen."""
+    """The state of a driver on a host, as its agent last reported it."""
 
     OK = "ok"
     FAILED = "failed"
     QUARANTINED = "quarantined"
-    """It broke again and again, and is started no more until somebody says so."""
+    """The driver crashed repeatedly. It is not started again until an operator releases it."""
     DISABLED = "disabled"
-    """It is wanted there, and not to run."""
+    """The driver is wanted on this host, but an operator has switched it off."""
     ABSENT = "absent"
-    """It is not run there; its package may be installed."""
+    """The driver does not run on this host; its package may still be installed."""
 
 
 class RolloutOp(StrEnum):
-    """What is asked of a driver on hosts."""
+    """What a rollout does with a driver on its hosts."""
 
     INSTALL = "install"
     UPDATE = "update"
@@ -155,9 +157,9 @@ class RolloutOp(StrEnum):
 
 
 class RolloutState(StrEnum):
-    """How a rollout stands; `stopped` by a failure, `cancelled` by a person: no further host is begun.
+    """The state of a rollout. After `stopped` (by a failure) and `cancelled` (by a person) no further host is started.
 
-    One that goes on whatever fails is `done` in the end.
+    A rollout that continues after failures ends as `done`.
     """
 
     RUNNING = "running"
@@ -167,7 +169,7 @@ class RolloutState(StrEnum):
 
 
 class StepState(StrEnum):
-    """How one host of a rollout stands."""
+    """The state of one host of a rollout."""
 
     WAITING = "waiting"
     ORDERED = "ordered"
@@ -187,16 +189,16 @@ REQUEST_MOVES: dict[RequestState, frozenset[RequestState]] = {
 
 
 BINDABLE = tuple(state.value for state, to in REQUEST_MOVES.items() if _R.BIND_STARTED in to)
-"""The states in which a request may be bound, in the order in which upstream names them."""
+"""The states in which a request may be bound, in the order in which upstream's error message names them."""
 
 RESOLVED = (_R.BOUND.value, _R.BIND_FAILED.value)
-"""Nothing more is going to happen by itself (contract section 4.1)."""
+"""The states in which the bind of a request has ended (contract section 4.1)."""
 
 
 _C = CommandState
 ENDED = frozenset({_C.SUCCEEDED, _C.FAILED, _C.REFUSED, _C.EXPIRED, _C.UNKNOWN})
-"""A command in one of these is over."""
+"""The final states of a command."""
 
 
 class IllegalMove(ValueError):
-    """A step the life cycle does not have; the text says which are possible."""
+    """The life cycle does not allow this action in this state; the text says which actions are possible."""

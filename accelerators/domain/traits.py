@@ -1,6 +1,6 @@
-"""The trait that says what an FPGA was programmed with. Pure.
+"""The trait that names the function an FPGA was programmed with.
 
-Called by `programming`, which writes it, and by `diff`: what an agent reports of the kind is hidden by it.
+After this product has programmed an FPGA, its own trait takes precedence over function traits in the agent's reports.
 """
 
 from __future__ import annotations
@@ -9,18 +9,21 @@ import re
 
 FUNCTION_ID = "CUSTOM_FPGA_FUNCTION_ID"
 KEY = "trait_function"
-"""The attribute that holds it."""
+"""The key of the deployable's attribute that holds the trait."""
 LONGEST = 255
+"""Maximum length of a trait's name in Placement; longer names are cut."""
 
 _ILLEGAL = re.compile(r"[^A-Z0-9_]")
 
 
 def function_trait(driver: str, function: str) -> str:
-    """Upstream's name for a function of a driver's device (contract section 4.1), in characters that a trait may have:
-    a dash, which Placement refuses, becomes an underscore."""
+    """Return upstream's trait name for a function of a driver's device (contract section 4.1).
+
+    Characters that Placement does not allow in a trait, such as the dash, become underscores.
+    """
     return _ILLEGAL.sub("_", f"{FUNCTION_ID}_{driver}_{function}".upper())[:LONGEST]
 
 
 def is_function(value: str) -> bool:
-    """Whether a trait says what a device was programmed with."""
+    """Return True if a trait names the function that a device was programmed with."""
     return value.startswith(FUNCTION_ID)

@@ -1,11 +1,13 @@
-"""Accelerator requests: create, bind, unbind, delete. The only writer of requests, and the last guard of a handle.
+"""Create, bind, unbind and delete accelerator requests (contract sections 2.3 and 4.1).
 
-Called by the v2 API (Nova), `attachments`, `outcomes`, and the job `deadlines`. Contract sections 2.3 and 4.1; the life
-cycle is `states.REQUEST_MOVES`. A bind finds free handles with SKIP LOCKED under a unique index: it waits for nobody,
-and what it believes free is checked again by the database (S1, S2). Requests are locked before hosts and devices.
+This module is the only writer of requests; the life cycle is `states.REQUEST_MOVES`. It is also the last guard against
+giving one handle to two requests (promises S1 and S2): a bind finds free handles with FOR UPDATE SKIP LOCKED, so it
+waits for no row lock on them, and a unique index in the database rejects a handle that was taken meanwhile.
 
-A bind that programs has its device for itself: one command programs it, and all requests of that bind there share its
-fate.
+Lock order: requests first, then hosts and devices.
+
+While a bind programs a device, no other bind may use that device. One command programs it; if it fails, all requests
+of that bind on that device fail.
 """
 
 from __future__ import annotations
@@ -34,11 +36,14 @@ from accelerators.requests import notices, profiles
 from accelerators.runtime import jobs, metrics
 
 PATIENCE_S = 2.0
-"""How long a bind tries again while what it needs is being taken or given back by others."""
+"""How long a bind is retried while other transactions reserve or release the handles it needs."""
 INSTANCE_LOCK = 0x7162
+"""First key of the advisory lock that a bind takes for each instance; the second key is a hash of the instance id."""
 BATCH = 200
+"""Number of overdue requests that one call of `expire` fails."""
 PROGRAMMED = "programmed"
-"""The kind of intent (key: a request, `host` in its payload) that waits for new traits to be in Placement."""
+"""Kind of the intent that waits until a programmed device's new traits are in Placement. Its key is the request's uuid;
+its payload has the uuid of the host."""
 
 _json = msgspec.json.Encoder()
 _S = RequestState
@@ -46,7 +51,8 @@ _S = RequestState
 
 @dataclass(frozen=True)
 class Bind:
-    """One request to be bound: to which provider, for which instance. `project_id` '' is the caller's."""
+    """One request to bind: the host, the resource provider and the instance. An empty `project_id` means the project of
+    the caller."""
 
     uuid: str
     hostname: str
@@ -57,7 +63,7 @@ class Bind:
 
 @dataclass(frozen=True)
 class _Request:
-    """A request as a bind, an unbind or a deletion found it, locked."""
+    """A request whose row is locked, as it was before this bind, unbind or deletion."""
 
     uuid: str
     id: int
@@ -70,14 +76,15 @@ class _Request:
 
     @classmethod
     def of(cls, row: tuple[Any, ...]) -> _Request:
-        """A row of `sql.LOAD`; its group is JSON text."""
+        """Build a request from a row of `sql.LOAD` or `sql.LOAD_OF_INSTANCE`; the row has the group as JSON text."""
         uuid, id, state, group, *rest = row
         return cls(uuid, id, state, msgspec.json.decode(group), *rest)
 
 
 @dataclass(frozen=True)
 class _Handle:
-    """A free handle, locked, and the deployable and the device it belongs to."""
+    """A free handle whose row is locked, with its deployable (`bitstream` is what that was programmed with) and its
+    device."""
 
     id: int
     attach_type: str
@@ -88,7 +95,8 @@ class _Handle:
 
 @dataclass(frozen=True)
 class Waiting:
-    """A request that is BindStarted, locked: it waits for its host. The columns of `sql.WAITING`."""
+    """A locked request in state BindStarted, which waits for its host. The fields are the columns of `sql.WAITING`;
+    `waited` is in seconds."""
 
     uuid: str
     id: int
@@ -104,7 +112,10 @@ class Waiting:
 
 @dataclass(frozen=True)
 class End:
-    """How a request's waiting ends: Bound, or BindFailed with a `fault`. `made`: its handle may be made on the host."""
+    """How a BindStarted request ends: Bound if `fault` is empty, otherwise BindFailed with `fault` as the reason.
+
+    `made` says that the handle may already exist on the host. A failed bind then also orders a detach there.
+    """
 
     request: Waiting
     fault: str = ""
@@ -112,11 +123,16 @@ class End:
 
 
 class _Contended(Exception):
-    """Something is free, but others are at it."""
+    """Enough handles are free, but other transactions have them locked: retry the bind."""
 
 
 def create(profile_name: str, caller: Caller) -> list[str]:
-    """Make the requests a profile asks for, in the caller's project; returns their uuids in order."""
+    """Create the requests that a device profile asks for, in the caller's project, with an event for each.
+
+    Returns their uuids in the order of the profile's groups; empty if the groups ask for nothing. Raises Refused
+    UNKNOWN if there is no such profile. The profile comes from the cache; if it was changed or replaced since, it is
+    read again and the creation is retried once. One statement if the cached profile is current.
+    """
     for _ in range(2):
         profile = profiles.by_name(profile_name)
         if profile is None:
@@ -133,10 +149,16 @@ def create(profile_name: str, caller: Caller) -> list[str]:
 
 @metrics.answering()
 def bind(wanted: Sequence[Bind], caller: Caller, beside: bool = False) -> None:
-    """Reserve a handle for every one of `wanted`, or for none; those that need nothing on their host are Bound.
+    """Reserve a free handle for every request in `wanted`, or for none of them, in one transaction.
 
-    `beside`: also beside requests that the instance has already; Nova never asks for that. Raises Refused; NONE_FREE,
-    UNKNOWN provider and INVALID groups leave all of them BindFailed with the reason.
+    A request becomes Bound at once if nothing has to be done on its host; otherwise it becomes BindStarted and a
+    command for the host is placed. `beside=True` allows an instance that already has other requests; Nova never needs
+    it.
+
+    Raises Refused. With NONE_FREE, with UNKNOWN for a provider and with INVALID for a group, all requests become
+    BindFailed with that reason. With UNKNOWN for a request, with INVALID for an instance that already has requests and
+    with STATE, nothing is changed. If other transactions keep the needed handles, the bind is retried with a back-off
+    for PATIENCE_S seconds, then AWAY is raised and nothing is changed.
     """
     end, pause = time.monotonic() + PATIENCE_S, 0.01
     while True:
@@ -156,7 +178,12 @@ def bind(wanted: Sequence[Bind], caller: Caller, beside: bool = False) -> None:
 
 
 def unbind(uuids: Sequence[str], caller: Caller) -> None:
-    """Give back what these requests hold; from any state (contract section 4.1). All of them or none."""
+    """Unbind all of these requests or none: release their handles and clear their host, provider and instance.
+
+    Every state is allowed (contract section 4.1); a request that is Unbound already does not change. Handles that were
+    made on a host are detached there by a command. Raises Refused UNKNOWN if a request does not exist or is not the
+    caller's.
+    """
     with conductor.writing():
         found = _load(uuids, caller)
         _move([_unbound(request) for request in found if request.state != _S.UNBOUND], Source.API, caller.name)
@@ -164,7 +191,11 @@ def unbind(uuids: Sequence[str], caller: Caller) -> None:
 
 
 def delete(uuids: Sequence[str], caller: Caller) -> None:
-    """Remove requests, free what they hold. All of them or none; SERVICE_TOKEN for one that belongs to an instance."""
+    """Delete all of these requests or none, in any state, and release their handles.
+
+    Raises Refused: UNKNOWN if a request does not exist or is not the caller's; SERVICE_TOKEN if a request belongs to an
+    instance and the caller sent no service token.
+    """
     with conductor.writing():
         found = _load(uuids, caller)
         for request in found:
@@ -177,7 +208,10 @@ def delete(uuids: Sequence[str], caller: Caller) -> None:
 
 
 def delete_of_instance(instance_uuid: str, caller: Caller) -> None:
-    """Remove an instance's requests, if it has any."""
+    """Delete the requests of an instance that the caller may see, and release their handles; there may be none.
+
+    This function does not check for a service token; its caller must.
+    """
     with conductor.writing():
         rows = _execute(sql.LOAD_OF_INSTANCE, {"instance": instance_uuid, "project": _project(caller)})
         if rows:
@@ -185,7 +219,10 @@ def delete_of_instance(instance_uuid: str, caller: Caller) -> None:
 
 
 def expire() -> bool:
-    """Fail one batch of binds whose host was silent past their deadline; True when there may be more."""
+    """Set at most BATCH BindStarted requests whose deadline has passed to BindFailed; return True if there may be more.
+
+    Requests that another transaction has locked are skipped.
+    """
     with conductor.writing():
         late = [Waiting(*row) for row in _execute(sql.OVERDUE, {"count": BATCH})]
         fault = "nothing was heard from host {} before the deadline"
@@ -194,13 +231,19 @@ def expire() -> bool:
 
 
 def waiting(uuids: Sequence[str], instances: Sequence[str], devices: Sequence[int]) -> list[Waiting]:
-    """Lock these requests, and those of these instances on these devices, as far as they wait for their host."""
+    """Lock and return the requests in state BindStarted that have one of these uuids, or that belong to one of these
+    instances and hold a handle of one of these devices. Ordered by id; one statement."""
     values = {"uuids": list(uuids), "instances": list(instances), "devices": list(devices)}
     return [Waiting(*row) for row in _execute(sql.WAITING, values)]
 
 
 def resolve(ends: Sequence[End], source: Source, actor: str) -> None:
-    """End the waiting of requests; the only way to Bound or BindFailed after the answer to the bind."""
+    """Move BindStarted requests to Bound or BindFailed. After the bind was answered, this is the only way there.
+
+    The requests must be locked (`waiting`) in the caller's transaction. Writes their events and the intents that notify
+    Nova. For a failed request, also cancels commands that still wait for their image, and orders a detach if the handle
+    may already exist on the host.
+    """
     moves = [_resolved(end) for end in ends]
     _move(moves, source, actor)
     notices.raised(moves)
@@ -210,6 +253,7 @@ def resolve(ends: Sequence[End], source: Source, actor: str) -> None:
 
 
 def _resolved(end: End) -> dict[str, Any]:
+    """Build the row for `_move` from BindStarted to Bound or BindFailed."""
     request = end.request
     return {
         "id": request.id,
@@ -229,12 +273,16 @@ def _resolved(end: End) -> dict[str, Any]:
 
 
 def run_deadlines() -> None:
-    """The job `deadlines`."""
+    """Run the job `deadlines`: fail all binds whose deadline has passed."""
     jobs.run("deadlines", expire)
 
 
 def _bind(wanted: Sequence[Bind], caller: Caller, beside: bool) -> Refused | None:
-    """One attempt, in the caller's transaction; a Refused that is returned is to be committed with what it says."""
+    """Try the bind once, in the caller's transaction.
+
+    Returns None on success. Returns (does not raise) a Refused if the requests were moved to BindFailed: the caller
+    must commit that and then raise it. A raised Refused or _Contended means that the transaction must be rolled back.
+    """
     instances = sorted({one.instance_uuid for one in wanted})
     _execute(sql.LOCK_INSTANCES, {"lock": INSTANCE_LOCK, "instances": instances})
     if not beside and (taken := _execute(sql.TAKEN, {"instances": instances, "project": _project(caller)})):
@@ -262,7 +310,11 @@ def _bind(wanted: Sequence[Bind], caller: Caller, beside: bool) -> Refused | Non
 
 
 def _reserve(pairs: Sequence[tuple[_Request, Bind]]) -> dict[int, _Handle]:
-    """A handle for each request's id; raises Refused when one cannot be had, _Contended when it may be had soon."""
+    """Lock one free handle for each request; return request id → handle.
+
+    Raises Refused: INVALID for a group that names no resource or both a bitstream and a function; UNKNOWN for a
+    provider that does not exist; NONE_FREE. Raises _Contended if enough handles are free but locked by others.
+    """
     needed: dict[str, list[_Request]] = {}
     for request, one in pairs:
         if groups.BITSTREAM in request.group and groups.FUNCTION in request.group:
@@ -281,6 +333,7 @@ def _reserve(pairs: Sequence[tuple[_Request, Bind]]) -> dict[int, _Handle]:
 
 
 def _refuse(rp: str, count: int) -> None:
+    """Raise the error that says why `count` handles of provider `rp` could not be locked: Refused or _Contended."""
     found = _execute(sql.WHY_NONE, {"rp": rp})
     if not found:
         raise Refused(Reason.UNKNOWN, f"Deployable not found with resource provider uuid={rp}")
@@ -294,11 +347,16 @@ def _refuse(rp: str, count: int) -> None:
 
 
 def _none_free(deployable: int, why: str) -> Refused:
+    """Return a Refused NONE_FREE with the beginning of upstream's error message, followed by the reason `why`."""
     return Refused(Reason.NONE_FREE, f"AttachHandle not found Matching deployable_id {deployable}: {why}")
 
 
 def _programs(pairs: Sequence[tuple[_Request, Bind]], held: Mapping[int, _Handle]) -> dict[int, int]:
-    """Device → the request by whose image it is to be programmed; raises Refused when others would suffer from it."""
+    """Return, for each device that must be programmed, the id of the request whose image it gets.
+
+    Raises Refused NONE_FREE if requests of this bind need different images or different deployables of one device, or
+    if another request holds the device.
+    """
     first: dict[int, _Request] = {}
     for request, _ in pairs:
         handle = held[request.id]
@@ -314,7 +372,7 @@ def _programs(pairs: Sequence[tuple[_Request, Bind]], held: Mapping[int, _Handle
 
 
 def _image(group: Mapping[str, str]) -> dict[str, str]:
-    """The image that a group names, as a command wants it: a bitstream, or the one with a function."""
+    """Return the image that a group names, as a command's `wanted` argument: `bitstream_id` or `function_id`."""
     name = groups.BITSTREAM if groups.BITSTREAM in group else groups.FUNCTION
     return {name.removeprefix("accel:"): group[name]}
 
@@ -322,14 +380,19 @@ def _image(group: Mapping[str, str]) -> dict[str, str]:
 def _bound(
     request: _Request, one: Bind, caller: Caller, handle: _Handle, programs: Mapping[int, int]
 ) -> tuple[dict[str, Any], Order | None]:
-    """The move to Bound; or to BindStarted, when the host has to do something first, and the command for it."""
+    """Build the row for `_move`, and the `attach` command if the host has to do something first.
+
+    The request becomes Bound if its handle needs nothing on the host and its device is not programmed; otherwise
+    BindStarted with a deadline. Only one request per programmed device gets a command here; the others follow when that
+    command has ended.
+    """
     move = _asked(request, one, caller) | {"state": _S.BOUND, "deployable": handle.deployable, "handle": handle.id}
     keys, by = settings.KEYS, programs.get(handle.device)
     if by is None and handle.attach_type not in ON_HOST:
         return move, None
     move |= {"state": _S.BIND_STARTED, "wait": keys.bind_timeout_s if by is None else keys.program_timeout_s}
     if by not in (None, request.id):
-        return move, None  # who programs the device goes first (`outcomes`)
+        return move, None  # another request of this bind programs the device first
     arguments: dict[str, Any] = {"consumer": str(UUID(one.instance_uuid))}
     if by is not None:
         arguments["wanted"] = _image(request.group)
@@ -337,10 +400,12 @@ def _bound(
 
 
 def _failed(request: _Request, one: Bind, caller: Caller, fault: str) -> dict[str, Any]:
+    """Build the row for `_move` to BindFailed."""
     return _asked(request, one, caller) | {"state": _S.BIND_FAILED, "fault": fault}
 
 
 def _asked(request: _Request, one: Bind, caller: Caller) -> dict[str, Any]:
+    """Build the columns that every result of a bind sets, without the new state."""
     return {
         "id": request.id,
         "uuid": request.uuid,
@@ -354,11 +419,13 @@ def _asked(request: _Request, one: Bind, caller: Caller) -> dict[str, Any]:
 
 
 def _unbound(request: _Request) -> dict[str, Any]:
+    """Build the row for `_move` to Unbound. The project stays; `_move` clears all other columns that the row lacks."""
     before = {"had_instance": request.instance_uuid, "had_handle": request.handle}
     return {"id": request.id, "was": request.state, "state": _S.UNBOUND} | before
 
 
 def _move(moves: Sequence[Mapping[str, Any]], source: Source, actor: str) -> None:
+    """Update locked requests and write an event for each; one statement. AssertionError if one is not in `was`."""
     if moves:
         values = {"rows": _json.encode(moves).decode(), "count": len(moves), "source": source.value}
         write = conductor.cursor()
@@ -368,12 +435,13 @@ def _move(moves: Sequence[Mapping[str, Any]], source: Source, actor: str) -> Non
 
 
 def _delete(found: Sequence[_Request], caller: Caller) -> None:
+    """Delete locked requests, write an event for each, and undo on the hosts what was made for them."""
     conductor.cursor().execute(sql.DELETE, {"ids": [request.id for request in found]} | _who(caller))
     _release(found, caller)
 
 
 def _release(found: Sequence[_Request], caller: Caller) -> None:
-    """What was made on the host for these requests is to be taken away there; what was not begun need not be."""
+    """Cancel commands that still wait for their image, and order a detach of each handle that is made on a host."""
     placing.cancel([request.uuid for request in found if request.state == _S.BIND_STARTED])
     made = [(one, one.handle) for one in found if one.handle and one.attach_type in ON_HOST]
     gone = "its request is gone", caller.name
@@ -381,7 +449,8 @@ def _release(found: Sequence[_Request], caller: Caller) -> None:
 
 
 def _load(uuids: Sequence[str], caller: Caller) -> list[_Request]:
-    """Lock these requests; raises Refused for the first one that is not there, or not the caller's."""
+    """Lock and return these requests, by id. Raises Refused UNKNOWN for the first uuid that does not exist or that the
+    caller may not see."""
     rows = _execute(sql.LOAD, {"uuids": list(uuids), "project": _project(caller)})
     found = [_Request.of(row) for row in rows]
     there = {request.uuid for request in found}
@@ -392,6 +461,7 @@ def _load(uuids: Sequence[str], caller: Caller) -> list[_Request]:
 
 
 def _project(caller: Caller) -> str | None:
+    """Return the value of `project` in the statements: None for an admin, who sees the requests of every project."""
     return None if caller.is_admin else caller.project_id
 
 

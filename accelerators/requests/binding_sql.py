@@ -1,7 +1,7 @@
-"""The statements of `binding`. `%(project)s` is NULL for who sees every project."""
+"""SQL statements of `binding`. The parameter `project` is NULL for a caller who sees the requests of every project."""
 
 VISIBLE = "(%(project)s::text IS NULL OR q.project_id = %(project)s::text)"
-"""Whether the caller may know of the request aliased `q` (promise X4)."""
+"""Condition: the caller may see the request that is aliased `q` (promise X4)."""
 
 _EVENT = """INSERT INTO accelerators_event (at, source, actor, request_id, action, subject_type, subject, subject_name,
   host, changes, reason)
@@ -28,9 +28,12 @@ WITH made AS (
     )
 }) SELECT uuid FROM made ORDER BY id
 """
+"""Create one request per entry of `groups` (indexes of the profile's groups), each with an event. Creates and returns
+nothing if the profile was renamed, changed or deleted since the caller read it."""
 
 LOCK_INSTANCES = "SELECT pg_advisory_xact_lock(%(lock)s::int, hashtext(i)) FROM unnest(%(instances)s::text[]) AS i"
-"""One bind at a time for an instance; the ids come sorted, so two binds never wait for each other."""
+"""Take an advisory lock for each instance until the end of the transaction, so that an instance has one bind at a time.
+Pass the ids sorted: then two binds cannot deadlock."""
 
 _FOUND = """
 SELECT q.uuid::text, q.id, q.state, q."group", q.instance_uuid::text, q.attach_handle_id, t.attach_type,
@@ -40,12 +43,16 @@ FROM accelerators_acceleratorrequest q LEFT JOIN accelerators_attachhandle t ON 
 
 LOAD = f"{_FOUND} WHERE q.uuid = ANY(%(uuids)s::uuid[]) AND {VISIBLE} ORDER BY q.id FOR UPDATE OF q"
 
+"""Lock the requests with these uuids, by id; only those that the caller may see."""
+
 LOAD_OF_INSTANCE = f"{_FOUND} WHERE q.instance_uuid = %(instance)s::uuid AND {VISIBLE} ORDER BY q.id FOR UPDATE OF q"
+"""Lock the requests of an instance, by id; only those that the caller may see."""
 
 TAKEN = f"""
 SELECT q.instance_uuid::text FROM accelerators_acceleratorrequest q
 WHERE q.instance_uuid = ANY(%(instances)s::uuid[]) AND {VISIBLE} LIMIT 1
 """
+"""Return one of these instances that already has a request, if there is one."""
 
 FREE = """
 FROM accelerators_attachhandle t
@@ -54,9 +61,10 @@ WHERE p.missing_since IS NULL AND t.missing_since IS NULL AND d.state = 'ready' 
   AND t.attach_type <> 'DEV'
   AND NOT EXISTS (SELECT FROM accelerators_acceleratorrequest r WHERE r.attach_handle_id = t.id)
 """
-"""The handles `t` that a request can get now, with their deployables `p` and devices `d`."""
+"""FROM and WHERE clauses: the handles `t` that a request can get now, with their deployables `p` and devices `d`."""
 IN_OFFER = "least({free}, greatest(p.num_accelerators - {held}, 0))"
-"""So many of a deployable `p` requests can get: Placement gives no more of it than its total, whatever is free."""
+"""Expression: how many handles of the deployable `p` requests can still get. It is limited by the deployable's total,
+because Placement never allocates more than that, even if more handles are free."""
 _FREE = f"{FREE} AND p.rp_uuid = %(rp)s::uuid"
 
 _RESERVE = f"""
@@ -64,9 +72,11 @@ SELECT t.id, t.attach_type, p.id, p.bitstream_id::text, d.id {_FREE} ORDER BY t.
 FOR NO KEY UPDATE OF t SKIP LOCKED
 """
 RESERVE = f"{_RESERVE} FOR SHARE OF d SKIP LOCKED"
-"""Free handles of a provider. The device cannot leave `ready` before the bind is committed. Waits for nobody."""
+"""Lock at most `count` free handles of a provider, and share-lock their devices: a device cannot leave `ready` before
+the bind is committed. Locked rows are skipped, so the statement never waits for a lock."""
 RESERVE_ALONE = f"{_RESERVE} FOR NO KEY UPDATE OF d SKIP LOCKED"
-"""The same for a bind that may program the device: no other binds there meanwhile."""
+"""Like RESERVE, but lock the devices exclusively, for a bind that may program them: no other bind can use them until
+it is committed."""
 
 WHY_NONE = f"""
 SELECT p.id, d.state, d.busy_with IS NOT NULL, (SELECT count(*) {_FREE}),
@@ -75,6 +85,9 @@ FROM accelerators_deployable p
 JOIN accelerators_device d ON d.id = p.device_id
 WHERE p.rp_uuid = %(rp)s::uuid ORDER BY p.missing_since NULLS FIRST LIMIT 1
 """
+"""Find out why RESERVE returned too few handles of a provider. Returns the deployable's id, the state of its device,
+whether a command uses the device alone, the number of free handles, and whether it has device nodes; no row if there
+is no such provider."""
 
 MOVE = f"""
 WITH x AS (SELECT x.*, (SELECT hostname FROM accelerators_acceleratorrequest r WHERE r.id = x.id) AS had_hostname
@@ -106,8 +119,11 @@ moved AS (
     )
 }
 """
-"""Compare and set: writes as many events as rows moved, so the caller sees whether all did. The limit cuts nothing: it
-tells the planner that there are few rows, which it would otherwise look for by reading the whole table."""
+"""Move requests (compare-and-set on `was`) and write one event for each request that moved. The row count is the number
+of events, so the caller sees whether all requests moved.
+
+The LIMIT removes no rows. It tells the planner that there are few; without it the planner would scan the whole table of
+requests."""
 
 DELETE = f"""
 WITH gone AS (
@@ -138,9 +154,11 @@ JOIN accelerators_deployable p ON p.id = t.deployable_id WHERE q.state = 'BindSt
 OVERDUE = f"""{_WAITING} AND q.deadline < statement_timestamp()
 ORDER BY q.id LIMIT %(count)s::bigint FOR UPDATE OF q SKIP LOCKED
 """
+"""Lock at most `count` requests in state BindStarted whose deadline has passed; skip those that are locked."""
 
 WAITING = f"""{_WAITING} AND (q.uuid = ANY(%(uuids)s::uuid[])
   OR q.instance_uuid = ANY(%(instances)s::uuid[]) AND p.device_id = ANY(%(devices)s::bigint[]))
 ORDER BY q.id FOR UPDATE OF q
 """
-"""Requests that wait for their host: these, and those of the same instances on the same devices."""
+"""Lock the requests in state BindStarted that are in `uuids`, or that belong to one of `instances` and hold a handle of
+one of `devices`."""

@@ -1,7 +1,7 @@
-"""Which parts of a host can serve what a profile's groups ask for. Called by `attachments`, and by the load census.
+"""Find the resource providers of a host that can serve the groups of a device profile.
 
-Nova asks Placement this before it boots an instance; for one that is on its host already there is only that host to
-choose from. What is not ready is not offered (Placement has it reserved), so it is not chosen.
+Nova asks Placement for this before it boots an instance. An instance that runs already can only get devices of its own
+host, so they are chosen here. Only devices in state `ready` are considered; the others are reserved in Placement.
 """
 
 from __future__ import annotations
@@ -29,11 +29,14 @@ SELECT d.host_id, p.rp_uuid::text,
   AND p.rp_uuid IS NOT NULL
 GROUP BY d.host_id, p.id ORDER BY p.id
 """
+"""Return, for each provider of these hosts with free handles: the host's id, the provider's id, its resource class, its
+traits, the number of handles that requests can get, and the attach types of the free handles."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A provider that has some in offer: `free` handles, and no more than Placement would give."""
+    """A resource provider with free handles. `free` is at most what Placement would still allocate; `types` are the
+    attach types of its free handles."""
 
     provider: str
     resource_class: str
@@ -42,7 +45,10 @@ class Candidate:
     types: frozenset[str]
 
     def fits(self, group: Mapping[str, str]) -> bool:
-        """Whether it is what a group asks for, however many."""
+        """Return whether the resource class and the traits are those that a group asks for; the amount is not checked.
+
+        The group must ask for exactly one resource class. A trait that is not `required` must be absent.
+        """
         named = {key.removeprefix("resources:") for key in group if key.startswith("resources:")}
         wanted = {key.removeprefix("trait:"): value for key, value in group.items() if key.startswith("trait:")}
         return named == {self.resource_class} and all(
@@ -52,8 +58,11 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Choice:
-    """`providers`: where each request is to be bound, in their order; `shares`: provider → class and amount, as
-    Placement counts; `types`: how what is chosen reaches an instance."""
+    """The providers that were chosen for a profile.
+
+    `providers` has one provider per request, in the order of the requests. `shares` maps each provider to its resource
+    class and the amount to allocate in Placement. `types` are the attach types of the chosen providers' free handles.
+    """
 
     providers: tuple[str, ...]
     shares: dict[str, tuple[str, int]]
@@ -61,12 +70,12 @@ class Choice:
 
 
 def of(host: Host, device: UUID | None = None) -> list[Candidate]:
-    """What is free on a host, or of one device there; one statement."""
+    """Return the providers with free handles on a host, or those of one `device` there; one statement."""
     return at([host.pk], device)[host.pk]
 
 
 def at(hosts: Collection[int], device: UUID | None = None) -> defaultdict[int, list[Candidate]]:
-    """What is free on each of these hosts; one statement."""
+    """Return host id → providers with free handles (of one `device` if it is given), for these hosts; one statement."""
     found = defaultdict(list)
     with connection.cursor() as cursor:
         cursor.execute(OF_HOSTS, {"hosts": list(hosts), "device": device})
@@ -77,9 +86,12 @@ def at(hosts: Collection[int], device: UUID | None = None) -> defaultdict[int, l
 
 
 def choose(wanted: Sequence[Mapping[str, str]], there: Sequence[Candidate], where: str) -> Choice:
-    """A provider for each group, all of a group from one, as Placement does it. Raises Refused NONE_FREE.
+    """Choose a provider for each group of a profile; reserves nothing. Like in Placement, one provider serves the whole
+    group.
 
-    Groups that few providers fit go first; of those that fit, the one is taken with the fewest free that has enough.
+    Groups that fit the fewest providers are served first. Of the providers that have enough free handles, the one with
+    the fewest is taken. No other combination is tried, so the choice can fail although another combination would fit.
+    Raises Refused NONE_FREE for the first group without a provider; `where` begins its sentence.
     """
     plan = groups.plan(wanted)
     chosen, without = _take(plan, _fitting(wanted, there), {one.provider: one.free for one in there})
@@ -95,19 +107,23 @@ def choose(wanted: Sequence[Mapping[str, str]], there: Sequence[Candidate], wher
 
 
 def room(wanted: Sequence[Mapping[str, str]], there: Sequence[Candidate], most: int) -> int:
-    """How often what is wanted finds its place, one after the other as `choose` does it; counted up to `most`."""
+    """Return how many times in a row `choose` could serve the groups `wanted` from these providers, at most `most`."""
     plan, fitting, left = groups.plan(wanted), _fitting(wanted, there), {one.provider: one.free for one in there}
     return next((n for n in range(most) if _take(plan, fitting, left)[1] is not None), most)
 
 
 def _fitting(wanted: Sequence[Mapping[str, str]], there: Sequence[Candidate]) -> list[list[Candidate]]:
+    """Return, for each group, the providers that fit it, whatever the amount."""
     return [[one for one in there if one.fits(group)] for group in wanted]
 
 
 def _take(
     plan: Sequence[int], fitting: Sequence[Sequence[Candidate]], left: dict[str, int]
 ) -> tuple[dict[int, Candidate], int | None]:
-    """By group the provider that serves it, of which less is `left` then; and the group for which there is none."""
+    """Choose a provider for each group and subtract its handles from `left` (provider → free handles).
+
+    Returns group index → provider, and the index of the first group that no provider can serve, or None.
+    """
     chosen: dict[int, Candidate] = {}
     for index in sorted(set(plan), key=lambda index: (len(fitting[index]), index)):
         count = plan.count(index)

@@ -1,7 +1,8 @@
-"""How many units there are, held, free and out of offer, and how busy what they are part of is: by groups.
+"""Count units (total, held, free, reserved) and summarize the load of their devices, grouped by host, type, resource
+class or project.
 
-Called by `cyborgweb.telemetry`, which brings what devices said last. Who held what, and when, is told by events;
-what is counted here is now.
+The counts are those of now; the events tell who held what in the past. The load comes from the devices' last samples,
+which the database does not store: the caller passes them in.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from django.db import connection
 from accelerators.requests.binding_sql import FREE, IN_OFFER
 
 MOST = 10_000
-"""So many groups are given at once."""
+"""Maximum number of groups per answer (the default `limit`)."""
 
 COLUMNS = {
     "host": "h.name",
@@ -22,12 +23,13 @@ COLUMNS = {
     "resource_class": "coalesce(a.value, '')",
     "project": "r.project_id",
 }
-"""What groups can be made by, and where it stands."""
+"""What to group by → the SQL expression of its value."""
 ORDERS = {
     "group": 'k1 COLLATE "C", k2 COLLATE "C"',
     "-group": 'k1 COLLATE "C" DESC, k2 COLLATE "C" DESC',
     "largest": 'coalesce(total, held) DESC, k1 COLLATE "C", k2 COLLATE "C"',
 }
+"""Order of the groups → its ORDER BY clause: by names, by names descending, or the largest groups first."""
 _OF_ALL = f"""LEFT JOIN (SELECT deployable_id, count(*) AS held FROM accelerators_acceleratorrequest
   WHERE attach_handle_id IS NOT NULL GROUP BY 1) r ON r.deployable_id = p.id
   LEFT JOIN (SELECT t.deployable_id, count(*) AS free {FREE} AND (%(host{{n}})s::text IS NULL
@@ -43,7 +45,8 @@ _SAID = """said AS (
 _LOAD = """count(*) AS devices, count(s.key) AS sampled, round(avg(busy)::numeric, 1)::float8 AS mean,
     round(max(busy)::numeric, 1)::float8 AS highest, sum(used) FILTER (WHERE size IS NOT NULL)::bigint AS used,
     sum(size) FILTER (WHERE used IS NOT NULL)::bigint AS size, round(sum(power)::numeric, 1)::float8 AS power"""
-"""Of devices, of which some `said` something; memory is of those that give both numbers: used is part of all."""
+"""Columns of `Load`, over devices `x` joined with their samples `s`. Memory is summed only over devices that give both
+numbers, so that `used` is always a part of `size`."""
 _HOSTS = f"""
 WITH {_SAID}
 SELECT x.host_id, {_LOAD}
@@ -77,7 +80,8 @@ FROM units JOIN loads USING (k1, k2) {beyond} ORDER BY place LIMIT %(limit{n})s)
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What one device said last: percent, bytes, bytes, watts; None for what its driver has no number of."""
+    """The last sample of one device, identified by its host's id and its key: utilisation (percent), memory used and
+    memory size (bytes), power (watts). None for a number that its driver does not give."""
 
     host: int
     key: str
@@ -89,10 +93,10 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Of `devices`, `sampled` have said something lately; the numbers are of those that have one, else None.
+    """The load of a set of `devices`, of which `sampled` have a recent sample.
 
-    `mean` and `highest` are percent of utilisation, `used` and `size` bytes of memory of the devices
-    that give both, `power` is watts.
+    `mean` and `highest` are the utilisation in percent, `used` and `size` the memory in bytes of the devices that give
+    both numbers, `power` the sum in watts. Each is None if no device gives that number.
     """
 
     devices: int = 0
@@ -106,8 +110,8 @@ class Load:
 
 @dataclass(frozen=True)
 class Group:
-    """Units of one group. `free` is what a request can get now; `reserved` is neither held nor free, whatever is in the
-    way. What a project holds has no total: `total` and `free` are None."""
+    """The units of one group. `free` units can be requested now; `reserved` units are neither held nor free, for any
+    reason. A group by project counts only what the project holds: its `total` and `free` are None."""
 
     names: tuple[str, ...]
     total: int | None
@@ -118,14 +122,17 @@ class Group:
 
     @property
     def name(self) -> str:
-        """Of the first thing that it was made by."""
+        """The value of the first key that the groups are made by."""
         return self.names[0]
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Which groups: made by one or two of COLUMNS, of what fits the rest; `project` counts only where groups are made
-    by project. `order` is one of ORDERS; `after`: only those beyond this one, in that order."""
+    """A question for `groups`: group by one or two of COLUMNS; the other fields filter.
+
+    The filter `project` has an effect only if `by` contains "project". `order` is one of ORDERS. `after` (names of a
+    group) returns only the groups that follow this one, for paging; only for the orders "group" and "-group".
+    """
 
     by: Sequence[str]
     host: str | None = None
@@ -138,8 +145,10 @@ class Asked:
 
 
 def groups(asked: Sequence[Asked], said: Collection[Said] = ()) -> list[list[Group]]:
-    """The groups of each question. One statement, whatever is asked and however much there is; devices that are retired
-    do not count."""
+    """Return the groups that each question asks for, in the order of the questions. One statement for all of them.
+
+    `said` are the devices' last samples. Retired devices are not counted.
+    """
     known: dict[str, object] = dict(_columns(said))
     for n, one in enumerate(asked):
         known |= {f"{name}{n}": getattr(one, name) for name in ("host", "type", "resource_class", "project", "limit")}
@@ -155,14 +164,17 @@ def groups(asked: Sequence[Asked], said: Collection[Said] = ()) -> list[list[Gro
 
 
 def of_hosts(hosts: Collection[int], said: Collection[Said]) -> dict[int, Load]:
-    """How busy each of these hosts is, where it has devices: all of them together. One statement; devices that are
-    retired or not known do not count."""
+    """Return host id → load of all its devices together; one statement.
+
+    Hosts without devices are left out. Retired devices, and samples of unknown devices, are not counted.
+    """
     with connection.cursor() as cursor:
         cursor.execute(_HOSTS, {**_columns(said), "asked": list(hosts)})
         return {host: Load(*load) for host, *load in cursor.fetchall()}
 
 
 def _statement(n: int, asked: Asked) -> str:
+    """Build the SELECT for question number `n`; the names of its parameters end in `n`."""
     keys, by_project = [COLUMNS[name] for name in asked.by], "project" in asked.by
     sign = "<" if asked.order.startswith("-") else ">"
     beyond = f'WHERE (k1 COLLATE "C", k2 COLLATE "C") {sign} (%(first{n})s, %(second{n})s)'
@@ -181,6 +193,6 @@ def _statement(n: int, asked: Asked) -> str:
 
 
 def _columns(said: Collection[Said]) -> dict[str, list[object]]:
-    """As arrays, which PostgreSQL joins in a fraction of the time of so many rows of values."""
+    """Return the samples as one array per column: PostgreSQL joins arrays much faster than as many rows of VALUES."""
     names = {"hosts": "host", "keys": "key", "busy": "busy", "used": "used", "size": "size", "power": "power"}
     return {column: [getattr(one, field) for one in said] for column, field in names.items()}

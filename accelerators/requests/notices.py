@@ -1,7 +1,7 @@
-"""Nova is to hear of requests that have come to their end (contract section 4.3): one intent each.
+"""Raise an intent for each resolved request, so that Nova is notified of it (contract section 4.3).
 
-`binding` raises them in the transaction that moves the requests. Whoever tells Nova registers for the kind; without
-anybody none is raised.
+The intents are raised in the transaction that moves the requests. If no job is registered for this kind of intent, none
+is raised.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ KIND = "notice"
 
 
 def raised(moves: Iterable[Mapping[str, Any]]) -> None:
-    """The intents for those of these moves that end in Bound or BindFailed."""
+    """Raise one intent for each of these moves that ends in Bound or BindFailed; one statement."""
     if jobs.has_taker(KIND):
         conductor.intend(KIND, {move["uuid"]: _notice(move) for move in moves if move["state"] in RESOLVED})
 
 
 def _notice(move: Mapping[str, Any]) -> dict[str, Any]:
+    """Build the intent's payload: the instance, whether its request is Bound, and the host."""
     completed = move["state"] == RequestState.BOUND
     return {"instance": str(move["instance"]), "completed": completed, "host": move["hostname"] or ""}

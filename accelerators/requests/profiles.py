@@ -1,6 +1,6 @@
-"""Device profiles: made, edited until they are used, deleted while they are not. Remembered by name.
+"""Create, edit, delete and look up device profiles.
 
-Called by both APIs and by `binding`.
+A profile can be edited or deleted only while no request refers to it. Look-ups by name are cached in each process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_DESCRIPTION = 65_535
 
 @dataclass(frozen=True)
 class Profile:
-    """A profile as it is remembered; `updated_at` tells whether it still is."""
+    """A cached profile. Compare `updated_at` with the database to find out whether it is still current."""
 
     id: int
     name: str
@@ -38,6 +38,7 @@ class Profile:
 
 
 def _load(name: str) -> Profile | None:
+    """Read a profile from the database; None if there is none of this name."""
     found = DeviceProfile.objects.filter(name=name).values_list("id", "name", "groups", "updated_at").first()
     return found and Profile(found[0], found[1], tuple(found[2]), found[3])
 
@@ -46,23 +47,29 @@ _by_name = Cache("profiles", _load)
 
 
 def by_name(name: str) -> Profile | None:
-    """The profile of this name. Another process's change shows within a second, within 15 s when its ring is lost."""
+    """Return the profile of this name from the cache, None if there is none.
+
+    A change by another process is seen within a second, or within 15 s if its notification is lost.
+    """
     return _by_name.get(name)
 
 
 def forget() -> None:
-    """Read every profile anew in this process: what it remembered has proved old."""
+    """Clear this process's cache of profiles. Call it when a cached profile turned out to be out of date."""
     _by_name.drop()
 
 
 def _changed() -> None:
-    """Have every process read anew, this one already inside the transaction we are in, all after its commit."""
+    """Clear the cache of this process now, and the caches of all processes after the commit of the transaction."""
     forget()
     transaction.on_commit(partial(pubsub.ring, "profiles"))
 
 
 def create(name: str, groups: list[Group], description: str | None, uuid: UUID | None, caller: Caller) -> UUID:
-    """Store a profile of checked parts, return its uuid; refuses a name (CONFLICT) or a uuid (DUPLICATE) in use."""
+    """Store a profile and record an event; return its uuid. The caller must have checked the name and the groups.
+
+    Without `uuid` a random one is chosen. Raises Refused: CONFLICT if the name is in use, DUPLICATE if the uuid is.
+    """
     chosen = uuid or uuid4()
     try:
         with conductor.writing():
@@ -76,7 +83,11 @@ def create(name: str, groups: list[Group], description: str | None, uuid: UUID |
 
 
 def edit(uuid: UUID, changes: dict[str, Any], caller: Caller) -> None:
-    """Change name, groups or description of a profile; HELD once requests were made of it, as they name its groups."""
+    """Change the name, groups or description of a profile and record an event; locks its row.
+
+    Raises Refused: UNKNOWN; CONFLICT if the new name is in use; HELD while there are requests of this profile, because
+    they refer to its groups.
+    """
     try:
         with conductor.writing():
             profile = _locked(uuid)
@@ -95,7 +106,10 @@ def edit(uuid: UUID, changes: dict[str, Any], caller: Caller) -> None:
 
 
 def delete(uuid: UUID, caller: Caller) -> None:
-    """Remove a profile; HELD while a request names it."""
+    """Delete a profile and record an event; locks its row.
+
+    Raises Refused: UNKNOWN; HELD while there are requests of this profile.
+    """
     with conductor.writing():
         profile = _locked(uuid)
         try:
@@ -108,6 +122,7 @@ def delete(uuid: UUID, caller: Caller) -> None:
 
 
 def _locked(uuid: UUID) -> DeviceProfile:
+    """Lock and return a profile's row; raise Refused UNKNOWN if there is none."""
     found = DeviceProfile.objects.select_for_update().filter(uuid=uuid).first()
     if found is None:
         raise Refused(Reason.UNKNOWN, f"Device Profile not found with uuid={uuid}")
@@ -115,6 +130,7 @@ def _locked(uuid: UUID) -> DeviceProfile:
 
 
 def _taken(error: IntegrityError, name: str, uuid: UUID) -> Refused:
+    """Return the Refused for a violated unique constraint: DUPLICATE for the uuid, otherwise CONFLICT for the name."""
     cause = error.__cause__
     if isinstance(cause, psycopg.Error) and "uuid" in (cause.diag.constraint_name or ""):
         return Refused(Reason.DUPLICATE, f"DeviceProfile with uuid {uuid} already exists.")
