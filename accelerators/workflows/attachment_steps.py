@@ -140,7 +140,8 @@ def others(row: Attachment) -> dict[str, int]:
     """Return how many units of each provider the instance's other requests hold.
 
     Those are the requests of Nova and of other attachments. Only providers of this attachment are counted; the key is
-    the provider's uuid."""
+    the provider's uuid.
+    """
     held = AcceleratorRequest.objects.filter(instance_uuid=row.instance, attach_handle__isnull=False)
     there = held.filter(device_rp_uuid__in=row.providers).exclude(uuid__in=row.requests)
     halves: dict[str, int] = {}

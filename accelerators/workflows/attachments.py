@@ -59,7 +59,8 @@ Look = Callable[[str, str | None], Instance]
 """Look up an instance in Nova by its uuid, and check that Placement can take a claim for it; answers in a few seconds.
 
 If a project is given, the instance must belong to it. Raises Refused: UNKNOWN if there is no such instance or it
-belongs to another project; AWAY if a service does not answer; CONFLICT if nothing can be claimed for the instance."""
+belongs to another project; AWAY if a service does not answer; CONFLICT if nothing can be claimed for the instance.
+"""
 _looks: list[Look] = []
 
 

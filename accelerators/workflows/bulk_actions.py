@@ -2,7 +2,8 @@
 
 An action either changes the devices' state (`Action`) or places a command for each device (`bulk_commands.OPS`). The
 job `bulks` works on confirmed sets, one slice per transaction. The outcome of each device is written in the transaction
-that moves the device: a worker that is killed in a slice has done nothing of it, and no device is moved twice."""
+that moves the device: a worker that is killed in a slice has done nothing of it, and no device is moved twice.
+"""
 
 from __future__ import annotations
 
@@ -172,7 +173,8 @@ def confirm(bulk: Bulk, reason: str, held_too: bool, dry: bool = False) -> bool:
 
     Returns False if it is not a draft any more. Without `held_too` each device that a request holds is refused. A set
     of at most SLICE devices is finished when this returns; the job `bulks` works on a larger one. Raises Refused
-    INVALID for a reason that cannot be stored."""
+    INVALID for a reason that cannot be stored.
+    """
     reason = placing.check_reason(reason)
     with conductor.writing():
         draft = Bulk.objects.select_for_update().filter(pk=bulk.pk, state=BulkState.DRAFT).first()
@@ -212,7 +214,8 @@ def step(only: int | None = None) -> bool:
     """Work on one slice of the running set that has waited longest, or of the set `only` (a primary key).
 
     One transaction: moves the devices, writes the outcome of each, and ends the set after its last device. Returns
-    False if there was nothing to do."""
+    False if there was nothing to do.
+    """
     with conductor.writing():
         running = Bulk.objects.filter(UNDER_WAY).order_by("updated_at")
         running = running.filter(pk=only) if only else running

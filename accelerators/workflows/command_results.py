@@ -154,7 +154,8 @@ def _binds(attached: Sequence[Command]) -> dict[int, list[Waiting]]:
     """Lock the requests that wait for these `attach` commands, and return them by the command's id.
 
     A command's own request is left out if a later command was ordered for it. For a command that programs the device,
-    the other requests of the same instance on that device wait as well."""
+    the other requests of the same instance on that device wait as well.
+    """
     if not attached:
         return {}
     own = [str(command.request) for command in attached]
