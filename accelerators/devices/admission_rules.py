@@ -52,8 +52,7 @@ def create(values: Mapping[str, Any], caller: Caller, source: Source = Source.AP
 
 
 def edit(uuid: UUID, values: Mapping[str, Any], caller: Caller, source: Source = Source.API) -> AdmissionRule:
-    """Change a rule; devices that it admitted stay as they are. Raises Refused UNKNOWN; CONFLICT if the name is in
-    use."""
+    """Change a rule; devices that it admitted keep their state. Raises Refused UNKNOWN; CONFLICT for a name in use."""
     try:
         with conductor.writing():
             rule = _locked(uuid)
@@ -71,7 +70,7 @@ def edit(uuid: UUID, values: Mapping[str, Any], caller: Caller, source: Source =
 
 
 def delete(uuid: UUID, caller: Caller, source: Source = Source.API) -> None:
-    """Delete a rule; devices that it admitted stay as they are. Raises Refused UNKNOWN."""
+    """Delete a rule; devices that it admitted keep their state. Raises Refused UNKNOWN."""
     with conductor.writing():
         rule = _locked(uuid)
         shown = {field: [getattr(rule, field), None] for field in FIELDS if getattr(rule, field) != ""}

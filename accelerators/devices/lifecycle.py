@@ -58,10 +58,12 @@ FROM jsonb_to_recordset(%s::jsonb) AS x(id bigint, was text, state text, returns
   who text)
 WHERE t.id = x.id AND t.state = x.was
 """
+"""Change the state of devices by compare and set."""
 NAMED = """
 UPDATE accelerators_deployable t SET rp_uuid = x.rp, updated_at = now()
 FROM jsonb_to_recordset(%s::jsonb) AS x(id bigint, rp uuid) WHERE t.id = x.id AND t.rp_uuid IS NULL
 """
+"""Store the provider ids of deployables that have none."""
 
 _S = DeviceState
 _json = msgspec.json.Encoder()
@@ -100,8 +102,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a person saw when deciding: `Standing.word` of each device, and whether they confirmed it for held
-    devices."""
+    """What a person saw when deciding: `Standing.word` of each device, and whether they confirmed held devices too."""
 
     words: Mapping[UUID, str]
     held_too: bool = False
@@ -168,13 +169,12 @@ def act(
     source: Source = Source.API,
     seen: Seen | None = None,
 ) -> list[Result]:
-    """Apply an action to at most SLICE devices in one transaction; returns one Result per device. Refusing one stops no
-    other.
+    """Apply an action to at most SLICE devices in one transaction; returns one Result per device.
 
-    A device whose state differs from the one that was `seen` is refused, unless nothing has to be changed. `then` is
-    the final state of a drain. After a drain, devices that nobody holds get that state at once, in a second
-    transaction. Locks the devices and their hosts; asks witnesses about devices to be retired, for PATIENCE_S at most
-    in all. Raises Refused INVALID for a reason that cannot be stored.
+    A refusal of one device stops no other. A device whose state differs from the one that was `seen` is refused, unless
+    nothing has to be changed. `then` is the final state of a drain. After a drain, devices that nobody holds get that
+    state at once, in a second transaction. Locks the devices and their hosts; asks witnesses about devices to be
+    retired, for PATIENCE_S at most in all. Raises Refused INVALID for a reason that cannot be stored.
     """
     assert len(uuids) <= SLICE, "more than a slice"
     reason = check_reason(reason) or DONE[action]
@@ -258,10 +258,9 @@ def run_drains() -> None:
 
 
 def store(steps: Sequence[Step], source: Source) -> None:
-    """Write state changes of locked devices: their rows, provider ids, events, `provider` intents and `install`
-    commands.
+    """Write state changes of locked devices: rows, provider ids, events, `provider` intents and `install` commands.
 
-    Costs seven statements, whatever the number of devices; none for an empty list.
+    Costs at most seven statements, whatever the number of devices.
     """
     if not steps:
         return
@@ -361,8 +360,7 @@ def _refuse_unless_free(end: float, device: Device, now: Standing) -> None:
 
 
 def _refuse_unless_idle(device: Device, after: Standing) -> None:
-    """Raise Refused CONFLICT if a command is working on the device, and HELD if a held one would be installed (promise
-    S1)."""
+    """Raise Refused CONFLICT if a command is working on the device, HELD if it is held and would be installed (S1)."""
     placing.refuse_busy(device, "install")
     if after.here == _S.INSTALLING and (holders := safety.requests(device).holders):
         raise Refused(Reason.HELD, f"Device {device.uuid} is held by {', '.join(holders)}: it cannot be installed.")

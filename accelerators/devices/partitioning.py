@@ -129,16 +129,14 @@ def numbers(devices: Collection[Device]) -> Counter[int]:
 
 
 def _whole(address: str) -> str:
-    """Return the attach information of the PCI function at `address`, in the JSON text that `drivers.inventory`
-    writes."""
+    """Return the attach information of the PCI function at `address`, the same JSON text as `drivers.inventory`."""
     domain, bus, rest = address.split(":")
     device, _, function = rest.partition(".")
     return json.dumps({"bus": bus, "device": device, "domain": domain, "function": function})
 
 
 def _devices(targets: Sequence[Target]) -> list[tuple[UUID | None, Target]]:
-    """Return each device once, with the first target that names it; a target that matches no device is listed with
-    None."""
+    """Return each device once, with the first target that names it; None for a target that matches no device."""
     found: list[tuple[UUID | None, Target]] = []
     known: set[UUID] = set()
     for target in targets[: MOST + 1]:

@@ -48,7 +48,8 @@ class Away(Exception):
 
 @dataclass(frozen=True)
 class Offer:
-    """An image as the image service describes it. `digest` is made by `algorithm`; both are '' if it names none."""
+    """An image as the image service describes it. `digest` is made by `algorithm`; both are '' if the service names
+    none."""
 
     uuid: str
     name: str
@@ -66,13 +67,14 @@ class ImageService(Protocol):
         ...
 
     def with_function(self, function: str) -> Sequence[Offer]:
-        """Return the images whose property `accel:function_id` is `function`; at least two of them, if there are
-        several."""
+        """Return the images whose property `accel:function_id` is `function`; of several at least two."""
         ...
 
     def read(self, uuid: str, start: int) -> tuple[int, Iterator[bytes]]:
-        """Return the offset of the first byte, and the image's bytes in chunks; 0 if the service cannot begin at
-        `start`."""
+        """Return the image's bytes from `start` on, in chunks, and the offset of the first byte.
+
+        The offset is 0 if the service cannot begin at `start`.
+        """
         ...
 
 
@@ -94,9 +96,8 @@ def run() -> None:
     while (waiting := _waiting(tried)) and time.monotonic() < end:
         tried |= {number for numbers in waiting.values() for number in numbers}
         missing = _give_what_is_here(waiting)
-        with jobs.alone(
-            "images"
-        ) as mine:  # if not mine: the process that has the lock serves these commands, as it looks again
+        # If not `mine`, the process that holds the lock serves these commands: it looks for waiting commands again.
+        with jobs.alone("images") as mine:
             if missing and mine:
                 unfinished |= _fetch_all(missing, end)
     if unfinished or waiting:
@@ -216,7 +217,7 @@ def _offered(service: ImageService, kind: str, value: str) -> Offer:
 
 
 def _fetch(service: ImageService, offer: Offer, end: float) -> tuple[str, int]:
-    """Fetch an image, or continue to, until the time `end`; returns its SHA-256 and the number of bytes stored.
+    """Fetch an image, or continue to, until the time `end`; returns its SHA-256 and the number of bytes that are here.
 
     The SHA-256 is '' if time is up before the image is complete. Uses no database. Raises Away if the transfer breaks
     off, Unusable if size or digest are wrong (the file is deleted then), Refused AWAY if the file cannot be written.

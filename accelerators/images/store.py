@@ -27,6 +27,7 @@ from drivers.files import sync_directory
 CHUNK = 1024 * 1024
 MAX_PROPERTIES, MAX_KEY, MAX_VALUE = 64, 255, 1024
 MAX_UPLOADS = 1000
+"""Maximum number of uploaded images."""
 MAX_COPIES = 64
 COPIES_BYTES = 8 * 1024**3
 """Copies of Glance's images beyond this size in all (or beyond MAX_COPIES) are deleted, the longest unused first. The
@@ -131,10 +132,9 @@ def remove(uuid: UUID, caller: Caller, source: Source) -> None:
 
 
 def add_copy(uuid: UUID, name: str, size: int, sha256: str, properties: Mapping[str, str]) -> Image:
-    """Write the row of an image that was copied from Glance, and delete copies for which there is no room; returns the
-    row.
+    """Write the row of an image that was copied from Glance, and delete copies for which there is no room.
 
-    The file must be in place (`keep`). Also deletes abandoned files (ABANDONED_S).
+    Returns the row. The file must be in place already (`keep`). Also deletes abandoned files (ABANDONED_S).
     """
     values = {"name": name, "size": size, "sha256": sha256, "properties": dict(properties), "by": "glance"}
     with conductor.writing():
@@ -151,10 +151,9 @@ def add_copy(uuid: UUID, name: str, size: int, sha256: str, properties: Mapping[
 
 
 def _longest_unused(newest: Image) -> list[Image]:
-    """Return the copies of Glance's images to delete: those beyond MAX_COPIES or COPIES_BYTES, the longest unused
-    first.
+    """Return the copies of Glance's images to delete, so that MAX_COPIES and COPIES_BYTES hold.
 
-    The newest copy and copies that an open command uses are never among them.
+    The longest unused are deleted first. The newest copy and copies that an open command uses are never among them.
     """
     wanted = Command.objects.filter(OPEN, arguments__image__id__isnull=False)
     kept = {*wanted.values_list("arguments__image__id", flat=True), str(newest.uuid)}
@@ -206,8 +205,7 @@ def keep(file: IO[bytes], uuid: UUID | str) -> None:
 
 
 def _receive(chunks: Iterable[bytes], size: int, file: IO[bytes]) -> str:
-    """Write exactly `size` bytes to the file and return their SHA-256. Raises Refused INVALID for another number of
-    bytes."""
+    """Write `size` bytes to the file and return their SHA-256. Raises Refused INVALID if fewer or more arrive."""
     digest, got = hashlib.sha256(), 0
     for chunk in chunks:
         got += len(chunk)

@@ -38,6 +38,7 @@ SELECT a.id FROM accelerators_attachment a WHERE a.state = 'attached' AND cardin
   WHERE q.uuid = ANY(a.requests) AND q.state = 'Bound' AND q.instance_uuid = a.instance)
 ORDER BY a.id LIMIT %(count)s::bigint
 """
+"""Select attached attachments of which a request is gone or no longer Bound to the instance."""
 
 
 def take_up(row: Attachment) -> None:
@@ -60,7 +61,8 @@ def bind(row: Attachment) -> None:
     """Bind the requests of an attachment in step `claimed`.
 
     It is attached then, or in step `binding` while its host has to prepare something. Asks Nova first; the module
-    `binding` sends the notices to Nova. Raises Refused: unless the reason is AWAY, the attachment has to be undone.
+    `binding` raises the intents that notify Nova. Raises Refused: unless the reason is AWAY, the attachment has to be
+    undone.
     """
     host = host_of(looked_up(str(row.instance)))
     if host.name != row.host:

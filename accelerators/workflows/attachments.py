@@ -38,6 +38,7 @@ FITTING = ("ACTIVE", "PAUSED", "SHUTOFF")
 
 _S = AttachmentState
 TAKEN_BACK = (_S.UNDOING.value, _S.DETACHING.value, *ENDED)
+"""States in which an attachment has been taken back, or is being taken back."""
 
 
 @dataclass(frozen=True)

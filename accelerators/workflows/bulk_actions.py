@@ -53,6 +53,7 @@ UPDATE accelerators_bulkitem t SET outcome = x.outcome, why = x.why, state = x.s
 FROM jsonb_to_recordset(%s::jsonb) AS x(uuid uuid, outcome text, why text, state text, text text)
 WHERE t.bulk_id = %s AND t.device_uuid = x.uuid
 """
+"""Store the outcomes of items."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def choose(action: Action | str, then: Drain, devices: QuerySet[Device], caller:
 
 
 def forecast(bulk: Bulk) -> list[Forecast]:
-    """Predict what confirming a set now would do: one Forecast per outcome and text, with the number of devices.
+    """Predict what confirming a set now would do: each kind of outcome with its number of devices.
 
     Sorted by outcome, and then by number, the largest first. Costs one statement, whatever the size of the set.
     """
@@ -101,8 +102,7 @@ def forecast(bulk: Bulk) -> list[Forecast]:
 
 
 def first(bulk: Bulk, most: int, held: bool = False) -> list[tuple[BulkItem, Forecast]]:
-    """Return the first `most` devices of a set, each with its forecast; with `held` only devices that a request
-    holds."""
+    """Return the first `most` devices of a set with their forecasts; with `held` only those that a request holds."""
     found = _standing(bulk).order_by("id")
     if not held:  # select by id first, so that the database looks for holders of these devices only
         found = found.filter(pk__in=list(bulk.items.order_by("id").values_list("pk", flat=True)[:most]))
@@ -112,6 +112,7 @@ def first(bulk: Bulk, most: int, held: bool = False) -> list[tuple[BulkItem, For
 
 COLUMNS = ("device__state", "device__returns_to", "device__drain_to", "installs", "busy", "is_held", "able")
 SHOWN = ("now_state", "now_returns", "now_drains", "installs", "busy", "is_held", "able")
+"""The arguments of `foresee` after `stood`: COLUMNS for queries, SHOWN the same as attributes of loaded items."""
 
 
 def _standing(bulk: Bulk) -> QuerySet[BulkItem]:
@@ -130,6 +131,7 @@ def _standing(bulk: Bulk) -> QuerySet[BulkItem]:
 
 
 HOLDING = ("deployable__device", "attach_handle__deployable__device")
+"""The paths from a request to the device that it holds."""
 
 
 def foresee(

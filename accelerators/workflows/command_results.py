@@ -72,8 +72,7 @@ class _Consequences:
     attach: list[placing.Order] = field(default_factory=list)
     take_back: list[int] = field(default_factory=list)
     told_first: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Request uuid → `{"host": uuid}`: requests that become Bound once Placement shows the traits programmed for
-    them."""
+    """Requests that become Bound once Placement shows the traits of what was programmed: uuid → `{"host": uuid}`."""
     unclear: list[tuple[int, str]] = field(default_factory=list)
     """Deployables (device id, name; '' for all of the device) whose bitstream is unknown from now on."""
 
@@ -111,8 +110,10 @@ def _silent(command: Command) -> Ended:
 
 
 def _end(wanted: QuerySet[Command], judge: Callable[[Command], Ended]) -> bool:
-    """Lock at most BATCH of the wanted commands, skipping locked ones, and end each as `judge` says; True if BATCH were
-    found."""
+    """Lock at most BATCH of the wanted open commands and end each as `judge` says; True if BATCH were found.
+
+    Commands that another transaction has locked are skipped.
+    """
     with conductor.writing():
         batch = wanted.filter(OPEN).select_related("host").order_by("id")
         found = [
@@ -181,8 +182,9 @@ def _attach(one: Ended, waiting: Sequence[Waiting], into: _Consequences) -> None
 
     On failure all of them fail; only the command's own request may have left something on the host. On success other
     requests whose handles are made on the host get an `attach` command of their own now. After programming, the rest
-    become Bound when Placement shows the new traits; without programming, at once. If the command's own request waits
-    no longer, what the command made on the host is ordered back.
+    become Bound when Placement shows the new traits, or at once if no job writes to Placement; without programming they
+    become Bound at once. If the command's own request waits no longer, what the command may have made on the host is
+    ordered back.
     """
     command, own = one.command, str(one.command.request)
     if command.exclusive and one.device:
@@ -211,7 +213,9 @@ def _next(request: Waiting, command: Command) -> placing.Order:
 def _device(one: Ended, device: Device, into: _Consequences) -> None:
     """Collect the consequences of a command for its device's state.
 
-    A state that a person has set since the command was ordered is kept.
+    An install leads to ready or failed, a successful uninstall to inactive; a program stores the new content; a failed
+    detach only writes an event; any other exclusive command with an unknown outcome makes the device failed. A state
+    that a person has set since the command was ordered is kept.
     """
     command, now = one.command, standing(device)
     if command.op == "install" and now.here == _S.INSTALLING:

@@ -31,9 +31,9 @@ from drivers.inventory import WORD
 OP = "configure"
 MAX_SETTINGS, MAX_DEPTH = 64 * 1024, 8
 MAX_SHOWN = 4096
-"""Settings of at most this many bytes of JSON are stored in events; for longer ones only size and SHA-256 are
-stored."""
+"""Bytes of JSON up to which an event stores settings whole; of longer ones it stores the size and the SHA-256."""
 SECRET = re.compile(r"passw|secret|token|credential|(private|api|access)[-_. ]?key", re.IGNORECASE)
+"""Keys of settings that look like secrets: such settings are refused."""
 Settings = Mapping[str, Any]
 
 
@@ -70,8 +70,7 @@ class By(NamedTuple):
 
 
 def check(change: Change) -> Change:
-    """Check a change and return it unchanged. Raises Refused INVALID if it makes no sense or its settings are not
-    allowed.
+    """Check a change and return it. Raises Refused INVALID if it makes no sense or its settings are not allowed.
 
     Settings are not allowed if they are too large, nested too deep, hold something that looks like a secret, or values
     that JSON or the database cannot represent, or name `acts`, which only the host's own configuration may set.
@@ -223,8 +222,7 @@ def _refuse_held(devices: Sequence[Device], change: Change, host: Host) -> None:
 
 
 def _tell(kept: DriverWish, wanted: Wanted, devices: Sequence[Device], by: By) -> Command:
-    """Store the wish, place the `configure` command, mark the devices as busy until it has ended, and write an
-    event."""
+    """Store the wish, place the `configure` command, mark the devices busy until it has ended, write an event."""
     was = Wanted(kept.installed, kept.enabled, kept.settings) if kept.pk else None
     kept.installed, kept.enabled, kept.settings = wanted.installed, wanted.enabled, wanted.settings
     told = {name: getattr(kept, name) for name in ("generation", "installed", "enabled", "settings")}

@@ -174,9 +174,8 @@ def _advance(rollout: Rollout) -> bool:
 
 def _hear(rollout: Rollout) -> bool:
     """Mark the hosts whose commands have ended as done or failed; True if there were any."""
-    gone = Q(
-        command__created_at__isnull=True
-    )  # the row may be gone although the key is set: an older release deletes commands without clearing the key
+    # The row may be gone although the key is set: an older release deletes commands without clearing the key.
+    gone = Q(command__created_at__isnull=True)
     over = rollout.steps.filter(Q(command__ended_at__isnull=False) | gone, state=_S.ORDERED)
     ended = list(over.select_related("command"))
     for one in ended:
