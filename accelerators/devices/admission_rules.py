@@ -139,8 +139,10 @@ def _locked(uuid: UUID) -> AdmissionRule:
 
 
 def _taken(name: str) -> Refused:
+    """Return the refusal for a rule's name that is in use."""
     return Refused(Reason.CONFLICT, f"An admission rule with the name {name} already exists.")
 
 
 def _record(what: str, rule: AdmissionRule, changes: dict[str, Any], caller: Caller, source: Source) -> None:
+    """Write the event `rule.<what>`."""
     conductor.record(f"rule.{what}", source, caller.name, subject=(rule.uuid, rule.name), changes=changes)

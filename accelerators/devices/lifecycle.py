@@ -367,16 +367,19 @@ def _refuse_unless_idle(device: Device, after: Standing) -> None:
 
 
 def _result(device: Device, after: Standing, outcome: Literal["moved", "unchanged"]) -> Result:
+    """Return the result for a device that was not refused; its text tells what a missing or draining one waits for."""
     said = [f"{after.here} when its driver names it again"] if after.state == _S.MISSING else []
     said += [f"draining: {requests_left(after.held)}"] if after.drain_to else []
     return Result(device.uuid, outcome, str(device), device.host.name, after.state, ", ".join(said))
 
 
 def _refused(device: Device, reason: Reason, text: str) -> Result:
+    """Return the result for a device whose action was refused."""
     return Result(device.uuid, "refused", str(device), device.host.name, device.state, text, reason)
 
 
 def _unknown(uuid: UUID) -> Result:
+    """Return the result for a uuid that no device has."""
     return Result(uuid, "refused", text=f"Device not found with uuid={uuid}", reason=Reason.UNKNOWN)
 
 

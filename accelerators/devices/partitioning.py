@@ -191,5 +191,6 @@ def _layout(device: Device, wanted: Change) -> dict[str, str]:
 
 
 def _nothing(target: Target) -> Result:
+    """Return the result for a target that matches no device."""
     text = f"Host {target.host} has no device of backend {target.backend} of which the number of units can be chosen."
     return Result(target, None, None, text, Reason.UNKNOWN)

@@ -118,7 +118,7 @@ def free(row: Attachment) -> None:
         try:
             if uuids:
                 binding.delete(uuids, _service(row))
-        except Refused:  # somebody else deletes them in this very moment
+        except Refused:  # somebody else is deleting the requests at this moment
             raise Moved from None
         advance(row, _S(row.state), "freed", f"{len(uuids)} requests")
 

@@ -173,9 +173,9 @@ def foresee(
 def confirm(bulk: Bulk, reason: str, held_too: bool, dry: bool = False) -> bool:
     """Start a bulk action that is a draft, with `dry` as a dry run that changes no device.
 
-    Returns False if it is not a draft any more. Without `held_too` each device that a request holds is refused. A set
-    of at most SLICE devices is finished when this returns; the job `bulks` works on a larger one. Raises Refused
-    INVALID for a reason that cannot be stored.
+    Returns False if it is not a draft any more. Without `held_too` an action does not move devices that requests hold;
+    commands (`bulk_commands.OPS`) ignore it. A set of at most SLICE devices is finished when this returns; the job
+    `bulks` works on a larger one. Raises Refused INVALID for a reason that cannot be stored.
     """
     reason = placing.check_reason(reason)
     with conductor.writing():

@@ -132,7 +132,7 @@ def _storable(text: str) -> bool:
     """Whether PostgreSQL can store this text: no NUL character, and valid Unicode."""
     try:
         return "\0" not in text and bool(text.encode() or True)
-    except UnicodeEncodeError:  # half of a surrogate pair
+    except UnicodeEncodeError:  # the text holds half of a surrogate pair
         return False
 
 
