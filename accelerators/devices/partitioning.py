@@ -69,9 +69,10 @@ def change(
 ) -> list[Result]:
     """Place a `partition` command for each device of the targets; returns one Result per device.
 
-    Each device is a transaction of its own, and a refusal of one stops no other. A device that is named twice gets one
-    command. Devices that are not begun within PATIENCE_S are refused with AWAY. Raises Refused INVALID if the arguments
-    are not valid for any device, or if the targets are none or more than MOST.
+    A target that matches no device gets a refused Result as well. Each device is a transaction of its own, and a
+    refusal of one stops no other. A device that is named twice gets one command. Devices that are not begun within
+    PATIENCE_S are refused with AWAY. Raises Refused INVALID if the arguments are not valid for any device, or if the
+    targets are none or more than MOST.
     """
     placing.check_reason(reason)
     if wanted.by is not None and not 0 < abs(wanted.by) <= MOST_UNITS:
