@@ -1,1 +1,1 @@
-"""What operators decide about devices: their life cycle, partitioning and admission rules."""
+"""Decisions of operators about devices: life cycle, partitioning and admission rules."""

@@ -1,7 +1,7 @@
-"""Admission rules: made, changed, deleted, and applied to what was found before they were made.
+"""Create, change and delete admission rules, and apply them to devices that were found before the rules were made.
 
-Called by our own API, the console, `manage.py` (`device admit`, `prepare`). A merge applies them to what it finds, by
-itself (`diff.admit`).
+Rules decide what becomes of a device that is found: inactive, ready or quarantined. A merge of reports applies them to
+new devices by itself (`diff.admit`).
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from accelerators.inventory import merge_sql as sql
 from accelerators.models import AdmissionRule, Device
 
 MOST = 200
-"""So many rules there may be; each device that is found is held against all of them."""
+"""Maximum number of rules; each device that is found is compared with all of them."""
 FIELDS = ("name", "order", "host", "driver", "vendor", "model", "type", "action", "enabled")
 ACTIONS = {Admission.READY: Action.ENABLE, Admission.QUARANTINED: Action.QUARANTINE}
-"""What a rule asks of a device; one that says inactive leaves it as it is."""
+"""The action that a rule takes on an inactive device; a rule for `inactive` leaves it as it is."""
 
 _LOCK = 0x72756C65
 
 
 def create(values: Mapping[str, Any], caller: Caller, source: Source = Source.API) -> AdmissionRule:
-    """Store a rule of checked values. Raises Refused CONFLICT for a name in use, or when there are too many."""
+    """Create a rule from validated values. Raises Refused CONFLICT if the name is in use, or there are MOST rules."""
     rule = AdmissionRule(**values)
     try:
         with conductor.writing():
@@ -52,7 +52,7 @@ def create(values: Mapping[str, Any], caller: Caller, source: Source = Source.AP
 
 
 def edit(uuid: UUID, values: Mapping[str, Any], caller: Caller, source: Source = Source.API) -> AdmissionRule:
-    """Change a rule; devices that it admitted stay as they are. Raises Refused UNKNOWN; CONFLICT for a name in use."""
+    """Change a rule; devices that it admitted keep their state. Raises Refused UNKNOWN; CONFLICT for a name in use."""
     try:
         with conductor.writing():
             rule = _locked(uuid)
@@ -70,7 +70,7 @@ def edit(uuid: UUID, values: Mapping[str, Any], caller: Caller, source: Source =
 
 
 def delete(uuid: UUID, caller: Caller, source: Source = Source.API) -> None:
-    """Remove a rule; devices that it admitted stay as they are. Raises Refused UNKNOWN."""
+    """Delete a rule; devices that it admitted keep their state. Raises Refused UNKNOWN."""
     with conductor.writing():
         rule = _locked(uuid)
         shown = {field: [getattr(rule, field), None] for field in FIELDS if getattr(rule, field) != ""}
@@ -79,12 +79,12 @@ def delete(uuid: UUID, caller: Caller, source: Source = Source.API) -> None:
 
 
 def _undecided() -> QuerySet[Device]:
-    """Devices that rules may decide about: inactive, and nothing is being done with them."""
+    """Return the devices that rules may decide about: inactive, not draining, and not busy with a command."""
     return Device.objects.filter(state="inactive", drain_to__isnull=True, busy_with__isnull=True)
 
 
 def preview() -> Counter[str]:
-    """Rule → how many devices that are inactive now it would move; two statements."""
+    """Count, by the rule's name, the inactive devices that `apply` would move now. Two statements; changes nothing."""
     rules = _enabled()
     found = _undecided().values_list("host__name", "driver", "vendor", "model", "type").iterator()
     decided = (admission.first(rules, Facts(*facts)) for facts in found)
@@ -92,9 +92,10 @@ def preview() -> Counter[str]:
 
 
 def apply(caller: Caller) -> Iterator[int]:
-    """Let the rules decide about every device that is inactive now, slice by slice; how many each slice moved.
+    """Apply the rules to every inactive device, in slices; yield the number of devices that each slice moved.
 
-    What was done stays done when the caller goes away. The event's actor is the rule, its reason names who asked.
+    Each slice is one transaction, so slices that are done stay done if the caller stops. The actor of each event is the
+    rule; its reason names the caller.
     """
     last = 0
     while True:
@@ -112,6 +113,7 @@ def apply(caller: Caller) -> Iterator[int]:
 
 
 def _step(rules: tuple[Rule, ...], device: Device, caller: Caller) -> Step | None:
+    """Return the change that the first matching rule makes to an inactive device; None if it stays as it is."""
     rule = admission.first(rules, Facts(device.host.name, device.driver, device.vendor, device.model, device.type))
     action = ACTIONS.get(Admission(rule.action)) if rule else None
     if rule is None or action is None:
@@ -122,12 +124,14 @@ def _step(rules: tuple[Rule, ...], device: Device, caller: Caller) -> Step | Non
 
 
 def _enabled() -> tuple[Rule, ...]:
+    """Return the enabled rules in the order in which they are tried."""
     with connection.cursor() as cursor:
         cursor.execute(sql.RULES)
         return admission.decode(cursor.fetchone()[0])
 
 
 def _locked(uuid: UUID) -> AdmissionRule:
+    """Load and lock a rule. Raises Refused UNKNOWN."""
     found = AdmissionRule.objects.select_for_update().filter(uuid=uuid).first()
     if found is None:
         raise Refused(Reason.UNKNOWN, f"There is no admission rule with uuid={uuid}.")
@@ -135,8 +139,10 @@ def _locked(uuid: UUID) -> AdmissionRule:
 
 
 def _taken(name: str) -> Refused:
+    """Return the refusal for a rule's name that is in use."""
     return Refused(Reason.CONFLICT, f"An admission rule with the name {name} already exists.")
 
 
 def _record(what: str, rule: AdmissionRule, changes: dict[str, Any], caller: Caller, source: Source) -> None:
+    """Write the event `rule.<what>`."""
     conductor.record(f"rule.{what}", source, caller.name, subject=(rule.uuid, rule.name), changes=changes)

@@ -1,8 +1,8 @@
-"""What an operator decides about devices: offer them, take them out of offer, drain them, retire them.
+"""Change the state of devices: offer them, take them out of offer, drain them, retire them, and so on.
 
-Called by both APIs, the console, `manage.py device`, `rules`, and the job `drains`. `actions` says what is possible.
-One device or 200 at once: the same transaction, the same number of statements. Locks are taken as a merge takes them,
-hosts before devices, each by id, so that neither waits for the other in a circle.
+The module `domain.actions` decides which actions a state allows. An action on up to 200 devices is one transaction with
+a constant number of statements. Rows are locked in the same order as by a merge of reports (hosts before devices, each
+by id), so that the two cannot deadlock.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ from accelerators.runtime import jobs
 
 MAX_REASON = placing.MAX_REASON
 SLICE = 200
-"""So many devices are moved in one transaction."""
+"""Maximum number of devices that are moved in one transaction."""
 PATIENCE_S = 10.0
-"""How long one transaction waits for witnesses; whoever was not asked by then is refused, to be tried again."""
+"""Seconds that one transaction spends on questions to witnesses. Devices whose witnesses have not been asked by then
+are refused with AWAY, so that they are tried again."""
 
 DONE = {
     Action.ENABLE: "enabled",
@@ -47,7 +48,7 @@ DONE = {
     Action.REINSTATE: "reinstated",
     Action.RETIRE: "retired",
 }
-"""The reason of who gives none."""
+"""Default reason for each action."""
 
 MOVE = """
 UPDATE accelerators_device t SET state = x.state, returns_to = x.returns_to, drain_to = x.drain_to,
@@ -57,10 +58,12 @@ FROM jsonb_to_recordset(%s::jsonb) AS x(id bigint, was text, state text, returns
   who text)
 WHERE t.id = x.id AND t.state = x.was
 """
+"""Change the state of devices by compare and set."""
 NAMED = """
 UPDATE accelerators_deployable t SET rp_uuid = x.rp, updated_at = now()
 FROM jsonb_to_recordset(%s::jsonb) AS x(id bigint, rp uuid) WHERE t.id = x.id AND t.rp_uuid IS NULL
 """
+"""Store the provider ids of deployables that have none."""
 
 _S = DeviceState
 _json = msgspec.json.Encoder()
@@ -68,7 +71,7 @@ _json = msgspec.json.Encoder()
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one device that something was asked of; `state` is the one it has now, '' if it is not there."""
+    """Outcome of an action for one device. `state` is the device's state afterwards, '' if there is no such device."""
 
     uuid: UUID
     outcome: Literal["moved", "unchanged", "refused"]
@@ -77,12 +80,15 @@ class Result:
     state: str = ""
     text: str = ""
     reason: Reason | None = None
-    """Why it was refused; `text` says it in a sentence."""
+    """Kind of refusal, None if it was not refused; `text` explains it in a sentence."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """A locked device, where it stood and where it goes; who decided (the event's actor, what the device shows)."""
+    """A change of one locked device from `now` to `after`.
+
+    `actor` is the actor of the event. `by` is stored with the device as the cause of its state; '' keeps the old one.
+    """
 
     device: Device
     now: Standing
@@ -91,28 +97,32 @@ class Step:
     reason: str
     by: str = ""
     name: str | None = None
-    """The event's; by default the state it goes to."""
+    """Name of the event after `device.`; by default the new state."""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What the person who decided had before them: `Standing.word` per device, and whether it may be held."""
+    """What a person saw when deciding: `Standing.word` of each device, and whether they confirmed held devices too."""
 
     words: Mapping[UUID, str]
     held_too: bool = False
 
 
 def enable(uuid: UUID, caller: Caller, reason: str = "") -> None:
-    """Offer a device: ready at once, or installing when its driver has to do something first; already offered is well.
+    """Offer a device: it becomes ready, or installing if its driver has to install it first.
 
-    Raises Refused: UNKNOWN; CONFLICT for a device that is missing, quarantined, retired, or busy with a command; HELD,
-    by whom, for one that would have to be installed.
+    Changes nothing if the device is offered already. Raises Refused: UNKNOWN; INVALID for a reason that cannot be
+    stored; CONFLICT if it is missing, quarantined, retired or busy with a command; HELD, naming the holders, if it
+    would have to be installed.
     """
     ask(Action.ENABLE, uuid, caller, reason)
 
 
 def disable(uuid: UUID, caller: Caller, reason: str = "") -> None:
-    """Take a device out of offer; what is bound stays bound. No change for a device that is not offered."""
+    """Take a device out of offer; bound requests stay bound. Changes nothing if the device is not offered.
+
+    Raises Refused UNKNOWN, and INVALID for a reason that cannot be stored; a known device is never refused.
+    """
     ask(Action.DISABLE, uuid, caller, reason)
 
 
@@ -125,8 +135,13 @@ def ask(
     source: Source = Source.API,
     seen: Seen | None = None,
 ) -> Result:
-    """Do it to one device. Raises Refused: UNKNOWN; CONFLICT when its state does not allow it; HELD, naming who holds
-    what is to be retired; AWAY when somebody who would have to know cannot be asked."""
+    """Apply an action to one device and return the result; as `act`, but a refusal is raised.
+
+    Raises Refused: UNKNOWN; INVALID for a reason that cannot be stored; CONFLICT if its state or a running command does
+    not allow the action, or the device has changed since it was `seen`; HELD, naming the holders, if it would be
+    retired or installed, or if it was not confirmed for held devices; AWAY if a witness cannot be asked before it is
+    retired.
+    """
     (result,) = act(action, [uuid], caller, reason, then, source, seen)
     if result.reason is not None:
         raise Refused(result.reason, result.text)
@@ -136,7 +151,10 @@ def ask(
 def many(
     action: Action, uuids: Iterable[UUID], caller: Caller, reason: str = "", then: Drain = Drain.MAINTENANCE
 ) -> Iterator[list[Result]]:
-    """`act` on any number of devices, slice by slice, as a person's doing; what was done stays done."""
+    """Apply an action to any number of devices in slices of SLICE, with source PERSON; yield the results of each slice.
+
+    Each slice is one transaction: slices that are done stay done if the caller stops or a later one fails.
+    """
     rest = iter(uuids)
     while part := list(islice(rest, SLICE)):
         yield act(action, part, caller, reason, then, Source.PERSON)
@@ -151,10 +169,12 @@ def act(
     source: Source = Source.API,
     seen: Seen | None = None,
 ) -> list[Result]:
-    """Do it to at most SLICE devices in one transaction, each for itself: one that is refused stops no other.
+    """Apply an action to at most SLICE devices in one transaction; returns one Result per device.
 
-    One that stands otherwise than it was `seen` is refused, unless there is nothing left to do.
-    Raises Refused INVALID for a reason that cannot be stored.
+    A refusal of one device stops no other. A device whose state differs from the one that was `seen` is refused, unless
+    nothing has to be changed. `then` is the final state of a drain. After a drain, devices that nobody holds get that
+    state at once, in a second transaction. Locks the devices and their hosts; asks witnesses about devices to be
+    retired, for PATIENCE_S at most in all. Raises Refused INVALID for a reason that cannot be stored.
     """
     assert len(uuids) <= SLICE, "more than a slice"
     reason = check_reason(reason) or DONE[action]
@@ -187,7 +207,11 @@ def act(
 
 
 def _decide(action: Action, device: Device, now: Standing, then: Drain, seen: Seen | None) -> Standing:
-    """What becomes of a locked device. Raises Refused CONFLICT or HELD."""
+    """Return the new standing of a locked device, equal to `now` if there is nothing to do.
+
+    Raises Refused: CONFLICT if its state does not allow the action or differs from the one that was `seen`; HELD if
+    requests hold it and the person did not confirm the action for held devices.
+    """
     was = seen.words.get(device.uuid, now.word) if seen else now.word
     by = f"{device.state_by}: {device.state_reason or 'no reason given'}"
     since = f"since {device.state_since.astimezone(UTC):%H:%M:%S} UTC, by {by}"
@@ -206,7 +230,7 @@ def _decide(action: Action, device: Device, now: Standing, then: Drain, seen: Se
 
 
 def standing(device: Device, held: int = 0) -> Standing:
-    """Where a device stands, as `actions` wants it."""
+    """Return the standing of a device as `domain.actions` needs it; `held` is the number of requests that hold it."""
     returns_to, drain_to = device.returns_to, device.drain_to
     return Standing(
         DeviceState(device.state),
@@ -218,7 +242,7 @@ def standing(device: Device, held: int = 0) -> Standing:
 
 
 def run_drains() -> None:
-    """The job `drains`: one pass over the devices that drain and whose last request is gone."""
+    """Run the job `drains`: go once through the draining devices that no request holds, and finish their drains."""
     last = 0
 
     def step() -> bool:
@@ -234,15 +258,17 @@ def run_drains() -> None:
 
 
 def store(steps: Sequence[Step], source: Source) -> None:
-    """Write what was decided about locked devices: their rows, providers' ids, events, intents, and the commands that
-    install what has to be. Seven statements."""
+    """Write state changes of locked devices: rows, provider ids, events, `provider` intents and `install` commands.
+
+    Costs at most seven statements, whatever the number of devices.
+    """
     if not steps:
         return
     now, write = datetime.now(UTC), conductor.cursor()
     write.execute(MOVE, [now, _encode([_row(step) for step in steps])])
     assert write.rowcount == len(steps), "a device moved although it was locked"
     out = [step.device.id for step in steps if step.after.state not in (_S.INACTIVE, _S.MISSING)]
-    # Its providers' ids are known from now on; one that is recorded (adopted, say) always wins.
+    # A device that leaves inactive gets its provider ids. An id that is recorded already (adopted, say) is kept.
     parts = Deployable.objects.filter(device__in=out, rp_uuid__isnull=True).values_list("id", "name")
     if named := [{"id": id, "rp": str(provider_uuid(name))} for id, name in parts]:
         write.execute(NAMED, [_encode(named)])
@@ -255,7 +281,8 @@ def store(steps: Sequence[Step], source: Source) -> None:
 
 
 def _row(step: Step) -> dict[str, Any]:
-    stays_missing = step.after.state == _S.MISSING  # why it is, stays said
+    """Return the row of a step for MOVE; None keeps what is stored."""
+    stays_missing = step.after.state == _S.MISSING  # keep the reason why it is missing
     return {
         "id": step.device.id,
         "was": step.now.state,
@@ -268,6 +295,7 @@ def _row(step: Step) -> dict[str, Any]:
 
 
 def _event(step: Step, source: Source, at: datetime) -> dict[str, Any]:
+    """Return the event of a step, a row for `conductor.record_all`."""
     pairs = {field: [getattr(step.now, field), getattr(step.after, field)] for field in FIELDS}
     changes: dict[str, Any] = {field: pair for field, pair in pairs.items() if pair[0] != pair[1]}
     if "state" in changes:
@@ -290,7 +318,10 @@ FIELDS = ("state", "returns_to", "drain_to")
 
 
 def _finish(wanted: QuerySet[Device]) -> list[tuple[Device, Standing]]:
-    """Of these devices, let those that drain and are free become what they drain to; in one transaction."""
+    """Give those of these devices that are draining and free their final state, in one transaction; return them.
+
+    To be retired, a device must be free according to every witness; otherwise only our own requests count.
+    """
     steps: list[Step] = []
     with conductor.writing():
         devices = locked(wanted.filter(drain_to__isnull=False))
@@ -302,7 +333,7 @@ def _finish(wanted: QuerySet[Device]) -> list[tuple[Device, Standing]]:
                 if after.here == _S.RETIRED:
                     free(device, now)
             except Refused:
-                continue  # it drains on; the job looks again
+                continue  # the device keeps draining; the job tries again
             if not now.held:
                 why = f"its last request is gone; {device.state_by}: {device.state_reason}"
                 name = "" if after.here == _S.RETIRED else "drained"
@@ -312,44 +343,48 @@ def _finish(wanted: QuerySet[Device]) -> list[tuple[Device, Standing]]:
 
 
 def _held(devices: Iterable[Device]) -> Counter[int]:
-    """Device id → how many requests hold it."""
+    """Return how many requests hold each device, by device id; one statement."""
     return Counter(device for device, _ in safety.holding([device.id for device in devices], "id"))
 
 
 def _guard() -> Callable[[Device, Standing], None]:
-    """`safety.refuse_unless_free` for retiring, within the patience of one transaction."""
+    """Return a function that raises Refused unless a device may be retired; all its calls together have PATIENCE_S."""
     return partial(_refuse_unless_free, time.monotonic() + PATIENCE_S)
 
 
 def _refuse_unless_free(end: float, device: Device, now: Standing) -> None:
+    """Raise Refused HELD or AWAY unless every witness says that nobody holds the device; AWAY after the time `end`."""
     if time.monotonic() > end:
         raise Refused(Reason.AWAY, f"Whether device {device.uuid} is held was not found out in time: try again.")
     safety.refuse_unless_free(device, "retired", () if now.held else (safety.REQUESTS,))
 
 
 def _refuse_unless_idle(device: Device, after: Standing) -> None:
-    """What a command is doing to a device must end first; what an instance uses is not installed anew (promise S1)."""
+    """Raise Refused CONFLICT if a command is working on the device, HELD if it is held and would be installed (S1)."""
     placing.refuse_busy(device, "install")
     if after.here == _S.INSTALLING and (holders := safety.requests(device).holders):
         raise Refused(Reason.HELD, f"Device {device.uuid} is held by {', '.join(holders)}: it cannot be installed.")
 
 
 def _result(device: Device, after: Standing, outcome: Literal["moved", "unchanged"]) -> Result:
+    """Return the result for a device that was not refused; its text tells what a missing or draining one waits for."""
     said = [f"{after.here} when its driver names it again"] if after.state == _S.MISSING else []
     said += [f"draining: {requests_left(after.held)}"] if after.drain_to else []
     return Result(device.uuid, outcome, str(device), device.host.name, after.state, ", ".join(said))
 
 
 def _refused(device: Device, reason: Reason, text: str) -> Result:
+    """Return the result for a device whose action was refused."""
     return Result(device.uuid, "refused", str(device), device.host.name, device.state, text, reason)
 
 
 def _unknown(uuid: UUID) -> Result:
+    """Return the result for a uuid that no device has."""
     return Result(uuid, "refused", text=f"Device not found with uuid={uuid}", reason=Reason.UNKNOWN)
 
 
 def requests_left(number: int) -> str:
-    """For people who wait for a drain."""
+    """Say in words how many requests a drain still waits for."""
     return f"{number} request{'' if number == 1 else 's'} left"
 
 

@@ -1,7 +1,7 @@
-"""Units of devices: so many more of them, so many fewer, or devices divided otherwise. Each is a `partition` command.
+"""Partition devices: add units to them, remove units, or change their layout, by a `partition` command for each device.
 
-Called by whoever offers it: our own API, the console, `manage.py accelerator`. Which units there are then is what the
-agent reports before it answers; nothing is written here but the commands.
+Only the commands are written here. The new units (attach handles) come with the report that the agent sends before it
+answers the command.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from accelerators.domain.states import DeviceState, HandleType, Source
 from accelerators.models import AttachHandle, Command, Device
 
 MOST = 256
-"""So many devices one call changes."""
+"""Maximum number of devices that one call changes."""
 MOST_UNITS = 65_535
 PATIENCE_S = 20.0
-"""How long one call goes on to the next device; witnesses that are away may take seconds about each."""
+"""Seconds after which a call begins no further device. A witness that does not answer may take seconds per device."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """A device; or, of the backend of this name on this host, all devices whose number of units can be chosen."""
+    """One device; or all devices of the backend `backend` on host `host` whose number of units can be chosen."""
 
     device: UUID | None = None
     host: str = ""
@@ -38,17 +38,24 @@ class Target:
 
 @dataclass(frozen=True)
 class Change:
-    """What is wanted of each device: `by` so many units more or fewer (None: none left), and the words of `layout`."""
+    """The change wanted for each device.
+
+    `by` is the number of units to add, or to remove if it is negative; None removes all units. `layout` holds further
+    words of the layout that the driver takes.
+    """
 
     by: int | None
     layout: Mapping[str, str] = field(default_factory=dict)
     generation: int | None = None
-    """What who asks has seen; for one device alone."""
+    """The device's generation that the caller has seen, None to skip the check; only with a single device."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one device of a target: the command, or why there is none. Without a device nothing was found."""
+    """Outcome for one device of a target: its command, or why there is none (`refused`, `reason`).
+
+    `device` is None if the target matches no device.
+    """
 
     target: Target
     device: UUID | None
@@ -60,9 +67,12 @@ class Result:
 def change(
     targets: Sequence[Target], wanted: Change, caller: Caller, reason: str = "", source: Source = Source.API
 ) -> list[Result]:
-    """Order it of each device by itself: one that is refused stops no other. A device named twice is ordered once.
+    """Place a `partition` command for each device of the targets; returns one Result per device.
 
-    Raises Refused INVALID for what makes no sense of any device.
+    A target that matches no device gets a refused Result as well. Each device is a transaction of its own, and a
+    refusal of one stops no other. A device that is named twice gets one command. Devices that are not begun within
+    PATIENCE_S are refused with AWAY. Raises Refused INVALID if the arguments are not valid for any device, or if the
+    targets are none or more than MOST.
     """
     placing.check_reason(reason)
     if wanted.by is not None and not 0 < abs(wanted.by) <= MOST_UNITS:
@@ -93,8 +103,10 @@ def update(
     reason: str = "",
     source: Source = Source.API,
 ) -> Command:
-    """Give one device these words of a layout. Raises Refused as `commands.ask` does, and INVALID for a device of
-    which its driver lets nothing be changed."""
+    """Place a `partition` command that changes these words of a device's layout; returns the command.
+
+    Raises Refused as `placing.ask` does, and INVALID if the device's driver lets nothing of its layout be changed.
+    """
     with conductor.writing():
         found = next(iter(conductor.locked(Device.objects.filter(uuid=device))), None)
         if found and not found.changeable:
@@ -105,8 +117,10 @@ def update(
 
 
 def numbers(devices: Collection[Device]) -> Counter[int]:
-    """Device id → how many units it is divided into; one that is its own only unit, as a card without virtual
-    functions, is not divided. One statement."""
+    """Count the units into which each device is divided, by device id; one statement.
+
+    A unit that is the whole device, such as a card without virtual functions, is not counted.
+    """
     whole = {device.pk: _whole(device.address) for device in devices if device.address}
     present = AttachHandle.objects.filter(
         deployable__device__in=list(devices), deployable__missing_since__isnull=True, missing_since__isnull=True
@@ -116,14 +130,14 @@ def numbers(devices: Collection[Device]) -> Counter[int]:
 
 
 def _whole(address: str) -> str:
-    """The attach information of a PCI function, as `drivers.inventory` has it."""
+    """Return the attach information of the PCI function at `address`, the same JSON text as `drivers.inventory`."""
     domain, bus, rest = address.split(":")
     device, _, function = rest.partition(".")
     return json.dumps({"bus": bus, "device": device, "domain": domain, "function": function})
 
 
 def _devices(targets: Sequence[Target]) -> list[tuple[UUID | None, Target]]:
-    """Each device once, with the target that named it first; a target without any stands alone."""
+    """Return each device once, with the first target that names it; None for a target that matches no device."""
     found: list[tuple[UUID | None, Target]] = []
     known: set[UUID] = set()
     for target in targets[: MOST + 1]:
@@ -135,6 +149,7 @@ def _devices(targets: Sequence[Target]) -> list[tuple[UUID | None, Target]]:
 
 
 def _named(target: Target) -> Iterator[UUID]:
+    """Yield the devices of a target; retired and missing ones of a backend are left out."""
     if target.device:
         yield target.device
         return
@@ -144,7 +159,10 @@ def _named(target: Target) -> Iterator[UUID]:
 
 
 def _order(target: Target, uuid: UUID, wanted: Change, caller: Caller, reason: str, source: Source) -> Result:
-    """One transaction: how many there are is counted under the lock under which the command is placed."""
+    """Place the command for one device, in one transaction.
+
+    The present units are counted while the device is locked, so the number in the command is right.
+    """
     try:
         with conductor.writing():
             device = next(iter(conductor.locked(Device.objects.filter(uuid=uuid))), None)
@@ -159,6 +177,7 @@ def _order(target: Target, uuid: UUID, wanted: Change, caller: Caller, reason: s
 
 
 def _layout(device: Device, wanted: Change) -> dict[str, str]:
+    """Return the layout for the command: the wanted words and the new number of units. Raises Refused INVALID."""
     if not device.sized_by:
         text = f"Device {device.uuid}: how many units it has cannot be chosen, says {device.driver}."
         raise Refused(Reason.INVALID, text)
@@ -173,5 +192,6 @@ def _layout(device: Device, wanted: Change) -> dict[str, str]:
 
 
 def _nothing(target: Target) -> Result:
+    """Return the result for a target that matches no device."""
     text = f"Host {target.host} has no device of backend {target.backend} of which the number of units can be chosen."
     return Result(target, None, None, text, Reason.UNKNOWN)

@@ -1,7 +1,8 @@
-"""The job `images`: commands that wait for an image are given it, fetched from the image service where it is not here.
+"""The job `images`: give commands the images they wait for, and fetch images that are not stored here from Glance.
 
-Whoever speaks to the service registers it from `AppConfig.ready()`. Bytes arrive in threads that know no database, and
-while they do nobody holds a transaction. A fetch goes on where the last one ended: no image is too large for a slice.
+The client of the image service is passed to `register`, from `AppConfig.ready()`. Images are fetched in threads that do
+not use the database, and no transaction is open meanwhile. A fetch continues where the last one ended, so an image may
+take longer than the time slice of one run (SLICE_S).
 """
 
 from __future__ import annotations
@@ -27,25 +28,28 @@ from accelerators.models import Command, Image, ImageSource
 from accelerators.runtime import jobs
 
 SLICE_S = 25.0
+"""Seconds after which a run of the job ends; it wakes itself again if there is more to do."""
 AT_ONCE = 4
+"""Number of images that are fetched at the same time."""
 WAITING = Q(state=CommandState.PREPARING.value, answered_at__isnull=True)
 ALGORITHMS = ("sha256", "sha512")
 
 Wanted = tuple[str, str]
-"""`bitstream_id` or `function_id`, and which."""
+"""How a command names its image: `bitstream_id` or `function_id`, and the value."""
 
 
 class Unusable(Exception):
-    """There is no such image, or it will not do; the text says why. Asking again would not help."""
+    """There is no such image, or it cannot be used; the text says why. A retry would not help."""
 
 
 class Away(Exception):
-    """It cannot be had now; the text says why."""
+    """The image cannot be fetched now; the text says why. A later retry may succeed."""
 
 
 @dataclass(frozen=True)
 class Offer:
-    """What the service says of an image: its `digest` by `algorithm` ('' when it tells none)."""
+    """An image as the image service describes it. `digest` is made by `algorithm`; both are '' if the service names
+    none."""
 
     uuid: str
     name: str
@@ -56,18 +60,21 @@ class Offer:
 
 
 class ImageService(Protocol):
-    """Glance. Everything raises Unusable or Away."""
+    """The image service, Glance. Every method may raise Unusable or Away."""
 
     def image(self, uuid: str) -> Offer:
-        """The image of this id."""
+        """Return the image of this id."""
         ...
 
     def with_function(self, function: str) -> Sequence[Offer]:
-        """The images whose property `accel:function_id` is this; two are enough."""
+        """Return the images whose property `accel:function_id` is `function`; of several at least two."""
         ...
 
     def read(self, uuid: str, start: int) -> tuple[int, Iterator[bytes]]:
-        """Its bytes, and where they begin: at `start`, or at 0 if the service cannot begin there."""
+        """Return the image's bytes from `start` on, in chunks, and the offset of the first byte.
+
+        The offset is 0 if the service cannot begin at `start`.
+        """
         ...
 
 
@@ -75,18 +82,22 @@ _services: list[ImageService] = []
 
 
 def register(service: ImageService) -> None:
-    """Fetch what is not here from `service`, the last one registered."""
+    """Fetch images from `service` from now on; it replaces the one registered before."""
     _services[:] = [service]
 
 
 def run() -> None:
-    """The job: every command that waits is tried once; what is unfinished then is gone on with at once."""
+    """Run the job `images`: try each waiting command once, for SLICE_S at most.
+
+    The job wakes itself again if a fetch is unfinished or a command was not tried.
+    """
     jobs.take_up("images")
     end, tried, unfinished = time.monotonic() + SLICE_S, set[int](), False
     while (waiting := _waiting(tried)) and time.monotonic() < end:
         tried |= {number for numbers in waiting.values() for number in numbers}
         missing = _give_what_is_here(waiting)
-        with jobs.alone("images") as mine:  # who looked while it was taken is served by its holder, who looks again
+        # If not `mine`, the process that holds the lock serves these commands: it looks for waiting commands again.
+        with jobs.alone("images") as mine:
             if missing and mine:
                 unfinished |= _fetch_all(missing, end)
     if unfinished or waiting:
@@ -94,7 +105,7 @@ def run() -> None:
 
 
 def _waiting(tried: set[int]) -> dict[Wanted, list[int]]:
-    """What is wanted, by which commands that were not tried yet."""
+    """Return the images that commands wait for, with the ids of these commands; commands in `tried` are left out."""
     found: dict[Wanted, list[int]] = {}
     rows = Command.objects.filter(WAITING).exclude(id__in=tried).order_by("id")
     for number, wanted in rows.values_list("id", "arguments__wanted"):
@@ -104,7 +115,7 @@ def _waiting(tried: set[int]) -> dict[Wanted, list[int]]:
 
 
 def _give_what_is_here(waiting: Mapping[Wanted, list[int]]) -> dict[Wanted, list[int]]:
-    """Serve everybody whose image needs no service; returns the others."""
+    """Give commands the images that are stored here, refuse those whose image cannot be had, and return the others."""
     missing: dict[Wanted, list[int]] = {}
     for wanted, numbers in waiting.items():
         try:
@@ -122,7 +133,11 @@ def _give_what_is_here(waiting: Mapping[Wanted, list[int]]) -> dict[Wanted, list
 
 
 def _here(kind: str, value: str) -> Image | None:
-    """An image by its id; by its function only uploaded ones, as the service may have more than its copies here."""
+    """Return the stored image that a command names; None if it has to be fetched.
+
+    By its function only uploaded images are found: of a copy nobody knows whether the service has others with the same
+    function. Raises Unusable for an invalid id, or if several images have the function.
+    """
     if kind == "bitstream_id":
         try:
             image = Image.objects.filter(uuid=UUID(value)).first()
@@ -136,6 +151,7 @@ def _here(kind: str, value: str) -> Image | None:
 
 
 def _single(found: Sequence[Any], function: str) -> Any:
+    """Return the only image with this function, or None. Raises Unusable if there are several."""
     if len(found) > 1:
         several = ", ".join(str(one.uuid) for one in found)
         raise Unusable(f"several images have {_said('function_id', function)} ({several}): name one by {BITSTREAM}")
@@ -143,11 +159,15 @@ def _single(found: Sequence[Any], function: str) -> Any:
 
 
 def _said(kind: str, value: str) -> str:
+    """Describe a wanted image for messages."""
     return f"{FUNCTION}={value[:255]}" if kind == "function_id" else f"the id {value[:255]}"
 
 
 def _fetch_all(missing: Mapping[Wanted, list[int]], end: float) -> bool:
-    """Ask the service for all of these; True when some are not complete yet."""
+    """Fetch these images from the service, until the time `end`; True if some are not complete yet.
+
+    Commands whose image is complete get it, those whose image is unusable are refused, the others show why they wait.
+    """
     service, offers, wanting = _services[-1], dict[str, Offer](), dict[str, list[int]]()
     for wanted, numbers in missing.items():
         if time.monotonic() > end:
@@ -183,6 +203,7 @@ def _fetch_all(missing: Mapping[Wanted, list[int]], end: float) -> bool:
 
 
 def _offered(service: ImageService, kind: str, value: str) -> Offer:
+    """Ask the service for the wanted image. Raises Away, and Unusable also for an image that is empty or too large."""
     if kind == "bitstream_id":
         offer = service.image(value)
     else:
@@ -196,7 +217,11 @@ def _offered(service: ImageService, kind: str, value: str) -> Offer:
 
 
 def _fetch(service: ImageService, offer: Offer, end: float) -> tuple[str, int]:
-    """Its sha256 once it is here, '' when time is up before, and how much there is of it. Without a database."""
+    """Fetch an image, or continue to, until the time `end`; returns its SHA-256 and the number of bytes that are here.
+
+    The SHA-256 is '' if time is up before the image is complete. Uses no database. Raises Away if the transfer breaks
+    off, Unusable if size or digest are wrong (the file is deleted then), Refused AWAY if the file cannot be written.
+    """
     with store.stored(offer.uuid, "r+b") as file:
         digests = [hashlib.sha256(), hashlib.new(offer.algorithm if offer.algorithm in ALGORITHMS else "sha256")]
         got = 0
@@ -232,6 +257,7 @@ def _update(digests: Sequence[Any], chunk: bytes) -> None:
 
 
 def _give(numbers: Sequence[int], image: Image) -> None:
+    """Give these commands (ids) their image, so that they are delivered, and note that the image is used."""
     with conductor.writing():
         Image.objects.filter(pk=image.pk).update(used_at=datetime.now(UTC))
     for number in numbers:
@@ -239,12 +265,13 @@ def _give(numbers: Sequence[int], image: Image) -> None:
 
 
 def _refuse(numbers: Sequence[int], why: str) -> None:
+    """End these commands (ids) as refused, because of `why`."""
     for number in numbers:
         placing.unprepared(number, why)
 
 
 def _tell(numbers: Sequence[int], text: str) -> None:
-    """Show why they wait; a sentence that stands there already is not written again."""
+    """Store why these commands (ids) wait, so that it is shown; commands that have this text already are left alone."""
     with conductor.writing():
         waiting = Command.objects.filter(WAITING, id__in=numbers).exclude(progress=text[:500])
         told = [str(uuid) for uuid in waiting.values_list("uuid", flat=True)]

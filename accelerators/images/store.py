@@ -1,7 +1,6 @@
-"""Images that devices are programmed with: uploaded ones, and copies of Glance's. Rows, and a file for each.
+"""Store the images that devices are programmed with: uploaded ones and copies of Glance's. Each has a row and a file.
 
-Called by our own API, `manage.py image`, `fetching` (the job that fetches them), and `agents.gateway.image_server`,
-which hands them to agents. A row says that its file is complete and checked: the file is there before the row is.
+The row is written after the file, so a row means that its file is complete and checked.
 """
 
 from __future__ import annotations
@@ -28,33 +27,35 @@ from drivers.files import sync_directory
 CHUNK = 1024 * 1024
 MAX_PROPERTIES, MAX_KEY, MAX_VALUE = 64, 255, 1024
 MAX_UPLOADS = 1000
+"""Maximum number of uploaded images."""
 MAX_COPIES = 64
 COPIES_BYTES = 8 * 1024**3
-"""Copies of Glance's images are dropped beyond this, the longest unused first; the newest always stays."""
+"""Copies of Glance's images beyond this size in all (or beyond MAX_COPIES) are deleted, the longest unused first. The
+newest copy always stays."""
 ABANDONED_S = 24 * 3600.0
-"""A file that nobody has written to for so long, and that belongs to no row, is removed."""
+"""A file without a row is deleted when nothing has been written to it for this many seconds."""
 
 
 def directory() -> Path:
-    """Where the files lie, made when it is not there: readable by us alone."""
+    """Return the directory of the image files; it is created if it does not exist, readable by our user only."""
     found: Path = settings.KEYS.state / "images"
     found.mkdir(mode=0o700, parents=True, exist_ok=True)
     return found
 
 
 def limit() -> int:
-    """Bytes of the largest image that is taken."""
+    """Return the maximum size of an image in bytes (CYBORG_IMAGE_MAX_BYTES)."""
     most: int = settings.KEYS.image_max_bytes
     return most
 
 
 def path(uuid: UUID | str) -> Path:
-    """The file of an image."""
+    """Return the path of an image's complete file."""
     return directory() / str(uuid)
 
 
 def is_here(image: Image) -> bool:
-    """Whether its file is there, too."""
+    """Whether the image's file exists on this machine and has the right size."""
     try:
         return path(image.uuid).stat().st_size == image.size
     except OSError:
@@ -62,7 +63,7 @@ def is_here(image: Image) -> bool:
 
 
 def as_ref(image: Image) -> dict[str, Any]:
-    """As a command names it: the fields of `agents.wire.ImageRef`."""
+    """Describe an image for the arguments of a command, with the fields of `agents.wire.ImageRef`."""
     return {
         "id": str(image.uuid),
         "size": image.size,
@@ -73,7 +74,7 @@ def as_ref(image: Image) -> dict[str, Any]:
 
 
 def check_properties(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Words about an image, bounded; raises Refused INVALID with what is wrong."""
+    """Check the properties of an image and return them as a dict. Raises Refused INVALID if one breaks a limit."""
     checked: dict[str, str] = {}
     for key, value in pairs:
         if not key or len(key) > MAX_KEY or len(value) > MAX_VALUE or "\0" in key + value:
@@ -88,9 +89,10 @@ def check_properties(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
 def upload(
     chunks: Iterable[bytes], size: int, name: str, properties: Mapping[str, str], caller: Caller, source: Source
 ) -> Image:
-    """Keep what somebody sends: exactly `size` bytes. Raises Refused; then nothing is kept.
+    """Store an uploaded image of exactly `size` bytes: its file, its row and an event. Returns the row.
 
-    It holds no database connection in a transaction while the bytes arrive.
+    No transaction is open while the bytes arrive. Raises Refused, and then stores nothing: INVALID for a wrong size,
+    name or properties; CONFLICT if there are MAX_UPLOADS uploaded images; AWAY if the file cannot be written.
     """
     if not 0 < size <= limit():
         raise Refused(Reason.INVALID, f"An image has 1 to {limit()} bytes (CYBORG_IMAGE_MAX_BYTES), this one {size}.")
@@ -116,7 +118,7 @@ def upload(
 
 
 def remove(uuid: UUID, caller: Caller, source: Source) -> None:
-    """Forget an image and its file. Raises Refused: UNKNOWN, or CONFLICT while a command is to use it."""
+    """Delete an image's row and its file. Raises Refused: UNKNOWN, or CONFLICT while an open command is to use it."""
     with conductor.writing():
         image = Image.objects.select_for_update().filter(uuid=uuid).first()
         if image is None:
@@ -130,7 +132,10 @@ def remove(uuid: UUID, caller: Caller, source: Source) -> None:
 
 
 def add_copy(uuid: UUID, name: str, size: int, sha256: str, properties: Mapping[str, str]) -> Image:
-    """Note that Glance's image is here now, and drop other copies where there is no room for all."""
+    """Write the row of an image that was copied from Glance, and delete copies for which there is no room.
+
+    Returns the row. The file must be in place already (`keep`). Also deletes abandoned files (ABANDONED_S).
+    """
     values = {"name": name, "size": size, "sha256": sha256, "properties": dict(properties), "by": "glance"}
     with conductor.writing():
         image, _ = Image.objects.update_or_create(uuid=uuid, defaults=values | {"source": ImageSource.GLANCE.value})
@@ -146,7 +151,10 @@ def add_copy(uuid: UUID, name: str, size: int, sha256: str, properties: Mapping[
 
 
 def _longest_unused(newest: Image) -> list[Image]:
-    """The copies that are too many; never one that an open command names."""
+    """Return the copies of Glance's images to delete, so that MAX_COPIES and COPIES_BYTES hold.
+
+    The longest unused are deleted first. The newest copy and copies that an open command uses are never among them.
+    """
     wanted = Command.objects.filter(OPEN, arguments__image__id__isnull=False)
     kept = {*wanted.values_list("arguments__image__id", flat=True), str(newest.uuid)}
     dropped: list[Image] = []
@@ -160,7 +168,7 @@ def _longest_unused(newest: Image) -> list[Image]:
 
 
 def _tidy() -> None:
-    """Remove what processes that were killed left behind."""
+    """Delete files without a row to which nothing was written for ABANDONED_S: killed processes left them."""
     known = {str(uuid) for uuid in Image.objects.values_list("uuid", flat=True)}
     for file in directory().iterdir():
         with suppress(OSError):
@@ -169,13 +177,16 @@ def _tidy() -> None:
 
 
 def part(uuid: UUID | str) -> Path:
-    """What there is of its file before it is complete."""
+    """Return the path of an image's file while it is incomplete."""
     return directory() / f"{uuid}.part"
 
 
 @contextmanager
 def stored(uuid: UUID | str, mode: str) -> Iterator[IO[bytes]]:
-    """That file, to be written; "wb" begins anew, "r+b" goes on. Raises Refused AWAY when it cannot be."""
+    """Open an image's incomplete file (`part`) for writing: mode "wb" empties it, "r+b" continues an earlier transfer.
+
+    If an OSError occurs inside the block, deletes the file and raises Refused AWAY.
+    """
     flags = os.O_RDWR | os.O_CREAT | (os.O_TRUNC if mode == "wb" else 0)
     try:
         with os.fdopen(os.open(part(uuid), flags, 0o600), mode) as file:
@@ -186,7 +197,7 @@ def stored(uuid: UUID | str, mode: str) -> Iterator[IO[bytes]]:
 
 
 def keep(file: IO[bytes], uuid: UUID | str) -> None:
-    """All of it is there and right: from now on it has its name, also after a power cut."""
+    """Flush a complete, checked file to the disk and give it its final name, so that it survives a power cut."""
     file.flush()
     os.fsync(file.fileno())
     os.rename(part(uuid), path(uuid))
@@ -194,7 +205,7 @@ def keep(file: IO[bytes], uuid: UUID | str) -> None:
 
 
 def _receive(chunks: Iterable[bytes], size: int, file: IO[bytes]) -> str:
-    """Its sha256."""
+    """Write `size` bytes to the file and return their SHA-256. Raises Refused INVALID if fewer or more arrive."""
     digest, got = hashlib.sha256(), 0
     for chunk in chunks:
         got += len(chunk)

@@ -1,1 +1,1 @@
-"""Operations of several steps that survive the end of the process that runs them."""
+"""Operations of several steps, stored step by step, so that another process can continue them after a crash."""

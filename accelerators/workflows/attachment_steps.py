@@ -1,7 +1,8 @@
-"""The steps of an attachment that the database takes: requests made, bound, taken back.
+"""The steps of an attachment that only need our database: create its requests, bind them, unbind and delete them.
 
-Called by the job `attachments` (`placement_sync.jobs.attachments`). It fails whole or not at all. Each step is one
-transaction with what is recorded of it; who is asked outside is asked before anything is locked.
+The job `attachments` (`placement_sync.jobs.attachments`) runs them and does the steps that write to Placement. An
+attachment succeeds as a whole or is undone as a whole. Each step and its record are committed in one transaction. Other
+services are asked before any row is locked.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from accelerators.workflows.attachments import KIND, Moved, advance, choice, han
 
 BATCH = 50
 REMEMBERED = timedelta(days=30)
-"""Attachments are kept so long after their end; their events stay."""
+"""Ended attachments are deleted after this time; their events stay."""
 LATE = timedelta(minutes=10)
-"""What was begun so long ago is not under way any more."""
+"""A write to Placement that was begun longer ago than this cannot be under way any more."""
 SERVICE = "service"
 
 _S = AttachmentState
@@ -37,10 +38,14 @@ SELECT a.id FROM accelerators_attachment a WHERE a.state = 'attached' AND cardin
   WHERE q.uuid = ANY(a.requests) AND q.state = 'Bound' AND q.instance_uuid = a.instance)
 ORDER BY a.id LIMIT %(count)s::bigint
 """
+"""Select attached attachments of which a request is gone or no longer Bound to the instance."""
 
 
 def take_up(row: Attachment) -> None:
-    """asked → chosen: the requests are made, in the instance's project. Raises Refused, and nothing was made."""
+    """Choose providers for a new attachment and create its requests in the instance's project (step `chosen`).
+
+    Asks Nova first. Raises Refused; then nothing was created.
+    """
     host = host_of(looked_up(str(row.instance)))
     with conductor.writing():
         chosen = choice(row, host)
@@ -53,9 +58,11 @@ def take_up(row: Attachment) -> None:
 
 
 def bind(row: Attachment) -> None:
-    """claimed → attached, or binding while the host has to do something first. Raises Refused: it is to be undone.
+    """Bind the requests of an attachment in step `claimed`.
 
-    What Nova is told, `binding` sees to.
+    It is attached then, or in step `binding` while its host has to prepare something. Asks Nova first; the module
+    `binding` raises the intents that notify Nova. Raises Refused: unless the reason is AWAY, the attachment has to be
+    undone.
     """
     host = host_of(looked_up(str(row.instance)))
     if host.name != row.host:
@@ -65,13 +72,16 @@ def bind(row: Attachment) -> None:
         for request, provider in zip(row.requests, row.providers, strict=True)
     ]
     binding.bind(wanted, _service(row), beside=True)
-    # Another may have been bound since this was chosen.
+    # Another request of the instance may have been bound since `choice` checked this.
     refuse_mixed(row, {handle.attach_type for handle in handles(row)})
     follow(row)
 
 
 def follow(row: Attachment) -> bool:
-    """Look how its requests are: attached when all are Bound. False: their host is at it yet. Raises Refused."""
+    """Check the requests of an attachment that is being bound, and mark it attached when all of them are Bound.
+
+    Returns False while its host is still preparing them. Raises Refused CONFLICT if a bind failed or requests are gone.
+    """
     found = {request.uuid: request for request in AcceleratorRequest.objects.filter(uuid__in=row.requests)}
     states = {request.state for request in found.values() if request.instance_uuid == row.instance}
     failed = next((request.fault for request in found.values() if request.state == RequestState.BIND_FAILED), None)
@@ -88,53 +98,63 @@ def follow(row: Attachment) -> bool:
 
 
 def undo(row: Attachment, fault: str) -> None:
-    """It cannot be attached: take back what was done of it."""
+    """Mark an attachment as failing because of `fault`: the job then takes back the steps that were done."""
     advance(row, _S.UNDOING, "", fault, fault=fault)
 
 
 def fail(row: Attachment, fault: str) -> None:
-    """It cannot be attached, and nothing was done of it."""
+    """Mark an attachment of which no step was done yet as failed because of `fault`; this ends it."""
     advance(row, _S.FAILED, "", fault, fault=fault, ended_at=datetime.now(UTC))
 
 
 def free(row: Attachment) -> None:
-    """Its requests are unbound and deleted, as far as they are there; what was made on the host is ordered back."""
+    """Unbind and delete the attachment's requests that still exist, and order the host to detach what it made for them.
+
+    Raises Moved if somebody else is deleting the requests at this moment.
+    """
     with conductor.writing():
         there = AcceleratorRequest.objects.filter(uuid__in=row.requests).order_by("id")
         uuids = [str(uuid) for uuid in there.values_list("uuid", flat=True)]
         try:
             if uuids:
                 binding.delete(uuids, _service(row))
-        except Refused:  # somebody else deletes them in this very moment
+        except Refused:  # somebody else is deleting the requests at this moment
             raise Moved from None
         advance(row, _S(row.state), "freed", f"{len(uuids)} requests")
 
 
 def end(row: Attachment, text: str = "") -> None:
-    """All is taken back."""
+    """Mark an attachment whose steps are all taken back as ended: detached, or failed if it never was attached."""
     ended = _S.DETACHED if row.state == _S.DETACHING else _S.FAILED
     advance(row, ended, "", text, ended_at=datetime.now(UTC))
 
 
 def long_given_up(row: Attachment) -> bool:
-    """Whether it is being taken back for so long that whatever was tried before has happened, or never will."""
+    """Whether taking back began more than LATE ago.
+
+    Every write to Placement that was sent before that has then either taken effect or never will.
+    """
     began = next(one["at"] for one in row.steps if one["step"] == row.state)
     return datetime.fromisoformat(began) < datetime.now(UTC) - LATE
 
 
 def others(row: Attachment) -> dict[str, int]:
-    """Provider → how much of it the instance's other requests stand for, Nova's and other attachments'."""
+    """Return how many units of each provider the instance's other requests hold.
+
+    Those are the requests of Nova and of other attachments. Only providers of this attachment are counted; the key is
+    the provider's uuid.
+    """
     held = AcceleratorRequest.objects.filter(instance_uuid=row.instance, attach_handle__isnull=False)
     there = held.filter(device_rp_uuid__in=row.providers).exclude(uuid__in=row.requests)
     halves: dict[str, int] = {}
     for provider, group in there.values_list("device_rp_uuid", "group"):
-        # A Xilinx FPGA is asked for twice and claimed once (`groups.plan`).
+        # For a Xilinx FPGA `groups.plan` makes two requests, but one unit is claimed: each counts half.
         halves[str(provider)] = halves.get(str(provider), 0) + (1 if group.get(groups.XILINX) == "required" else 2)
     return {provider: -(-count // 2) for provider, count in halves.items()}
 
 
 def watch() -> bool:
-    """What was attached and whose requests others took away is to be detached; True when there was any."""
+    """Start to detach attachments whose requests others deleted or unbound, at most BATCH; True if there were any."""
     lost = [id for (id,) in conductor.cursor().execute(LOST, {"count": BATCH}).fetchall()]
     if lost:
         with conductor.writing():
@@ -146,7 +166,7 @@ def watch() -> bool:
 
 
 def forget(now: datetime | None = None) -> None:
-    """Delete some of those that ended long ago; their events stay."""
+    """Delete at most BATCH attachments that ended more than REMEMBERED ago; their events stay."""
     old = Attachment.objects.filter(ended_at__lt=(now or datetime.now(UTC)) - REMEMBERED).order_by("ended_at")
     if uuids := list(old.values_list("pk", flat=True)[:BATCH]):
         with conductor.writing():
@@ -156,7 +176,7 @@ def forget(now: datetime | None = None) -> None:
 
 @contextmanager
 def asked_for(row: Attachment) -> Iterator[None]:
-    """Events bear the id of the request that asked for it."""
+    """Give the events written inside this block the id of the API request that ordered the attachment."""
     token = request_id.set(row.request_id)
     try:
         yield
@@ -165,7 +185,11 @@ def asked_for(row: Attachment) -> Iterator[None]:
 
 
 def _of_class(chosen: Choice, who: Caller) -> str:
-    """The profile behind a device that was asked for by itself: one of its class, made when it is needed first."""
+    """Return the name of the profile for an attachment that names a device: one unit of the device's resource class.
+
+    The profile is created on first use. Raises Refused INVALID if the class cannot be requested, CONFLICT if a profile
+    of that name asks for something else.
+    """
     ((name, _),) = chosen.shares.values()
     profile, wanted = f"attach-{name}", [{f"resources:{name}": "1"}]
     if not DeviceProfile.objects.filter(name=profile).exists():
@@ -180,5 +204,5 @@ def _of_class(chosen: Choice, who: Caller) -> str:
 
 
 def _service(row: Attachment) -> Caller:
-    """On behalf of who asked, in the instance's project."""
+    """Return a caller with administrator and service rights, named after the actor, in the instance's project."""
     return Caller(row.actor, "", frozenset({ADMIN, SERVICE}), row.project_id, service=True)

@@ -1,10 +1,11 @@
-"""Accelerators for an instance that runs already: asked for, and asked back.
+"""Attach accelerators to an instance that is running already, and detach them again.
 
-Called by the API, the console and `manage.py attachment`. Each writes the row, its event and an intent, and the job
-`attachments` (`placement_sync.jobs.attachments`) does the rest, with `attachment_steps`. What Nova and Placement
-know of an instance comes in by `register`, without being imported.
+`ask` and `detach` only write the `Attachment` row, its event and an intent. The job `attachments`
+(`placement_sync.jobs.attachments`) then does the work, with the functions of `attachment_steps`. This module imports
+nothing that talks to Nova or Placement: the function that looks up an instance there is passed to `register`.
 
-An attachment moves by `advance` alone: compare and set, so whoever comes second looks again.
+Only `advance` changes the state of an attachment. It compares and sets, so of two processes that move the same
+attachment the second one gets `Moved` and has to read the row again.
 """
 
 from __future__ import annotations
@@ -31,17 +32,22 @@ from accelerators.requests import candidates
 from accelerators.requests.candidates import Choice
 
 KIND = "attachment"
-"""The kind of its intents; the key is its uuid."""
+"""Kind of the intents for attachments; the key of each is the uuid of the attachment."""
 FITTING = ("ACTIVE", "PAUSED", "SHUTOFF")
-"""In these of Nova's states an instance can be given a device."""
+"""Instance states of Nova in which a device can be attached."""
 
 _S = AttachmentState
 TAKEN_BACK = (_S.UNDOING.value, _S.DETACHING.value, *ENDED)
+"""States in which an attachment has been taken back, or is being taken back."""
 
 
 @dataclass(frozen=True)
 class Instance:
-    """An instance as Nova knows it. `places`: the names of its host. `task`: what Nova is doing with it, or ''."""
+    """An instance as Nova describes it.
+
+    `places` are the names of its host (hypervisor host name and service host). `task` is Nova's task state, '' if Nova
+    is not working on the instance.
+    """
 
     uuid: str
     project: str
@@ -51,17 +57,20 @@ class Instance:
 
 
 Look = Callable[[str, str | None], Instance]
-"""Asks for an instance, of this project if one is named, also whether anything can be claimed for it; answers within a
-few seconds. Raises Refused: UNKNOWN, also for another project's; AWAY, CONFLICT."""
+"""Look up an instance in Nova by its uuid, and check that Placement can take a claim for it; answers in a few seconds.
+
+If a project is given, the instance must belong to it. Raises Refused: UNKNOWN if there is no such instance or it
+belongs to another project; AWAY if a service does not answer; CONFLICT if nothing can be claimed for the instance.
+"""
 _looks: list[Look] = []
 
 
 class Moved(Exception):
-    """Somebody else has moved it meanwhile: look again."""
+    """Another process changed the attachment since the caller read it: read the row again."""
 
 
 def register(look: Look) -> None:
-    """Ask `look` from now on."""
+    """Use `look` to look up instances from now on; it replaces the function registered before."""
     _looks[:] = [look]
 
 
@@ -75,10 +84,13 @@ def ask(
     source: Source = Source.API,
     everyone: bool = True,
 ) -> Attachment:
-    """Have what a profile (name or uuid) asks for, or one unit of a device, attached to an instance that runs.
+    """Order accelerators for a running instance: those of a device profile, or one unit of a device.
 
-    `everyone`: the caller may do so for every project's instances, else for their own project's. Raises Refused,
-    UNKNOWN, INVALID, CONFLICT, NONE_FREE, AWAY: as far as it can be told before anything is written.
+    Returns the new row. Give either `profile` (name or uuid) or `device`. With `everyone` the caller may name instances
+    of every project, otherwise only of their own. The attachment itself happens later, in the job `attachments`.
+
+    Nova (and Placement) are asked before the transaction. Raises Refused UNKNOWN, INVALID, CONFLICT, NONE_FREE or AWAY
+    if it is clear already that the attachment cannot succeed; then nothing is written.
     """
     if bool(profile) == bool(device):
         raise Refused(Reason.INVALID, "Say what is to be attached: a device profile, or a device.")
@@ -100,9 +112,11 @@ def ask(
 def detach(
     uuid: UUID, caller: Caller, reason: str = "", source: Source = Source.API, everyone: bool = True
 ) -> Attachment:
-    """Have it taken back: what is attached, or is about to be. Nothing changes where that is so already.
+    """Order an attachment to be detached, or to be undone if it is not attached yet. Returns its row.
 
-    Raises Refused: UNKNOWN; CONFLICT for a request that Nova made, which is not ours to take.
+    Does nothing if the attachment is ended or is being taken back already. With `everyone` the caller may name
+    attachments of every project, otherwise only of their own. Raises Refused: UNKNOWN; INVALID for a reason that cannot
+    be stored; CONFLICT if `uuid` is that of an accelerator request: one that Nova made is freed only by Nova.
     """
     reason = check_reason(reason)
     with conductor.writing():
@@ -120,7 +134,10 @@ def detach(
 
 
 def looked_up(instance: str, project: str | None = None) -> Instance:
-    """What Nova knows of it. Raises Refused, as `Look` does."""
+    """Return what Nova knows of an instance, by the registered `Look`.
+
+    Raises Refused as `Look` does, and CONFLICT if no cloud is configured.
+    """
     if not _looks:
         text = "No cloud is configured: whose instance it is, and on which host, only Nova can tell (CYBORG_CLOUD)."
         raise Refused(Reason.CONFLICT, text)
@@ -128,7 +145,11 @@ def looked_up(instance: str, project: str | None = None) -> Instance:
 
 
 def host_of(found: Instance) -> Host:
-    """The host on which something can be attached to it now. Raises Refused CONFLICT."""
+    """Return the host of an instance.
+
+    Raises Refused CONFLICT if the instance is in a state in which nothing can be attached, if Nova is working on it, or
+    if not exactly one host matches its places.
+    """
     if found.status not in FITTING or found.task:
         doing = f", and Nova is at it ({found.task})" if found.task else ""
         possible = ", ".join(FITTING)
@@ -152,7 +173,11 @@ def advance(
     actor: str = "attachments",
     **columns: Any,
 ) -> None:
-    """Move it, with what is recorded of it, and an event. Raises Moved when it is not where the caller saw it."""
+    """Move an attachment to `state` and `step`, add the step to its history, set `columns`, and write an event.
+
+    Compare and set: raises Moved if state or step in the database differ from those in `row`. Updates `row` as well. A
+    history entry of the same name is replaced. `text` is stored in the history entry and as the reason of the event.
+    """
     was, now = (row.state, row.step), datetime.now(UTC)
     name = step or state.value
     steps = [*(one for one in row.steps if one["step"] != name), _step(name, text)]
@@ -167,7 +192,7 @@ def advance(
 
 
 def with_handles(rows: Sequence[Attachment]) -> None:
-    """Have `handles` of each of them ready, in one statement."""
+    """Load the attach handles of all these attachments in one statement, so that `handles` needs no query."""
     wanted = [uuid for row in rows if row.state not in ENDED for uuid in row.requests]
     held = AcceleratorRequest.objects.filter(uuid__in=wanted, attach_handle__isnull=False)
     found = {one.uuid: one.attach_handle for one in held.select_related("attach_handle")} if wanted else {}
@@ -177,19 +202,23 @@ def with_handles(rows: Sequence[Attachment]) -> None:
 
 
 def handles(row: Attachment) -> list[Handle]:
-    """What it holds now."""
+    """Return the attach handles that the attachment holds now; one query unless `with_handles` loaded them before."""
     if not hasattr(row, "held"):
         with_handles([row])
     return list(row.held)
 
 
 def as_key() -> Cast:
-    """For queries of attachments: the key of its intent."""
+    """Return a query expression: the key of an attachment's intent, that is its uuid as text."""
     return Cast("uuid", CharField())
 
 
 def choice(row: Attachment, host: Host) -> Choice:
-    """What of the host it would be given now. Raises Refused NONE_FREE, INVALID, CONFLICT."""
+    """Choose the providers on `host` that would serve this attachment now. Reserves and locks nothing.
+
+    Raises Refused: NONE_FREE; UNKNOWN if the profile is gone; INVALID if the profile asks for no accelerator; CONFLICT
+    as `refuse_mixed` does.
+    """
     wanted: Sequence[Mapping[str, str]]
     there = candidates.of(host, row.device)
     if row.device:
@@ -207,8 +236,10 @@ def choice(row: Attachment, host: Host) -> Choice:
 
 
 def refuse_mixed(row: Attachment, types: Set[str]) -> None:
-    """Nova passes an instance's PCI devices on only while it has nothing else (contract section 5.1). Raises Refused
-    CONFLICT where it has some beside this attachment's."""
+    """Raise Refused CONFLICT if `types` has another type than PCI and the instance holds PCI devices of other requests.
+
+    Nova passes PCI devices to an instance only if all its accelerators are PCI devices (contract section 5.1).
+    """
     held = AcceleratorRequest.objects.filter(instance_uuid=row.instance, attach_handle__attach_type=HandleType.PCI)
     if (other := sorted(types - {HandleType.PCI.value})) and held.exclude(uuid__in=row.requests).exists():
         text = f"has PCI devices, which Nova would not give it at its next start beside {', '.join(other)}"
@@ -216,6 +247,7 @@ def refuse_mixed(row: Attachment, types: Set[str]) -> None:
 
 
 def _profile(named: str) -> DeviceProfile:
+    """Find a device profile by its name, else by its uuid. Raises Refused UNKNOWN."""
     found = DeviceProfile.objects.filter(name=named.replace("\0", " ")).first()
     if found is None:
         with suppress(ValueError):
@@ -226,6 +258,7 @@ def _profile(named: str) -> DeviceProfile:
 
 
 def _no_attachment(uuid: UUID, own: Q) -> Refused:
+    """Explain why `uuid` cannot be detached: CONFLICT if it is the uuid of a request, otherwise UNKNOWN."""
     if holder := Attachment.objects.filter(own, requests__contains=[uuid]).values_list("uuid", flat=True).first():
         return Refused(Reason.CONFLICT, f"{uuid} is a request of attachment {holder}: detach that.")
     if AcceleratorRequest.objects.filter(own, uuid=uuid).exists():

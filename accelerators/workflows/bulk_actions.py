@@ -1,8 +1,8 @@
-"""What one person asks of many devices, or of their agents (`asks`), at once: choose a set, see what would come of
-it, confirm, follow, cancel.
+"""Bulk actions: apply one action to many devices. A person chooses the set, sees a forecast, confirms, can cancel.
 
-Called by the console. The job `bulks` works on what is confirmed, a slice a transaction: each device's outcome is
-written with its move, so whoever is killed amid a slice has done nothing of it, and no device is moved twice.
+An action either changes the devices' state (`Action`) or places a command for each device (`bulk_commands.OPS`). The
+job `bulks` works on confirmed sets, one slice per transaction. The outcome of each device is written in the transaction
+that moves the device: a worker that is killed in a slice has done nothing of it, and no device is moved twice.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from accelerators.workflows import bulk_commands
 from drivers.plan import DESTRUCTIVE
 
 MOST = 100_000
-"""So many devices one bulk action may be about."""
+"""Maximum number of devices of one bulk action."""
 SLICE = 100
-"""So many are moved in one transaction: a cancel waits for it, and after that no further device is touched."""
+"""Devices worked on in one transaction. A cancel waits for the current slice; no further device is touched then."""
 FORGOTTEN = timedelta(days=1)
 REMEMBERED = timedelta(days=30)
-"""Sets that nobody confirmed are kept for a day, finished ones for a month; the devices' events stay."""
+"""Sets that nobody confirmed are deleted after a day, finished ones after 30 days; the devices' events stay."""
 
 CHOOSE = """
 INSERT INTO accelerators_bulkitem (bulk_id, device_id, device_uuid, device_name, host, stood, outcome, why, state, text)
@@ -47,17 +47,21 @@ SELECT %s, d.id, d.uuid, left(d.model || ' ' || coalesce(nullif(d.address, ''), 
 FROM ({chosen}) chosen JOIN accelerators_device d USING (id) JOIN accelerators_host h ON h.id = d.host_id
 ORDER BY d.host_id, d.id
 """
-"""`stood` is `Standing.word`."""
+"""Insert the items of a bulk action. The column `stood` gets the text of `Standing.word`, the device's state now."""
 SETTLE = """
 UPDATE accelerators_bulkitem t SET outcome = x.outcome, why = x.why, state = x.state, text = x.text
 FROM jsonb_to_recordset(%s::jsonb) AS x(uuid uuid, outcome text, why text, state text, text text)
 WHERE t.bulk_id = %s AND t.device_uuid = x.uuid
 """
+"""Store the outcomes of items."""
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What would become of one kind of device in a set, as far as our own requests tell; and how many are of it."""
+    """Predicted outcome for one device, or for `number` devices of a set with the same outcome.
+
+    `held` tells whether one of our own requests holds the device; other witnesses are not asked.
+    """
 
     outcome: Outcome
     text: str
@@ -66,10 +70,10 @@ class Forecast:
 
 
 def choose(action: Action | str, then: Drain, devices: QuerySet[Device], caller: Caller, selection: str = "") -> Bulk:
-    """Freeze a set of devices with how each stands now; nothing is done until it is confirmed. `action` may be one of
-    `asks.OPS`.
+    """Store a set of devices with the present state of each as a draft, on which nothing is done until `confirm`.
 
-    Raises Refused INVALID when there are none, or more than MOST.
+    `action` may also be one of `bulk_commands.OPS`; `then` is the final state of a drain; `selection` describes the
+    list's filters. Raises Refused INVALID if there are no devices, or more than MOST.
     """
     number = devices.order_by()[: MOST + 1].count()
     if not 0 < number <= MOST:
@@ -86,7 +90,10 @@ def choose(action: Action | str, then: Drain, devices: QuerySet[Device], caller:
 
 
 def forecast(bulk: Bulk) -> list[Forecast]:
-    """What would become of a set if it were confirmed now, by outcome, most first: one statement, whatever its size."""
+    """Predict what confirming a set now would do: each kind of outcome with its number of devices.
+
+    Sorted by outcome, and then by number, the largest first. Costs one statement, whatever the size of the set.
+    """
     kinds = _standing(bulk).order_by().values_list("stood", *COLUMNS).annotate(number=Count("id"))
     told: Counter[Forecast] = Counter()
     for *kind, number in kinds:
@@ -95,9 +102,9 @@ def forecast(bulk: Bulk) -> list[Forecast]:
 
 
 def first(bulk: Bulk, most: int, held: bool = False) -> list[tuple[BulkItem, Forecast]]:
-    """The first devices of a set, each with what would become of it; `held`: of those that somebody holds."""
+    """Return the first `most` devices of a set with their forecasts; with `held` only those that a request holds."""
     found = _standing(bulk).order_by("id")
-    if not held:  # by their ids, so that who holds which is asked of these alone
+    if not held:  # select by id first, so that the database looks for holders of these devices only
         found = found.filter(pk__in=list(bulk.items.order_by("id").values_list("pk", flat=True)[:most]))
     items = list((found.filter(is_held=True) if held else found)[:most])
     return [(item, foresee(bulk, item.stood, *(getattr(item, name) for name in SHOWN))) for item in items]
@@ -105,9 +112,11 @@ def first(bulk: Bulk, most: int, held: bool = False) -> list[tuple[BulkItem, For
 
 COLUMNS = ("device__state", "device__returns_to", "device__drain_to", "installs", "busy", "is_held", "able")
 SHOWN = ("now_state", "now_returns", "now_drains", "installs", "busy", "is_held", "able")
+"""The arguments of `foresee` after `stood`: COLUMNS for queries, SHOWN the same as attributes of loaded items."""
 
 
 def _standing(bulk: Bulk) -> QuerySet[BulkItem]:
+    """Return the items of a set, annotated with what `foresee` needs to know of each device now."""
     live = AcceleratorRequest.objects.filter(state__in=["BindStarted", "Bound"])
     holds = (Exists(live.filter(**{path: OuterRef("device")})) for path in HOLDING)
     return bulk.items.annotate(
@@ -122,13 +131,18 @@ def _standing(bulk: Bulk) -> QuerySet[BulkItem]:
 
 
 HOLDING = ("deployable__device", "attach_handle__deployable__device")
+"""The paths from a request to the device that it holds."""
 
 
 def foresee(
     bulk: Bulk, stood: str, state: str | None, returns: str | None, drains: str | None, *facts: bool | None
 ) -> Forecast:
-    """Of a device that was `stood` when it was chosen; `facts`: its driver installs it, it is busy, it is held, and its
-    driver can do what is asked."""
+    """Predict what the bulk action would do to one device: moved, unchanged, or refused with a reason. Pure.
+
+    `stood` is its `Standing.word` when the set was chosen; `state`, `returns` and `drains` are its columns now, `state`
+    None if the device is gone. `facts` are four answers: whether its driver has to install it, whether a command is
+    working on it, whether a request holds it, and whether its driver supports the command that is asked for.
+    """
     installs, busy, held, able = map(bool, facts)
     if state is None:
         return Forecast(Outcome.REFUSED, "is not there any more", held)
@@ -157,17 +171,18 @@ def foresee(
 
 
 def confirm(bulk: Bulk, reason: str, held_too: bool, dry: bool = False) -> bool:
-    """Have it done, or tried: False when it was confirmed before. A small set is done when this returns.
+    """Start a bulk action that is a draft, with `dry` as a dry run that changes no device.
 
-    `held_too`: devices that somebody holds are meant as well; without it they are refused, each for itself.
-    Raises Refused INVALID for a reason that cannot be stored.
+    Returns False if it is not a draft any more. Without `held_too` an action does not move devices that requests hold;
+    commands (`bulk_commands.OPS`) ignore it. A set of at most SLICE devices is finished when this returns; the job
+    `bulks` works on a larger one. Raises Refused INVALID for a reason that cannot be stored.
     """
     reason = placing.check_reason(reason)
     with conductor.writing():
         draft = Bulk.objects.select_for_update().filter(pk=bulk.pk, state=BulkState.DRAFT).first()
         if draft is None:
             return False
-        draft.items.exclude(WAITING).update(outcome="", why="", state="", text="")  # of a dry run
+        draft.items.exclude(WAITING).update(outcome="", why="", state="", text="")  # results of a dry run before
         draft.state, draft.reason, draft.held_too, draft.dry = BulkState.RUNNING, reason, held_too, dry
         draft.moved = draft.unchanged = draft.refused = 0
         draft.request_id, draft.ended_at = request_id.get(), None
@@ -182,7 +197,10 @@ def confirm(bulk: Bulk, reason: str, held_too: bool, dry: bool = False) -> bool:
 
 
 def cancel(bulk: Bulk, caller: Caller) -> None:
-    """Stop it before the next device; when this returns nothing more is done. What was done stays done."""
+    """Stop a running bulk action; no further device is touched when this returns, and what was done stays done.
+
+    Waits for the slice that is being worked on. A dry run becomes a draft again. Does nothing if it is not running.
+    """
     with conductor.writing():
         running = Bulk.objects.select_for_update().filter(pk=bulk.pk, state=BulkState.RUNNING).first()
         if running is not None:
@@ -190,12 +208,16 @@ def cancel(bulk: Bulk, caller: Caller) -> None:
 
 
 def run() -> None:
-    """The job `bulks`."""
+    """Run the job `bulks`: work on running bulk actions until nothing is left to do, or its time slice is over."""
     jobs.run("bulks", step)
 
 
 def step(only: int | None = None) -> bool:
-    """One slice of the set that waited longest, or of one set; False when there was nothing to do."""
+    """Work on one slice of the running set that has waited longest, or of the set `only` (a primary key).
+
+    One transaction: moves the devices, writes the outcome of each, and ends the set after its last device. Returns
+    False if there was nothing to do.
+    """
     with conductor.writing():
         running = Bulk.objects.filter(UNDER_WAY).order_by("updated_at")
         running = running.filter(pk=only) if only else running
@@ -219,7 +241,7 @@ def step(only: int | None = None) -> bool:
 
 
 def _move(bulk: Bulk, items: list[BulkItem]) -> list[Result]:
-    """Do it to these, or find out what would come of it: then all is taken back, but not what was found out."""
+    """Apply the action to these items and return the results; the changes of a dry run are rolled back."""
     token = request_id.set(bulk.request_id)
     seen = Seen({item.device_uuid: item.stood for item in items}, bulk.held_too or bulk.dry)
     caller = Caller(bulk.actor, "", frozenset(), "")
@@ -238,7 +260,7 @@ def _move(bulk: Bulk, items: list[BulkItem]) -> list[Result]:
 
 
 def _end(bulk: Bulk, state: BulkState, who: str) -> None:
-    """A dry run becomes a draft again, with what it found out."""
+    """End a bulk action in `state`, with an event; a dry run becomes a draft again instead, and keeps its results."""
     now = datetime.now(UTC)
     bulk.state, bulk.ended_at, bulk.updated_at = (BulkState.DRAFT if bulk.dry else state), now, now
     bulk.save()
@@ -255,7 +277,7 @@ def _record(bulk: Bulk, verb: str, changes: dict[str, Any], who: str = "") -> No
 
 
 def forget(now: datetime | None = None) -> bool:
-    """Delete the oldest of those that are kept no longer; True when there may be more."""
+    """Delete the oldest bulk action that has expired (FORGOTTEN, REMEMBERED); True if there may be more."""
     now = now or datetime.now(UTC)
     old = Q(state=BulkState.DRAFT, created_at__lt=now - FORGOTTEN) | Q(ended_at__lt=now - REMEMBERED)
     with conductor.writing():

@@ -1,6 +1,6 @@
-"""What is asked of the agents of many devices at once: each gets a command of its own, or a reason why not.
+"""Place the commands of a bulk action: one for each device, or a reason why the device gets none.
 
-Called by `bulks`. What one device is asked for is `commands.ask`, which has the last word here, too.
+Each command is placed by `placing.ask`, whose checks decide, whatever the forecast of `blocked` was.
 """
 
 from __future__ import annotations
@@ -19,12 +19,16 @@ from accelerators.models import Device
 from drivers.plan import DESTRUCTIVE
 
 OPS = ("health", "reset")
+"""Commands that a bulk action can place."""
 DONE = {"reset": "reset"}
 
 
 def blocked(op: str, stood: str, word: str, state: DeviceState, *, able: bool, busy: bool, held: bool) -> str:
-    """Why a device that was `stood` when it was chosen and stands at `word` now would not be asked; '' when it would,
-    as far as our own requests tell. Whoever holds it is in the way of what is destructive only."""
+    """Return why command `op` would be refused for a device, or '' if it would be placed. Pure, for forecasts.
+
+    `stood` and `word` are the device's `Standing.word` when it was chosen and now; `able`: its driver supports `op`;
+    `held` is known from our own requests only. A held or changed device is refused destructive commands only.
+    """
     if op in DESTRUCTIVE and stood != word:
         return f"was {stood} when it was chosen, is {word} now"
     if state not in placing.ASKED[op]:
@@ -37,10 +41,11 @@ def blocked(op: str, stood: str, word: str, state: DeviceState, *, able: bool, b
 
 
 def many(op: str, seen: Mapping[UUID, str], caller: Caller, reason: str) -> list[Result]:
-    """Order `op` for each of these devices in one transaction, each for itself: one that is refused stops no other.
+    """Place command `op` for each of these devices in one transaction; a refusal of one device stops no other.
 
-    `seen` is how each stood when it was chosen. Of what is destructive nobody waits longer than PATIENCE_S for all
-    witnesses together: who was not asked by then is refused, to be tried again.
+    `seen` maps each device to its `Standing.word` when it was chosen. Locks the devices and their hosts. Once
+    PATIENCE_S have passed, mostly in questions to witnesses, destructive commands for the remaining devices are refused
+    with AWAY, so that they are tried again. A device that is gone is refused with UNKNOWN.
     """
     until = time.monotonic() + PATIENCE_S
     with conductor.writing():
@@ -52,7 +57,7 @@ def many(op: str, seen: Mapping[UUID, str], caller: Caller, reason: str) -> list
 
 
 def _one(op: str, device: Device, stood: str, caller: Caller, reason: str, until: float) -> Result:
-    """For one device, locked."""
+    """Place the command for one locked device, or return the refusal."""
     about = (str(device), device.host.name, device.state)
     try:
         if op in DESTRUCTIVE and device.stands != stood:

@@ -1,7 +1,8 @@
-"""What follows from a command's end: for its device, for the request that waits for it, for the operator who looks.
+"""End commands, and apply the consequences to their devices and to the accelerator requests that wait for them.
 
-Run by the job `commands`, after agents have answered and their reports are applied, and when time is over. Locks are
-taken as everybody takes them: commands, requests, hosts, devices.
+The job `commands` runs this: a command ends when its agent has answered and the report that belongs to the answer is
+applied, or when its deadline has passed. Rows are locked in the order that all code uses: commands, requests, hosts,
+devices.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ APPLIED = (
     | ~Q(report_hash="") & Q(host__applied_hash=F("report_hash"))
     | Q(end_by__lt=Now())
 )
-"""The report that shows what the command did has reached the tables; or it never will, its time is over."""
+"""The report that shows what the command did is applied, or the deadline has passed, so it is not waited for."""
 NOT_BEGUN = (_C.PREPARING.value, _C.QUEUED.value)
 BEGUN = (_C.TAKEN.value, _C.STARTED.value)
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A command, locked, how it ended, and that in a sentence. `device` is locked, and as it was before."""
+    """A locked command with its final state and a sentence about it. `device` is its locked device, not changed yet."""
 
     command: Command
     state: CommandState
@@ -53,50 +54,52 @@ class Ended:
 
     @property
     def succeeded(self) -> bool:
-        """Whether what was asked for is done."""
+        """Whether the command did what was ordered."""
         return self.state is _C.SUCCEEDED
 
     @property
     def touched(self) -> bool:
-        """Whether the host may be another than before."""
+        """Whether the command may have changed something on the host: it was neither refused nor expired."""
         return self.state not in (_C.REFUSED, _C.EXPIRED)
 
 
 @dataclass
 class _Consequences:
-    """What a batch of ends asks for."""
+    """Changes to write because a batch of commands has ended."""
 
     steps: list[Step] = field(default_factory=list)
     ends: list[End] = field(default_factory=list)
     attach: list[placing.Order] = field(default_factory=list)
     take_back: list[int] = field(default_factory=list)
     told_first: dict[str, dict[str, str]] = field(default_factory=dict)
-    """Requests (by uuid) that are Bound once Placement shows what was programmed for them, and their hosts."""
+    """Requests that become Bound once Placement shows the traits of what was programmed: uuid → `{"host": uuid}`."""
     unclear: list[tuple[int, str]] = field(default_factory=list)
-    """Deployables (device, name; '' for all) of which nobody knows what they hold now."""
+    """Deployables (device id, name; '' for all of the device) whose bitstream is unknown from now on."""
 
 
 def run() -> None:
-    """The job `commands`."""
+    """Run the job `commands`: end commands until none is due, or the job's time slice is over."""
     jobs.run(placing.JOB, lambda: settle() | expire())
 
 
 def settle() -> bool:
-    """End one batch of the commands whose agents have answered; True when there may be more."""
+    """End one batch of the commands that are answered and whose report is applied; True if there may be more."""
     return _end(Command.objects.filter(APPLIED, answered_at__isnull=False), _answered)
 
 
 def expire() -> bool:
-    """End one batch of the commands that were not begun, or not answered, in time; True when there may be more."""
+    """End one batch of the commands that were not begun, or not answered, in time; True if there may be more."""
     late = Q(state__in=NOT_BEGUN, start_by__lt=Now()) | Q(state__in=BEGUN, end_by__lt=Now())
     return _end(Command.objects.filter(late, answered_at__isnull=True), _silent)
 
 
 def _answered(command: Command) -> Ended:
+    """End a command as its agent answered."""
     return Ended(command, CommandState(command.outcome), command.text or command.outcome)
 
 
 def _silent(command: Command) -> Ended:
+    """End a command without an answer: `expired` if the agent has not taken it, otherwise `unknown`."""
     if command.state == _C.PREPARING:
         why = f": {command.progress}" if command.progress else ""
         return Ended(command, _C.EXPIRED, f"its image was not here in time{why}")
@@ -107,6 +110,10 @@ def _silent(command: Command) -> Ended:
 
 
 def _end(wanted: QuerySet[Command], judge: Callable[[Command], Ended]) -> bool:
+    """Lock at most BATCH of the wanted open commands and end each as `judge` says; True if BATCH were found.
+
+    Commands that another transaction has locked are skipped.
+    """
     with conductor.writing():
         batch = wanted.filter(OPEN).select_related("host").order_by("id")
         found = [
@@ -118,7 +125,10 @@ def _end(wanted: QuerySet[Command], judge: Callable[[Command], Ended]) -> bool:
 
 
 def _settle(found: Sequence[Ended]) -> None:
-    """The consequences of all of them, then their ends; a constant number of statements but for what is programmed."""
+    """Write the consequences of these commands, then end them.
+
+    The number of statements is constant, except for devices that were programmed.
+    """
     binds = _binds([one.command for one in found if one.command.op == "attach"])
     about = {one.command.device_id for one in found if one.command.exclusive or one.command.op == "detach"} - {None}
     devices = {device.id: device for device in conductor.locked(Device.objects.filter(id__in=about))} if about else {}
@@ -142,8 +152,11 @@ def _settle(found: Sequence[Ended]) -> None:
 
 
 def _binds(attached: Sequence[Command]) -> dict[int, list[Waiting]]:
-    """Command → the requests, locked, that wait for it: its own, unless something later was ordered for that one; for a
-    command that programs also those of the same instance on the same device."""
+    """Lock the requests that wait for these `attach` commands, and return them by the command's id.
+
+    A command's own request is left out if a later command was ordered for it. For a command that programs the device,
+    the other requests of the same instance on that device wait as well.
+    """
     if not attached:
         return {}
     own = [str(command.request) for command in attached]
@@ -165,7 +178,14 @@ def _binds(attached: Sequence[Command]) -> dict[int, list[Waiting]]:
 
 
 def _attach(one: Ended, waiting: Sequence[Waiting], into: _Consequences) -> None:
-    """The requests of the bind that waited for it: one of them it was for, the others were not begun."""
+    """Collect the consequences of an `attach` command for the requests that wait for it.
+
+    On failure all of them fail; only the command's own request may have left something on the host. On success other
+    requests whose handles are made on the host get an `attach` command of their own now. After programming, the rest
+    become Bound when Placement shows the new traits, or at once if no job writes to Placement; without programming they
+    become Bound at once. If the command's own request waits no longer, what the command may have made on the host is
+    ordered back.
+    """
     command, own = one.command, str(one.command.request)
     if command.exclusive and one.device:
         _programmed(one, one.device, into)
@@ -183,6 +203,7 @@ def _attach(one: Ended, waiting: Sequence[Waiting], into: _Consequences) -> None
 
 
 def _next(request: Waiting, command: Command) -> placing.Order:
+    """Build the `attach` order for a request that waited until another command had programmed its device."""
     arguments = {"consumer": request.instance}
     return placing.Order(
         "attach", handle=request.handle, arguments=arguments, actor=command.actor, request=request.uuid
@@ -190,7 +211,12 @@ def _next(request: Waiting, command: Command) -> placing.Order:
 
 
 def _device(one: Ended, device: Device, into: _Consequences) -> None:
-    """A device's own state. What a person has made of it meanwhile stays."""
+    """Collect the consequences of a command for its device's state.
+
+    An install leads to ready or failed, a successful uninstall to inactive; a program stores the new content; a failed
+    detach only writes an event; any other exclusive command with an unknown outcome makes the device failed. A state
+    that a person has set since the command was ordered is kept.
+    """
     command, now = one.command, standing(device)
     if command.op == "install" and now.here == _S.INSTALLING:
         reason = command.reason or "installed" if one.succeeded else one.text
@@ -207,6 +233,10 @@ def _device(one: Ended, device: Device, into: _Consequences) -> None:
 
 
 def _programmed(one: Ended, device: Device, into: _Consequences) -> None:
+    """On success store the new bitstream; otherwise, if the host may be changed, mark the content as unknown.
+
+    If the outcome is unknown the device fails as well.
+    """
     command = one.command
     name = command.arguments.get("deployable", "")
     if one.succeeded and "image" in command.arguments:
@@ -217,20 +247,28 @@ def _programmed(one: Ended, device: Device, into: _Consequences) -> None:
 
 
 def _doubtful(one: Ended, device: Device, into: _Consequences) -> None:
-    """An interrupted act leaves a device in which nobody can trust: it is not offered."""
+    """Move the device to `failed` if the command's outcome is unknown, so that it is not offered.
+
+    Only a device that is ready, installing or in maintenance is moved.
+    """
     if one.state is _C.UNKNOWN and standing(device).here in (_S.READY, _S.INSTALLING, _S.MAINTENANCE):
         _move(one, device, _S.FAILED, f"{one.command.op}: {one.text}", into)
 
 
 def _move(one: Ended, device: Device, to: DeviceState, reason: str, into: _Consequences) -> None:
-    """Who wanted it installed is who made it ready."""
+    """Collect the device's move to state `to`.
+
+    The device then shows who caused the state: the host after a failure, otherwise the command's actor. A device that
+    becomes ready keeps the name it shows, which is that of the person who had it installed.
+    """
     now, host = standing(device), one.command.host.name
     by = host if not one.succeeded else "" if to is _S.READY else one.command.actor
     into.steps.append(Step(device, now, now.at(to, now.drain_to), host, reason[:4096], by))
 
 
 def _write(into: _Consequences) -> None:
-    # One step a device: what moves it counts for more than what is only said of it.
+    """Write the collected consequences. Inside `conductor.writing()`, with the devices locked."""
+    # One step per device: a step that changes its state replaces one that only writes an event.
     steps = {step.device.id: step for step in sorted(into.steps, key=lambda step: step.now != step.after)}
     store([*steps.values()], Source.AGENT)
     for device, name in into.unclear:

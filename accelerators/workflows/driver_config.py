@@ -1,6 +1,7 @@
-"""What is wanted of a driver on a host: checked, kept, and told to the host's agent by a command, `configure`.
+"""Order a driver on one host to be installed, changed or uninstalled: check the change, store it, and place a command.
 
-Called by `rollouts`. A driver whose devices are held is not touched, and while it is changed nothing is bound to them.
+The wanted configuration of a driver is stored as a `DriverWish`; the command `configure` sends it to the host's agent.
+A driver whose devices are held is not changed, and while a driver is being changed nothing is bound to its devices.
 """
 
 from __future__ import annotations
@@ -30,14 +31,15 @@ from drivers.inventory import WORD
 OP = "configure"
 MAX_SETTINGS, MAX_DEPTH = 64 * 1024, 8
 MAX_SHOWN = 4096
-"""Characters of settings that an event holds as they are; of longer ones it has the digest."""
+"""Bytes of JSON up to which an event stores settings whole; of longer ones it stores the size and the SHA-256."""
 SECRET = re.compile(r"passw|secret|token|credential|(private|api|access)[-_. ]?key", re.IGNORECASE)
+"""Keys of settings that look like secrets: such settings are refused."""
 Settings = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Change:
-    """What is asked of a driver. `enabled` and `settings` None: as they are."""
+    """A change of a driver. `enabled` or `settings` None: that part stays as it is."""
 
     op: RolloutOp
     driver: str
@@ -47,7 +49,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a wish comes to."""
+    """The wanted configuration of a driver on a host. `settings` None: those of the host's own file."""
 
     installed: bool = True
     enabled: bool = True
@@ -55,12 +57,12 @@ class Wanted:
 
     @property
     def runs(self) -> bool:
-        """Whether the driver is to run."""
+        """Whether the driver is wanted to run."""
         return self.installed and self.enabled
 
 
 class By(NamedTuple):
-    """Who wants it, and why."""
+    """Who orders a change, why, and through which interface."""
 
     actor: str
     reason: str
@@ -68,7 +70,11 @@ class By(NamedTuple):
 
 
 def check(change: Change) -> Change:
-    """The same, once it makes sense. Raises Refused INVALID."""
+    """Check a change and return it. Raises Refused INVALID if it makes no sense or its settings are not allowed.
+
+    Settings are not allowed if they are too large, nested too deep, hold something that looks like a secret, or values
+    that JSON or the database cannot represent, or name `acts`, which only the host's own configuration may set.
+    """
     if not re.fullmatch(WORD, change.driver) or len(change.driver) > 64:
         raise Refused(Reason.INVALID, "Say which driver, by its name; GET /api/drivers/ lists them.")
     if change.op is RolloutOp.UNINSTALL and (change.enabled is not None or change.settings is not None):
@@ -86,16 +92,21 @@ def check(change: Change) -> Change:
 
 
 def _size(settings: Settings) -> int:
-    """Bytes of JSON, also of what JSON has no word for: `_check_settings` says where that stands."""
+    """Return the size of the settings in bytes of JSON.
+
+    Values that JSON cannot represent are counted as text here; `_check_settings` refuses them later and names their
+    place. Raises Refused INVALID if the settings are nested too deep for Python, or hold a number that is too long.
+    """
     try:
         text = json.dumps(settings, ensure_ascii=False, separators=(",", ":"), default=str, skipkeys=True)
-    except (RecursionError, ValueError):  # a number of thousands of digits
+    except (RecursionError, ValueError):  # ValueError: an integer of thousands of digits
         text = f"Settings are nested at most {MAX_DEPTH} deep, and their numbers are of 64 bits."
         raise Refused(Reason.INVALID, text) from None
     return len(text.encode(errors="replace"))
 
 
 def _check_settings(value: Any, path: str = "settings", depth: int = 0) -> None:
+    """Check settings recursively. Raises Refused INVALID with the path of the first value that is not allowed."""
     path = path[:200]
     if depth > MAX_DEPTH:
         raise Refused(Reason.INVALID, f"{path}: settings are nested at most {MAX_DEPTH} deep.")
@@ -118,18 +129,20 @@ def _check_settings(value: Any, path: str = "settings", depth: int = 0) -> None:
 
 
 def _storable(text: str) -> bool:
+    """Whether PostgreSQL can store this text: no NUL character, and valid Unicode."""
     try:
         return "\0" not in text and bool(text.encode() or True)
-    except UnicodeEncodeError:  # half of a surrogate pair
+    except UnicodeEncodeError:  # the text holds half of a surrogate pair
         return False
 
 
 def order(host: Host, change: Change, by: By) -> Command | None:
-    """Have a driver of this host be as `change` says; None when it is so already.
+    """Store a change of a driver on this host and place the `configure` command; returns the command.
 
-    Raises Refused: CONFLICT, when there is nothing to change, another change or an act on a device is under way, or the
-    agent takes no commands; HELD, by whom, while a request holds a device of the driver; AWAY, when a witness cannot be
-    asked, or all of them together take longer than PATIENCE_S.
+    Returns None if nothing has to be changed. Locks the host and the driver's devices; the devices are busy until the
+    command has ended. Raises Refused: CONFLICT if the driver to be updated is not installed, another change of it or an
+    exclusive command on one of its devices is under way, or the agent takes no commands; HELD, naming the holder, if a
+    device of a running driver is held; AWAY if a witness cannot be asked, or all of them take longer than PATIENCE_S.
     """
     with conductor.writing():
         host = Host.objects.select_for_update(no_key=True).get(pk=host.pk)
@@ -152,7 +165,11 @@ def order(host: Host, change: Change, by: By) -> Command | None:
 
 
 def is_driven(entry: Mapping[str, Any] | None, generation: int, runs: bool) -> bool:
-    """Whether what was seen of a driver is what is wanted."""
+    """Whether the agent reports the driver as it is wanted.
+
+    `entry` is the driver's entry in `Host.drivers`, None if the agent has not reported the driver. The reported
+    generation must be `generation`, and the driver must be ok if it should run (`runs`), otherwise disabled or absent.
+    """
     if entry is None or entry.get("generation", 0) != generation:
         return False
     state = driver_status.state_of(entry)
@@ -160,7 +177,10 @@ def is_driven(entry: Mapping[str, Any] | None, generation: int, runs: bool) -> b
 
 
 def _wanted(change: Change, wish: DriverWish | None, entry: Mapping[str, Any] | None, host: Host) -> Wanted | None:
-    """What is to be so afterwards; None when there is nothing to uninstall."""
+    """Work out the configuration that a change leads to; None if there is nothing to uninstall.
+
+    Raises Refused CONFLICT for an update of a driver that is not installed on the host.
+    """
     here = wish.installed if wish else bool(entry) and driver_status.state_of(entry or {}) not in driver_status.OFF
     was = Wanted(True, wish.enabled, wish.settings) if wish and wish.installed else Wanted()
     if change.op is RolloutOp.UNINSTALL:
@@ -173,13 +193,14 @@ def _wanted(change: Change, wish: DriverWish | None, entry: Mapping[str, Any] | 
 
 
 def _is_so(wish: DriverWish | None, wanted: Wanted, entry: Mapping[str, Any] | None) -> bool:
+    """Whether this configuration is stored as the wish already, and the agent reports that it is applied."""
     if wish is None or Wanted(wish.installed, wish.enabled, wish.settings) != wanted:
         return False
     return is_driven(entry, wish.generation, wanted.runs)
 
 
 def _refuse_busy(devices: Sequence[Device]) -> None:
-    """Raises Refused while any of the driver's devices, locked, is worked on."""
+    """Raise Refused CONFLICT if an exclusive command is working on any of these locked devices."""
     for device in devices:
         if device.busy_with:
             text = f"Device {device.uuid} of {device.driver} is busy (command {device.busy_with}): wait for its end."
@@ -187,7 +208,7 @@ def _refuse_busy(devices: Sequence[Device]) -> None:
 
 
 def _refuse_held(devices: Sequence[Device], change: Change, host: Host) -> None:
-    """Raises Refused while any of the driver's devices, locked, is held."""
+    """Raise Refused HELD if any of these locked devices is held, AWAY if that cannot be found out within PATIENCE_S."""
     what = {RolloutOp.UNINSTALL: "uninstalled", RolloutOp.UPDATE: "changed"}.get(change.op, "set up anew")
     for pk, request, instance in safety.holding([device.pk for device in devices], "uuid", "instance_uuid")[:1]:
         held = next(device for device in devices if device.pk == pk)
@@ -201,7 +222,7 @@ def _refuse_held(devices: Sequence[Device], change: Change, host: Host) -> None:
 
 
 def _tell(kept: DriverWish, wanted: Wanted, devices: Sequence[Device], by: By) -> Command:
-    """Keep the wish, and order it; the devices are busy until it has ended."""
+    """Store the wish, place the `configure` command, mark the devices busy until it has ended, write an event."""
     was = Wanted(kept.installed, kept.enabled, kept.settings) if kept.pk else None
     kept.installed, kept.enabled, kept.settings = wanted.installed, wanted.enabled, wanted.settings
     told = {name: getattr(kept, name) for name in ("generation", "installed", "enabled", "settings")}
@@ -224,5 +245,6 @@ def _tell(kept: DriverWish, wanted: Wanted, devices: Sequence[Device], by: By) -
 
 
 def _shown(settings: Settings | None) -> Any:
+    """Return settings as an event stores them: whole, or size and digest if they are longer than MAX_SHOWN."""
     text = msgspec.json.encode(settings)
     return settings if len(text) <= MAX_SHOWN else f"{len(text)} bytes, sha256 {hashlib.sha256(text).hexdigest()}"

@@ -1,8 +1,8 @@
-"""A change of a driver brought to many hosts, so many at a time, stopped by the first failure if that is wanted.
+"""Driver rollouts: apply one change of a driver to many hosts, a limited number at a time.
 
-Called by our own API, the console and `manage.py driver`. The hosts are frozen when it starts. The job `rollouts`
-orders one host a transaction, together with the row that says so: whoever is killed, wherever, each host is ordered
-once. A single host is ordered at once, and what is refused there is refused to whoever asked.
+A rollout stops at the first failure if that is wanted. Its list of hosts is fixed when it starts. The job `rollouts`
+orders one host per transaction and marks the host's row in the same transaction: wherever a worker is killed, each host
+is ordered once. For a single host the order is placed at once, and a refusal is raised to the caller of `start`.
 """
 
 from __future__ import annotations
@@ -32,23 +32,27 @@ from accelerators.workflows.driver_config import By, Change
 
 JOB = "rollouts"
 MOST = 10_000
-"""Hosts of one rollout."""
+"""Maximum number of hosts of one rollout."""
 PARALLEL, MAX_PARALLEL = 5, 100
 REMEMBERED = timedelta(days=90)
+"""Ended rollouts are deleted after this time; their events stay."""
 _R, _S = RolloutState, StepState
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How carefully: hosts at a time, and whether a failure keeps the others from being begun."""
+    """How many hosts are changed at the same time, and whether a failure stops the rollout before further hosts."""
 
     max_parallel: int = PARALLEL
     stop_on_failure: bool = True
 
 
 def choose(names: Sequence[str] = (), selector: Mapping[str, Any] | None = None) -> list[Host]:
-    """Hosts by their names, or by a selector: `{"all": true}`, or `driver` (where it runs, or is wanted) and `name` (a
-    pattern with * and ?), one or both. By name. Raises Refused INVALID.
+    """Return the hosts of these names, or those that a selector matches, sorted by name.
+
+    A selector is `{"all": true}`, or has one or both of `driver` (hosts on which this driver runs or is wanted) and
+    `name` (a pattern with * and ?). Raises Refused INVALID for an unknown name, an invalid selector, no host, or more
+    than MOST.
     """
     if bool(names) == bool(selector):
         raise Refused(Reason.INVALID, "Say on which hosts: by their names (hosts), or by a selector, not both.")
@@ -73,9 +77,9 @@ def choose(names: Sequence[str] = (), selector: Mapping[str, Any] | None = None)
 def start(
     change: Change, hosts: Sequence[Host], caller: Caller, *, pace: Pace = Pace(), reason: str = "", source: Source
 ) -> Rollout:
-    """Begin it; a single host is ordered when this returns.
+    """Start a rollout of `change` on these hosts and return it; a single host is ordered when this returns.
 
-    Raises Refused INVALID, and for a single host what `wishes.order` refuses.
+    Raises Refused INVALID, and for a single host whatever `driver_config.order` raises; then nothing is stored.
     """
     driver_config.check(change)
     reason = placing.check_reason(reason)
@@ -106,7 +110,7 @@ def start(
 
 
 def cancel(rollout: Rollout, caller: Caller) -> None:
-    """No further host is begun; those that were ordered go on to their end."""
+    """Cancel a running rollout: no further host is ordered; commands that are placed already go on to their end."""
     with conductor.writing():
         running = Rollout.objects.select_for_update().filter(pk=rollout.pk, state=_R.RUNNING).first()
         if running is not None:
@@ -116,18 +120,18 @@ def cancel(rollout: Rollout, caller: Caller) -> None:
 
 
 def run() -> None:
-    """The job `rollouts`."""
+    """Run the job `rollouts`: advance rollouts until none can advance, or the job's time slice is over."""
     jobs.run(JOB, step)
 
 
 def step() -> bool:
-    """One transaction's worth of the oldest rollout that can get on; False when none can."""
+    """Advance the oldest rollout that can advance, in one transaction; False if none can. Skips locked rollouts."""
     with conductor.writing():
         return any(map(_advance, Rollout.objects.filter(UNDER_WAY).order_by("id").select_for_update(skip_locked=True)))
 
 
 def forget(now: datetime | None = None) -> bool:
-    """Delete the oldest of those that ended long ago; True when there may be more. Their events stay."""
+    """Delete the oldest rollout that ended more than REMEMBERED ago; True if there may be more. Its events stay."""
     with conductor.writing():
         old = Rollout.objects.filter(ended_at__lt=(now or datetime.now(UTC)) - REMEMBERED).order_by("id")
         count = Rollout.objects.filter(pk__in=old.values("pk")[:1]).delete()[1].get("accelerators.Rollout", 0)
@@ -136,12 +140,15 @@ def forget(now: datetime | None = None) -> bool:
 
 
 def counts(rollout: Rollout) -> Counter[str]:
-    """How many hosts stand how."""
+    """Count the hosts of a rollout by the state of their step."""
     return Counter(rollout.steps.values_list("state", flat=True))
 
 
 def _advance(rollout: Rollout) -> bool:
-    """What can be done now for this one, locked: hear what has ended, begin one host more, or end it."""
+    """Advance one locked rollout: record which hosts have ended, then order one more host, or end the rollout.
+
+    A host that refuses the order is marked as failed. Returns False if nothing has changed.
+    """
     got_on = _hear(rollout)
     stand = counts(rollout)
     if rollout.state == _R.RUNNING and rollout.stop_on_failure and stand[_S.FAILED] and stand[_S.WAITING]:
@@ -166,8 +173,9 @@ def _advance(rollout: Rollout) -> bool:
 
 
 def _hear(rollout: Rollout) -> bool:
-    """The hosts whose commands have ended."""
-    gone = Q(command__created_at__isnull=True)  # whatever its key says: a release before this deletes none of those
+    """Mark the hosts whose commands have ended as done or failed; True if there were any."""
+    # The row may be gone although the key is set: an older release deletes commands without clearing the key.
+    gone = Q(command__created_at__isnull=True)
     over = rollout.steps.filter(Q(command__ended_at__isnull=False) | gone, state=_S.ORDERED)
     ended = list(over.select_related("command"))
     for one in ended:
@@ -178,7 +186,7 @@ def _hear(rollout: Rollout) -> bool:
 
 
 def _order(rollout: Rollout, waiting: RolloutStep) -> None:
-    """Begin one host. Raises Refused."""
+    """Place the command for one host, or mark it as done if nothing has to be changed there. Raises Refused."""
     if waiting.host is None:
         raise Refused(Reason.UNKNOWN, f"{waiting.host_name} is not there any more.")
     token = request_id.set(rollout.request_id)
@@ -197,6 +205,7 @@ def _order(rollout: Rollout, waiting: RolloutStep) -> None:
 
 
 def _end(one: RolloutStep, state: StepState, text: str) -> None:
+    """Store how a host's part of the rollout ended, with an event."""
     was, rollout = one.state, one.rollout
     one.state, one.text, one.ended_at = state.value, text[:4096], datetime.now(UTC)
     one.save(update_fields=["state", "text", "ended_at"])
@@ -206,7 +215,7 @@ def _end(one: RolloutStep, state: StepState, text: str) -> None:
 
 
 def _halt(rollout: Rollout, state: RolloutState, text: str) -> None:
-    """No further host is begun."""
+    """Set the state of a rollout and skip the hosts that are not ordered yet, with `text` as the reason."""
     rollout.state, rollout.updated_at = state.value, datetime.now(UTC)
     rollout.save(update_fields=["state", "updated_at"])
     waiting: QuerySet[RolloutStep] = rollout.steps.filter(state=_S.WAITING)
@@ -214,6 +223,7 @@ def _halt(rollout: Rollout, state: RolloutState, text: str) -> None:
 
 
 def _some(hosts: list[Host]) -> list[Host]:
+    """Return the hosts. Raises Refused INVALID if there are none, or more than MOST."""
     if not 0 < len(hosts) <= MOST:
         text = f"More than {MOST} hosts are chosen: choose fewer." if hosts else "No host is chosen: nothing fits."
         raise Refused(Reason.INVALID, text)
@@ -221,6 +231,7 @@ def _some(hosts: list[Host]) -> list[Host]:
 
 
 def _runs(host: Host, driver: str) -> bool:
+    """Whether the host's agent reports this driver, and not as disabled or absent."""
     entry = host.drivers.get(driver)
     return entry is not None and driver_status.state_of(entry) not in driver_status.OFF
 

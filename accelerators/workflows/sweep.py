@@ -1,9 +1,8 @@
-"""Removes what has been missing for long and is free, the only deletion of inventory there is; forgets old commands
-and bulk actions.
+"""Delete devices that have been missing for long, and old commands, bulk actions and rollouts.
 
-A missing device goes `CYBORG_MISSING_RETENTION_S` later, only while its agent is up and its driver answers; what a
-request names, or any witness says is held, or cannot say, stays (`safety`), and so does what is missing because its
-driver was disabled.
+This is the only place where inventory is deleted. A missing device is removed after `CYBORG_MISSING_RETENTION_S`, and
+only while its agent is up and its driver answers. It stays if a request names it, if a command for it is open, if a
+witness says that it is held or cannot say so (`safety`), or if it is missing because its driver was disabled.
 """
 
 from __future__ import annotations
@@ -30,17 +29,21 @@ log = logging.getLogger(__name__)
 
 BATCH = 200
 REMEMBERED = timedelta(days=30)
-"""Commands are kept so long after their end; their events stay."""
+"""Ended commands are deleted after this time; their events stay."""
 
 
 def run() -> None:
-    """The job `sweep`: partitions for the months to come, then what is missing for long, and what is old."""
+    """Run the job `sweep`: create the coming months' partitions of events, then delete missing devices and old rows."""
     retention.make_months()
     jobs.run("sweep", lambda: remove_missing() | forget_commands() | bulk_actions.forget() | driver_rollouts.forget())
 
 
 def forget_commands(now: datetime | None = None) -> bool:
-    """Delete one batch of the commands that ended long ago; True when there may be more. Their ids are their age."""
+    """Delete old commands among the BATCH oldest; True if there may be more.
+
+    Commands are taken in the order of their ids, which is the order of their age. One is old if it ended more than
+    REMEMBERED ago.
+    """
     oldest = Command.objects.order_by("id").values_list("id", "ended_at")[:BATCH]
     before = (now or datetime.now(UTC)) - REMEMBERED
     old = [id for id, ended_at in oldest if ended_at and ended_at < before]
@@ -52,10 +55,14 @@ def forget_commands(now: datetime | None = None) -> bool:
 
 
 def remove_missing(now: datetime | None = None) -> bool:
-    """Remove one batch; True when there may be more."""
+    """Remove one batch of devices that have been missing for long and are free; True if there may be more.
+
+    A device's deployables, attributes and attach handles are deleted with it. Locks the devices and their hosts, asks
+    all witnesses for each device, and writes an event for each that is removed.
+    """
     before = (now or datetime.now(UTC)) - timedelta(seconds=settings.KEYS.missing_retention_s)
     with conductor.writing():
-        # In any order: those that somebody holds must not stand before the others for ever.
+        # In random order: otherwise a batch of held devices would keep all others from being looked at.
         found = list(_removable(before).order_by("?").values_list("id", flat=True)[:BATCH])
         devices = [d for d in lifecycle.locked(_removable(before).filter(id__in=found)) if _free(d)]
         for device in devices:
@@ -78,7 +85,7 @@ def remove_missing(now: datetime | None = None) -> bool:
 
 
 def _free(device: Device) -> bool:
-    """Whether every witness says so."""
+    """Whether every witness says that nobody holds the device; if not, the reason is logged."""
     try:
         safety.refuse_unless_free(device, "removed")
     except Refused as refused:
@@ -88,6 +95,11 @@ def _free(device: Device) -> bool:
 
 
 def _removable(before: datetime) -> QuerySet[Device]:
+    """Return the devices that may be removed, as far as our own tables tell.
+
+    They are missing since before this time, their agent is up, their driver answers and is not disabled, no request
+    names them, and no command for them is open.
+    """
     held = AcceleratorRequest.objects.filter(
         Q(attach_handle__deployable__device=OuterRef("pk")) | Q(deployable__device=OuterRef("pk"))
     )
@@ -95,7 +107,7 @@ def _removable(before: datetime) -> QuerySet[Device]:
         state="missing", state_since__lt=before, host__stale_since__isnull=True, driver_error=""
     )
     said = Func(F("host__drivers"), F("driver"), Value("state"), function="jsonb_extract_path_text")
-    state = Coalesce(said, Value(""), output_field=TextField())  # older agents do not say it
+    state = Coalesce(said, Value(""), output_field=TextField())  # older agents do not report the state
     missing = missing.annotate(driver_state=state).exclude(driver_state=DriverState.DISABLED.value)
     under_way = Command.objects.filter(OPEN, device=OuterRef("pk"))
     return missing.filter(~Exists(held), ~Exists(under_way))
