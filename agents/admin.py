@@ -94,6 +94,7 @@ class AgentAdmin(ReadOnly):
 
     @display(description="Writes to Placement itself")
     def shown_writes(self, agent: Agent) -> str:
+        """Whether the agent can write to Placement itself, or why it cannot."""
         return lacks(agent) or "it can"
 
     @display(description="Last heard", ordering="-host__lease__seen_at")
@@ -114,16 +115,19 @@ class AgentAdmin(ReadOnly):
 
     @admin.action(description="Revoke: close their connections, let them in no more", permissions=["decide"])
     def revoke(self, request: HttpRequest, agents: QuerySet[Agent]) -> None:
+        """Revoke the selected agents."""
         self._decide(
             request, agents, "revoked", lambda agent, by: key_revocation.revoke(agent, by, "revoked in the console")
         )
 
     @admin.action(description="Admit again what was taken for a clone", permissions=["decide"])
     def admit(self, request: HttpRequest, agents: QuerySet[Agent]) -> None:
+        """Lift the bars of selected agents that were barred as clones."""
         self._decide(request, agents, "admitted", key_revocation.admit)
 
     @admin.action(description="Ask for new keys", permissions=["decide"])
     def rotate(self, request: HttpRequest, agents: QuerySet[Agent]) -> None:
+        """Ask the selected agents for new keys."""
         self._decide(request, agents, "asked for a new key", key_revocation.ask_rotation)
 
     def _decide(

@@ -60,9 +60,9 @@ def word_of(agent: Agent) -> str:
 
 
 def hands(hosts: Collection[int]) -> dict[int, Hand]:
-    """Return for each of these hosts whether its agent can write to Placement; hosts without an agent are left out.
+    """Return for each of these hosts why its agent cannot write to Placement, if so, and whether it is silent.
 
-    One query.
+    Hosts without an agent are left out. One query.
     """
     found = Agent.objects.filter(host__in=hosts).order_by().select_related("host__lease")
     return {agent.host_id: Hand(lacks(agent), _is_silent(agent)) for agent in found}

@@ -179,16 +179,19 @@ class Courier(threading.Thread):
         self._polled = 0.0
 
     def _enter(self, session: Session, line: _Line) -> None:
+        """Add an agent, instead of an older connection of its host, and look for its commands. See `hello`."""
         self._lines[session.identity.host_id] = line
         self._due.add(session.identity.host_id)
 
     def _leave(self, session: Session) -> None:
+        """Remove a session, and stop watching its answered commands. See `gone`."""
         host = session.identity.host_id
         if (line := self._lines.get(host)) and line.session is session:
             del self._lines[host]
         self._unsettled = {number: other for number, other in self._unsettled.items() if other is not session}
 
     def _await(self, session: Session, number: Number) -> None:
+        """Watch an answered command, and check it in the next look. See `unsettled`."""
         self._unsettled[number] = session
         self._moved = True
 
@@ -197,6 +200,7 @@ class Courier(threading.Thread):
         self._due |= self._lines.keys() if host is None else {host} & self._lines.keys()
 
     def _settled(self) -> None:
+        """Check the watched commands in the next look."""
         self._moved = True
 
     def _hear(self) -> None:
@@ -291,7 +295,8 @@ class Courier(threading.Thread):
     def _post(self, posts: Iterable[tuple[Session, list[str]]]) -> None:
         """Add messages to the outboxes of their sessions, and start a sender where none runs. On the event loop only.
 
-        Each socket is served at its own pace and in order. Messages beyond MAX_OUTBOX are dropped.
+        Each socket is served at its own pace and in order. Messages beyond MAX_OUTBOX are dropped: commands are sent
+        again later, and an agent whose Ack was dropped repeats its Result after a reconnection.
         """
         for session, texts in posts:
             begun = bool(session.outbox)

@@ -94,6 +94,7 @@ class Leases:
         return True
 
     def _write(self, seen: dict[int, tuple[float, int]], facts: dict[int, dict[str, object]]) -> None:
+        """Write leases and Hello data, one statement each. Hello data that the database rejects is logged and lost."""
         with connection.cursor() as cursor:
             if seen:
                 times = [datetime.fromtimestamp(at, UTC) for at, _ in seen.values()]

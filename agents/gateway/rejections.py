@@ -24,6 +24,8 @@ so a client could otherwise fill the memory with invented names."""
 
 @dataclass(slots=True)
 class _Tally:
+    """Refusals of one host and code: how many are not recorded yet, the last reason, and the time of the last event."""
+
     count: int
     reason: str
     written_at: float

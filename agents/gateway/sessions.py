@@ -1,4 +1,4 @@
-"""Sessions of connected agents, and the rule which one connection holds a host: takeovers, clones, bars.
+"""Sessions of connected agents, and the rule that decides which connection holds a host: takeovers, clones, bars.
 
 Everything here runs on the event loop. A key belongs to one running process. If an agent connects while another
 connection with its key is still open, the gateway compares the two:
@@ -253,6 +253,7 @@ class Holders:
 
 
 def _same_process(one: Connection, other: Connection) -> bool:
+    """Return whether two connections come from the same agent process: epoch and boot id are equal."""
     return (one.epoch, one.boot_id) == (other.epoch, other.boot_id)
 
 
