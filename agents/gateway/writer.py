@@ -52,7 +52,7 @@ SELECT (SELECT id FROM spool ORDER BY id LIMIT 1), (SELECT id FROM spool ORDER B
 PAUSE_S = 1.0
 """Seconds to wait after an unexpected error."""
 FORGOTTEN_S = 10.0
-"""Seconds between two looks whether the spool has rows although no merge job runs."""
+"""Seconds between two looks for rows left in the spool; if there are any, a merge job is enqueued."""
 DEPTH_S = 1.0
 """Seconds between two measurements of the spool's depth while it is not empty."""
 PLAIN_SHARE = 4
