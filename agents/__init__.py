@@ -1,1 +1,4 @@
-"""Both ends of the wire: `wire` the messages, `host` the daemon on compute hosts, the rest the conductor's end."""
+"""Agents and their connections.
+
+`wire` and `credentials` define the protocol, `host` is the daemon on compute hosts; the rest is the controller's side.
+"""

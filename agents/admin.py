@@ -1,4 +1,4 @@
-"""Agents and join tokens in the console. Called by Django's admin; `cyborgweb.pages` shows them beside other rooms."""
+"""Console pages (Django admin) of agents and join tokens."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ BARS = {"revoked": "bad", "clone": "bad"}
 
 
 def liveness(agent: Agent) -> SafeString:
-    """Up, late or down, by the age of its lease; revoked or clone, whatever its lease says."""
+    """Return the badge of an agent's state: up, late or down by the age of its lease, or revoked or clone if barred."""
     word, seen = word_of(agent), seen_at(agent)
     heard = f"last heard {seen:%Y-%m-%d %H:%M:%S} UTC" if seen else "never heard since it enrolled"
     return badges.mark(word, (TONES | BARS)[word], agent.barred_reason if agent.barred else heard)
 
 
 class Liveness(admin.SimpleListFilter):
-    """Up, late, down, revoked or clone."""
+    """Filter agents by state: up, late, down, revoked or clone."""
 
     title, parameter_name = "liveness", "is"
 
@@ -46,7 +46,7 @@ class Liveness(admin.SimpleListFilter):
 
 @admin.register(Agent)
 class AgentAdmin(ReadOnly):
-    """Who was heard, and when. Revoking, admitting and asking for new keys are decisions about selected agents."""
+    """Read-only pages of agents. Actions revoke selected agents, admit them again, or ask them for new keys."""
 
     actions = ("revoke", "admit", "rotate")
     list_display = ("shown_host", "shown_liveness", "heard", "version", "wire", "shown_boot", "connected")
@@ -94,6 +94,7 @@ class AgentAdmin(ReadOnly):
 
     @display(description="Writes to Placement itself")
     def shown_writes(self, agent: Agent) -> str:
+        """Whether the agent can write to Placement itself, or why it cannot."""
         return lacks(agent) or "it can"
 
     @display(description="Last heard", ordering="-host__lease__seen_at")
@@ -109,27 +110,30 @@ class AgentAdmin(ReadOnly):
         return badges.ago(agent.connected_at)
 
     def has_decide_permission(self, request: HttpRequest) -> bool:
-        """Whoever may change agents, decides about them; their rows stay read only."""
+        """Return whether the user may run the actions: that needs the permission to change agents."""
         return permissions.may(request, permissions.AGENTS, "agents.change_agent")
 
     @admin.action(description="Revoke: close their connections, let them in no more", permissions=["decide"])
     def revoke(self, request: HttpRequest, agents: QuerySet[Agent]) -> None:
+        """Revoke the selected agents."""
         self._decide(
             request, agents, "revoked", lambda agent, by: key_revocation.revoke(agent, by, "revoked in the console")
         )
 
     @admin.action(description="Admit again what was taken for a clone", permissions=["decide"])
     def admit(self, request: HttpRequest, agents: QuerySet[Agent]) -> None:
+        """Lift the bars of selected agents that were barred as clones."""
         self._decide(request, agents, "admitted", key_revocation.admit)
 
     @admin.action(description="Ask for new keys", permissions=["decide"])
     def rotate(self, request: HttpRequest, agents: QuerySet[Agent]) -> None:
+        """Ask the selected agents for new keys."""
         self._decide(request, agents, "asked for a new key", key_revocation.ask_rotation)
 
     def _decide(
         self, request: HttpRequest, agents: QuerySet[Agent], done: str, decide: Callable[[Agent, str], object]
     ) -> None:
-        """One by one; each that cannot be says why."""
+        """Apply `decide` to each selected agent, and show which were changed and why others were refused."""
         hosts = []
         for agent in agents.select_related("host"):
             try:
@@ -141,7 +145,7 @@ class AgentAdmin(ReadOnly):
 
 
 class Use(admin.SimpleListFilter):
-    """Whether a join token is still good for a new agent."""
+    """Filter join tokens by use: open, used, or expired without having been used."""
 
     title, parameter_name = "use", "use"
 
@@ -160,7 +164,10 @@ class Use(admin.SimpleListFilter):
 
 @admin.register(JoinToken)
 class JoinTokenAdmin(Listing):
-    """Permissions to join. Made by `manage.py join_token`, which alone knows the secret; deleting one withdraws it."""
+    """Pages of join tokens. They are made by `manage.py join_token`, which alone shows the secret.
+
+    They cannot be changed. Deleting a token withdraws it.
+    """
 
     list_display = ("host_name", "shown_use", "shown_key", "created_by", "created", "expires")
     list_filter = (Use,)

@@ -1,7 +1,4 @@
-"""Agents in our own API: who was heard, when, and in which version; and what their devices have to do.
-
-`cyborgweb.api` mounts it beside the others.
-"""
+"""Resources of our own API for agents (state, version, revocation) and for the current load of devices."""
 
 from __future__ import annotations
 
@@ -28,19 +25,22 @@ from agents.models import Agent
 
 
 class AgentFilter(filters.FilterSet):
-    """By host, liveness, version."""
+    """Filters agents by host name, state and version."""
 
     host = filters.CharFilter(field_name="host__name", help_text="Exactly this host name.")
     state = filters.ChoiceFilter(method="by_state", choices=[(word, word) for word in WORDS])
     version = filters.CharFilter()
 
     def by_state(self, agents: QuerySet[Agent], name: str, word: str) -> QuerySet[Agent]:
-        """By the age of its lease, or by what was decided."""
+        """Filter by state: up, late or down by the age of the lease, or revoked or clone."""
         return agents.filter(standing(word))
 
 
 class AgentSerializer(Chosen):
-    """The agent of a host: up, late or down by when it was last heard, revoked, or clone: two used its key at once."""
+    """The agent of a host.
+
+    `state` is up, late or down by the time it was last heard; revoked; or clone, if two processes used its key at once.
+    """
 
     uuid = serializers.UUIDField(source="host.uuid", read_only=True, help_text="Its host's: a host has one agent.")
     url = Url("agents", source="host.uuid")
@@ -69,16 +69,16 @@ class AgentSerializer(Chosen):
         read_only_fields = fields
 
     def get_state(self, agent: Agent) -> Literal["up", "late", "down", "revoked", "clone"]:
-        """How it stands."""
+        """State of the agent: up, late, down, revoked or clone."""
         return cast(Literal["up", "late", "down", "revoked", "clone"], word_of(agent))
 
     def get_seen_at(self, agent: Agent) -> datetime | None:
-        """When it was last heard; null: never."""
+        """When the agent was last heard; null if never."""
         return seen_at(agent)
 
 
 class AgentView(Collection):
-    """Agents, by the name of their host."""
+    """Agents, ordered by the name of their host. They can be listed, shown and revoked."""
 
     policy = "agent"
     verbs = {"revoke": Why}
@@ -92,7 +92,10 @@ class AgentView(Collection):
     queryset = Agent.objects.select_related("host__lease")
 
     def revoke(self, request: Request, **kwargs: str) -> Response:
-        """Close its connections, let its key in no more. A new join token, and a new key, bring the host back."""
+        """Revoke an agent: end its connections and bar its key.
+
+        The host can come back only with a new join token and a new key.
+        """
         reason = self.said(request).get("reason", "")
         key_revocation.revoke(self.get_object(), self.caller.name, reason, Source.API)
         return Response(self.get_serializer(self.get_object()).data)
@@ -102,13 +105,15 @@ ELSEWHERE = "The stream is served where agents connect, by the one-command web; 
 
 
 class Events(BaseRenderer):
-    """A stream: never written here, but by `cyborgweb.live.usage` before a request comes to a view."""
+    """Makes `text/event-stream` a known media type. The stream itself is served by `cyborgweb.live.usage`, before a
+    request reaches a view."""
 
     media_type, format, charset = "text/event-stream", "events", None
 
 
 class DeviceUsageSerializer(Chosen):
-    """What a device has to do, as its host's agent said last: once a minute, every second while somebody listens."""
+    """The load of a device, as its host's agent last reported it: once a minute, or every second while a client listens
+    to the stream."""
 
     device = DeviceReference(read_only=True)
     at = serializers.DateTimeField(
@@ -128,8 +133,11 @@ class DeviceUsageSerializer(Chosen):
 
 
 class DeviceUsageView(Collection):
-    """What a device has to do at this moment; nothing of it is stored. As `text/event-stream`: the same every second,
-    one `data` line each, from the process to which agents connect, until the token or the session ends."""
+    """The current load of a device; it is not stored.
+
+    As `text/event-stream` the process to which agents connect sends it every second, one `data` line each, until the
+    token or the session ends.
+    """
 
     policy = "device"
     http_method_names = ["get", "head"]
@@ -139,11 +147,11 @@ class DeviceUsageView(Collection):
 
     @property
     def policy_rules(self) -> dict[str, str]:
-        """One rule."""
+        """Return the policy rule for all methods of this view."""
         return dict.fromkeys(("GET", "HEAD"), "cyborg:device:get_usage")
 
     def perform_content_negotiation(self, request: Request, force: bool = False) -> tuple[BaseRenderer, str]:
-        """406 for who wants a stream of a process that has none."""
+        """Choose the renderer. Raise Refused 406 if the client wants the event stream, which is not served here."""
         renderer, media = super().perform_content_negotiation(request, force)
         if renderer.format != Events.format:
             return renderer, media
@@ -152,7 +160,7 @@ class DeviceUsageView(Collection):
         return Json(), Json.media_type
 
     def retrieve(self, request: Request, **kwargs: str) -> Response:
-        """What is known now."""
+        """Return the last known load of the device; no agent is asked."""
         device = self.get_object()
         loads = telemetry.last({device.host_id})
         told: dict[str, Any] = {"device": device} | telemetry.of_device(loads, device.host_id, device.key)

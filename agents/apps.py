@@ -1,4 +1,4 @@
-"""Django's face of the room: the conductor's end of the wire."""
+"""Django application of the agents: registers its jobs and what other applications ask it."""
 
 from django.apps import AppConfig
 

@@ -1,8 +1,9 @@
-"""Who connects, and how that is proved: challenge, credential, signatures, join strings. Pure; shared by both ends.
+"""Authentication of agents: challenge, credential, signatures and join strings.
 
-An agent GETs `/ws/agent/challenge` (`Challenge`), signs `signed_bytes(...)` with its Ed25519 key and sends the upgrade
-request with `Authorization: Cyborg-Agent <base64url of Credential>`. A refusal is an HTTP 401 or 403 with
-`{"error": sentence}` and no socket.
+The module is pure, and both sides import it. An agent GETs `/ws/agent/challenge` (`Challenge`), signs
+`signed_bytes(...)` with its Ed25519 key and sends the upgrade request with
+`Authorization: Cyborg-Agent <base64url of Credential>`. If it is refused, it gets an HTTP 401 or 403 (503 if it should
+come back later) with `{"error": sentence, "code": word}`, and no socket.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class Challenge(Struct, frozen=True):
-    """Answer of GET /ws/agent/challenge. Valid for `seconds`; one connection of one host may use it."""
+    """Answer of GET /ws/agent/challenge. The nonce is valid for `seconds` and for one request."""
 
     nonce: str
     seconds: float
@@ -32,7 +33,10 @@ class Challenge(Struct, frozen=True):
 
 
 class Credential(Struct, frozen=True):
-    """Who connects: `public_key` and `signature` are base64url. `token` is sent until the key is bound to the host."""
+    """The identity that an agent claims, and its proof.
+
+    `public_key` and `signature` are base64url. The agent sends `token` until its key is bound to the host.
+    """
 
     host: Name
     node: Name
@@ -44,42 +48,48 @@ class Credential(Struct, frozen=True):
 
 
 def signed_bytes(host: str, node: str, epoch: int, nonce: str, fingerprint: str) -> bytes:
-    """What an agent signs to connect: bound to the host, its epoch, the server's nonce and the pinned server."""
+    """Return the bytes that an agent signs to connect.
+
+    They bind the signature to the host, its epoch, the server's nonce and the pinned certificate.
+    """
     return _encode(["cyborg-agent-connect-1", host, node, epoch, nonce, fingerprint])
 
 
 def rotation_bytes(host: str, old: str, new: str, fingerprint: str) -> bytes:
-    """What both keys sign when one follows the other: bound to the host, both keys and the pinned server."""
+    """Return the bytes that the old and the new key sign at a key rotation.
+
+    They bind the signatures to the host, both keys and the pinned certificate.
+    """
     return _encode(["cyborg-agent-rotate-1", host, old, new, fingerprint])
 
 
 def public_text(key: Ed25519PublicKey) -> str:
-    """A public key as it stands in messages: its 32 raw bytes in base64url, with padding."""
+    """Encode a public key for messages: its 32 raw bytes in base64url with padding."""
     return base64.urlsafe_b64encode(key.public_bytes_raw()).decode()
 
 
 def sign(key: Ed25519PrivateKey, data: bytes) -> str:
-    """A signature as it stands in messages."""
+    """Sign `data` and return the signature in base64url, as messages have it."""
     return base64.urlsafe_b64encode(key.sign(data)).decode()
 
 
 def is_signed(public_key: str, signature: str, data: bytes) -> bool:
-    """Whether `signature` is this key's over `data`; False also for what is no key or no signature."""
+    """Return whether `signature` is this key's signature of `data`; also False for malformed keys and signatures."""
     try:
         key = Ed25519PublicKey.from_public_bytes(base64.urlsafe_b64decode(public_key))
         key.verify(base64.urlsafe_b64decode(signature), data)
     except (ValueError, InvalidSignature):
         return False
-    return public_text(key) == public_key  # one key, one name: a bar is known by it
+    return public_text(key) == public_key  # only the canonical text is valid: a barred key is recognised by its text
 
 
 def authorization(credential: Credential) -> str:
-    """The value of the upgrade request's Authorization header."""
+    """Encode a credential as the value of the Authorization header."""
     return f"{SCHEME} {base64.urlsafe_b64encode(_encode(credential)).decode()}"
 
 
 def parse_authorization(value: str) -> Credential:
-    """The reverse; raises Malformed."""
+    """Decode the value of an Authorization header; raise Malformed. It verifies no signature."""
     scheme, _, encoded = value.partition(" ")
     if scheme.lower() != SCHEME.lower() or len(encoded) > 8192:
         raise Malformed(f"the Authorization header is not '{SCHEME} …'")
@@ -93,12 +103,12 @@ def parse_authorization(value: str) -> Credential:
 
 
 def join_string(address: str, fingerprint: str, host: str, secret: str) -> str:
-    """The one pasteable string of `manage.py join_token`: where, whom to trust, for which host, the secret."""
+    """Make the string that `manage.py join_token` prints: server address, certificate fingerprint, host and secret."""
     return base64.urlsafe_b64encode(_encode([1, address, fingerprint, host, secret])).decode().rstrip("=")
 
 
 class Join(Struct, frozen=True, array_like=True):
-    """What a join string holds. `address` is `http://host:port` or `https://…`; `fingerprint` '' without TLS."""
+    """The content of a join string. `address` is `http://host:port` or `https://…`; `fingerprint` is '' without TLS."""
 
     version: int
     address: str
@@ -108,7 +118,7 @@ class Join(Struct, frozen=True, array_like=True):
 
 
 def parse_join_string(text: str) -> Join:
-    """Raises Malformed with a sentence for the person who pasted it."""
+    """Decode a join string; raise Malformed with a sentence for the person who pasted it."""
     try:
         return msgspec.json.decode(base64.urlsafe_b64decode(text.strip() + "=" * (-len(text.strip()) % 4)), type=Join)
     except (ValueError, msgspec.DecodeError):

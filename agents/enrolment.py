@@ -1,6 +1,7 @@
-"""Who an agent is: join tokens, the binding of a key to a host, and the challenge of every connection.
+"""Enrolment of agents: join tokens, binding a key to a host, and the challenge of each connection.
 
-`Challenges` and `verify` are asked on the event loop; `identify` and `make_token` talk to the database.
+`Challenges`, `verify`, `credential_of` and `denial` use no database, so that they can be called on the event loop;
+`known`, `admit` and `make_token` use it.
 """
 
 from __future__ import annotations
@@ -22,11 +23,15 @@ from agents import credentials, key_revocation, wire
 from agents.models import Agent, JoinToken
 
 CHALLENGE_S = 30.0
+"""Seconds for which a challenge is valid."""
 LEAP = 2**33
-"""An agent begins with its clock's seconds and counts up. Who has its key for a while leaves it enough to go on."""
+"""How far an epoch may be above the highest known one. An agent's epoch begins with its clock's seconds and counts up.
+The limit keeps somebody who has the key for a while from using up all epochs of the agent."""
 MAX_CHALLENGES = 100_000
+"""Maximum number of open challenges of this process."""
 MACHINE = "prepare"
-"""Who made the tokens that every start of the one-command mode makes. They enrol; they undo no person's decision."""
+"""`created_by` of the tokens that every start of the one-command mode makes. They can enrol an agent, but they cannot
+lift a bar, which only a person may do."""
 
 KNOWN = """
 SELECT a.public_key, h.id, h.name, h.node, coalesce(l.epoch, 0),
@@ -35,12 +40,13 @@ SELECT a.public_key, h.id, h.name, h.node, coalesce(l.epoch, 0),
 FROM agents_agent a JOIN accelerators_host h ON h.id = a.host_id LEFT JOIN agents_lease l ON l.host_id = h.id
 WHERE a.public_key = ANY(%s)
 """
+"""The fields of Identity for enrolled keys. Each row takes a new connection number."""
 
 
 class Refused(Exception):
-    """Why a connection is not let in: an HTTP status, a word for programs, a sentence for people.
+    """Raised to refuse a request of an agent: an HTTP status, a code for programs, a sentence for people.
 
-    `retry_after`: with a 503, when to come back, in seconds.
+    `retry_after` is sent with a 503: the seconds after which the agent should come back.
     """
 
     def __init__(self, status: int, code: str, reason: str, retry_after: int = 5) -> None:
@@ -50,7 +56,7 @@ class Refused(Exception):
 
 
 def credential_of(scope: Any) -> credentials.Credential:
-    """Who says to ask, by the ASGI request's Authorization; raises Refused."""
+    """Return the unverified credential in an ASGI request's Authorization header; raise Refused (401)."""
     value = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
     try:
         return credentials.parse_authorization(value.decode("latin-1"))
@@ -59,7 +65,7 @@ def credential_of(scope: Any) -> credentials.Credential:
 
 
 def denial(refused: Refused) -> tuple[list[tuple[bytes, bytes]], bytes]:
-    """Headers and body of a refusal: one JSON sentence."""
+    """Return the headers and the JSON body of the HTTP response for a refusal."""
     body = msgspec.json.encode({"error": refused.reason, "code": refused.code})
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if refused.status == 401:
@@ -71,9 +77,11 @@ def denial(refused: Refused) -> tuple[list[tuple[bytes, bytes]], bytes]:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """An enrolled agent. `applied_hash` is '' also while a report of its host waits to be merged.
+    """An enrolled agent, at the time it connects.
 
-    `number` is this connection's: later ones have higher numbers, at whatever gateway.
+    `epoch` is the highest one seen from it. `applied_hash` is the hash of the report last applied for its host; '' if
+    there is none, and while a report waits to be merged. `number` belongs to this connection: later connections have
+    higher numbers, also at other gateways. `rotate`: an operator has asked for a new key.
     """
 
     public_key: str
@@ -89,18 +97,21 @@ class Identity:
 
 
 def highest_epoch(known: int) -> int:
-    """What an agent may be at that was last heard at `known`."""
+    """Return the highest epoch to accept from an agent whose highest known epoch is `known`."""
     return max(known, int(time.time())) + LEAP
 
 
 class Challenges:
-    """Nonces of this process: each is good once, for `CHALLENGE_S` seconds. Bounded; the oldest go first."""
+    """The open nonces of this process: each can be used once within `CHALLENGE_S` seconds.
+
+    If there are more than MAX_CHALLENGES, the oldest are deleted.
+    """
 
     def __init__(self) -> None:
         self._open: dict[str, float] = {}
 
     def make(self) -> credentials.Challenge:
-        """A fresh one."""
+        """Make and remember a new challenge."""
         now = time.monotonic()
         while self._open:
             oldest = next(iter(self._open))
@@ -112,15 +123,15 @@ class Challenges:
         return credentials.Challenge(nonce, CHALLENGE_S, wire.VERSIONS)
 
     def take(self, nonce: str) -> bool:
-        """Use it up; False when it was never made, is used or too old."""
+        """Use up a nonce; return False if it is unknown, used or expired."""
         return self._open.pop(nonce, 0.0) > time.monotonic()
 
 
 def verify(credential: credentials.Credential, challenges: Challenges, fingerprints: Iterable[str]) -> str:
-    """Raise Refused unless the credential answers one of our challenges with its own key.
+    """Check that a credential signs one of our challenges with its own key; raise Refused (401) otherwise.
 
-    What is signed names the certificate that the agent pins ('' for none): returned; one of `fingerprints`, or it meant
-    another server than us.
+    The nonce is used up. Return the fingerprint in the signed bytes, which is that of the certificate that the agent
+    pins ('' for none). It must be one of `fingerprints`: otherwise the agent meant another server.
     """
     if not challenges.take(credential.nonce):
         raise Refused(401, "challenge", "the challenge is unknown, used or expired: ask for a new one")
@@ -134,7 +145,10 @@ def verify(credential: credentials.Credential, challenges: Challenges, fingerpri
 
 
 def make_token(host: str, *, address: str, hours: int, created_by: str, fingerprint: str = "") -> str:
-    """A join string for `host`, valid for `hours`; its secret is stored as a hash only."""
+    """Create a join token and return its join string for `host`, valid for `hours`. Record an event.
+
+    Only a hash of the secret is stored, so the string cannot be shown again.
+    """
     secret = secrets.token_urlsafe(24)
     JoinToken.objects.create(
         host_name=host,
@@ -153,16 +167,18 @@ def _digest(secret: str) -> str:
 
 
 def known(public_keys: Iterable[str]) -> dict[str, Identity]:
-    """The enrolled agents among `public_keys`; one statement."""
+    """Return the enrolled agents among `public_keys`, by key; each gets a new connection number. One statement."""
     with connection.cursor() as cursor:
         cursor.execute(KNOWN, [list(public_keys)])
         return {row[0]: Identity(*row) for row in cursor.fetchall()}
 
 
 def admit(credential: credentials.Credential, identity: Identity | None) -> Identity:
-    """The identity under which a verified credential connects, enrolling it by its token where needed; else Refused.
+    """Return the identity for a verified credential, or raise Refused (403).
 
-    A used token ends the older ones of its host: a replaced key cannot come back with the token it once had.
+    `identity` is the one already known for its key, if any. If it is of another host, barred or missing, the agent is
+    enrolled by its token in a transaction. Using a token expires the older tokens of its host, so that a replaced key
+    cannot come back with the token it once had.
     """
     if identity is not None and identity.host == credential.host and not identity.barred:
         if identity.node != credential.node:
@@ -179,6 +195,11 @@ def admit(credential: credentials.Credential, identity: Identity | None) -> Iden
 
 
 def _enrol(credential: credentials.Credential) -> Identity:
+    """Bind the credential's key to its host by its token, and return the identity. Raise Refused.
+
+    The token and the host's agent are locked. A host's agent with another key, and another host's agent with this key,
+    are deleted.
+    """
     with transaction.atomic():
         token = JoinToken.objects.select_for_update().filter(secret_hash=_digest(credential.token)).first()
         _check(token, credential)
@@ -201,7 +222,10 @@ def _enrol(credential: credentials.Credential) -> Identity:
 
 
 def _lift(agent: Agent | None, token: JoinToken, credential: credentials.Credential) -> None:
-    """A barred host comes back with a person's new token, and never with a key that was barred."""
+    """Raise Refused if a bar forbids this enrolment.
+
+    A barred host can come back only with a token that a person made, and never with a barred key.
+    """
     if agent is not None and agent.barred and token.created_by == MACHINE:
         raise Refused(403, agent.barred, key_revocation.why(agent.barred, agent.barred_reason, credential.host))
     if Agent.objects.filter(public_key=credential.public_key).exclude(barred="").exists():
@@ -210,6 +234,7 @@ def _lift(agent: Agent | None, token: JoinToken, credential: credentials.Credent
 
 
 def _check(token: JoinToken | None, credential: credentials.Credential) -> None:
+    """Raise Refused unless the token exists, is for this host, has not expired, and has not bound another key."""
     again = f"make a new one with `manage.py join_token {credential.host}`"
     if token is None:
         raise Refused(403, "token-unknown", f"the join token is not known here: {again}")

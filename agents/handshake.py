@@ -1,4 +1,4 @@
-"""What the gateway reads from an upgrade request, and how it refuses one."""
+"""Read the client's address and wire version from an upgrade request, and refuse such a request."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from agents.enrolment import Refused
 
 
 def client_address(scope: Any) -> str:
-    """Return the address whose challenges count together."""
+    """Return the client's IP address, '' if unknown. Challenges are limited per address."""
     return str((scope.get("client") or ("",))[0])
 
 
 def choose_version(scope: Any) -> str:
-    """Return the best wire version that both ends speak, or raise Refused."""
+    """Return the best wire version that both sides support, or raise Refused (403)."""
     for version in wire.VERSIONS:
         if version in scope["subprotocols"]:
             return version
@@ -23,7 +23,10 @@ def choose_version(scope: Any) -> str:
 
 
 async def deny_upgrade(scope: Any, send: Any, refused: Refused) -> None:
-    """Answer an upgrade request with an HTTP status and one JSON sentence; there is no socket then."""
+    """Answer an upgrade request with an HTTP error and a JSON body; no WebSocket is opened.
+
+    If the web server cannot send HTTP responses here, close with code 1008 instead.
+    """
     if "websocket.http.response" not in scope.get("extensions", {}):
         await send({"type": "websocket.close", "code": 1008, "reason": refused.code})
         return

@@ -1,7 +1,8 @@
-"""Who may go on speaking for a host: revocation, bars against clones, new keys. Each is an event and a ring of the hub.
+"""Decide which key may connect for a host: revocation, bars against clones, key rotation.
 
-People decide through commands, console and API; the gateway's writer thread calls `bar_clone`, `rotate` and `news`. A
-gateway that hears the ring looks at once; one that missed it looks every few seconds, so no decision waits for long.
+Each decision is recorded as an event and, except for a completed rotation, announced on `TOPIC`. A gateway that gets
+the notification reads the changed rows (`news`) at once. It also reads them every few seconds, so that a lost
+notification delays a decision only a little.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from accelerators.runtime import pubsub
 from agents.models import Agent, Bar, JoinToken
 
 TOPIC = "agents"
+"""Notifications that agent rows have changed; the detail is the host's id."""
 MAX_REASON = 500
 NEWS = """SELECT host_id, public_key, barred, barred_reason, rotate_asked_at IS NOT NULL, connection, epoch, boot_id,
   address
@@ -31,7 +33,7 @@ FROM agents_agent WHERE changed_at > now() - make_interval(secs => %s)
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """An agent whose row changed lately. `number`, `epoch`, `boot_id`, `address` are its newest connection's."""
+    """An agent whose row has changed. `number`, `epoch`, `boot_id` and `address` describe its newest connection."""
 
     host_id: int
     public_key: str
@@ -46,7 +48,7 @@ class News:
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """One of two that hold the same key."""
+    """Identifies one of two connections that use the same key."""
 
     address: str
     boot_id: str
@@ -54,14 +56,14 @@ class Connection:
 
 
 def news(seconds: float) -> list[News]:
-    """Agents whose row changed in the last `seconds` of the database's clock; one statement."""
+    """Return the agents whose row changed in the last `seconds`, by the database's clock. One statement."""
     with connection.cursor() as cursor:
         cursor.execute(NEWS, [seconds])
         return [News(*row) for row in cursor.fetchall()]
 
 
 def find(host: str | UUID) -> Agent:
-    """The agent of a host, named by its name or uuid. Raises Refused UNKNOWN with how to begin."""
+    """Return the agent of a host, given the host's name or uuid. Raise Refused UNKNOWN if there is none."""
     which = {"host__uuid": host} if isinstance(host, UUID) else {"host__name": host}
     agent = Agent.objects.select_related("host").filter(**which).first()
     if agent is None:
@@ -70,8 +72,11 @@ def find(host: str | UUID) -> Agent:
 
 
 def revoke(agent: Agent, by: str, reason: str, source: Source = Source.PERSON) -> bool:
-    """End its connections and let it in no more; False when it is revoked already. Only a new join token, and with it
-    a new key, brings the host back. What it was acknowledged before is merged."""
+    """Revoke an agent: end its connections and bar its key. Return False if it is revoked already.
+
+    Its open join tokens expire. The host can come back only with a new join token and a new key. Reports that were
+    acknowledged before are still merged.
+    """
     with conductor.writing():
         row = _locked(agent.host_id)
         if row.barred == Bar.REVOKED:
@@ -83,9 +88,9 @@ def revoke(agent: Agent, by: str, reason: str, source: Source = Source.PERSON) -
 
 
 def admit(agent: Agent, by: str, source: Source = Source.PERSON) -> bool:
-    """Let an agent in again that was taken for a clone; False when it is not barred.
+    """Lift the bar of an agent that was barred as a clone; return False if it is not barred.
 
-    Raises Refused CONFLICT for one that was revoked.
+    Raise Refused CONFLICT if it was revoked.
     """
     with conductor.writing():
         row = _locked(agent.host_id)
@@ -101,7 +106,7 @@ def admit(agent: Agent, by: str, source: Source = Source.PERSON) -> bool:
 
 
 def ask_rotation(agent: Agent, by: str, source: Source = Source.PERSON) -> None:
-    """Have it make a new key as soon as it is connected. Raises Refused CONFLICT while it is barred."""
+    """Ask an agent for a new key, now or when it connects next. Raise Refused CONFLICT while it is barred."""
     with conductor.writing():
         row = _locked(agent.host_id)
         if row.barred:
@@ -113,9 +118,10 @@ def ask_rotation(agent: Agent, by: str, source: Source = Source.PERSON) -> None:
 
 
 def rotate(host_id: int, old: str, new: str) -> None:
-    """Take over a key that its agent has proved to hold, in one transaction; said again, it is done already.
+    """Replace a host's key `old` by `new`, in one transaction; do nothing if that is done already.
 
-    Raises Refused CONFLICT when `old` is not the host's key (any more), or `new` is another's.
+    The caller must have checked the agent's proof that it has both keys. Tokens bound to the old key expire. Raise
+    Refused CONFLICT if `old` is not the host's key any more, if the agent is barred, or if another host uses `new`.
     """
     with conductor.writing():
         row = _locked(host_id)
@@ -135,7 +141,7 @@ def rotate(host_id: int, old: str, new: str) -> None:
 
 
 def bar_clone(host_id: int, key: str, first: Connection, second: Connection) -> None:
-    """Two live connections hold one key: neither is let in until a person decides. Once; later calls change nothing."""
+    """Bar a key that two live connections use, until a person decides. Do nothing if it is barred or replaced."""
     with conductor.writing():
         row = _locked(host_id)
         if row.public_key != key or row.barred:
@@ -153,12 +159,12 @@ def bar_clone(host_id: int, key: str, first: Connection, second: Connection) -> 
 
 
 def both(first: Connection, second: Connection) -> str:
-    """Who the two are."""
+    """Return the addresses of two connections as the reason of a bar."""
     return f"{first.address} and {second.address} at the same time"
 
 
 def why(barred: str, reason: str, host: str) -> str:
-    """One sentence for a barred agent, with what lifts the bar."""
+    """Return the sentence for a barred agent: why it is barred, and how an operator lifts the bar."""
     token = f"make a token with `manage.py join_token {host}`"
     if barred == Bar.CLONE:
         decide = f"see which is right, then {token}, or run `manage.py agents --admit {host}`"
@@ -167,7 +173,10 @@ def why(barred: str, reason: str, host: str) -> str:
 
 
 def _locked(host_id: int) -> Agent:
-    """The host's agent as it is now, and its open tokens with it: nobody joins meanwhile. Tokens go first, as there."""
+    """Lock the host's open join tokens and its agent, and return the agent; raise Refused UNKNOWN if there is none.
+
+    The tokens are locked so that nobody joins meanwhile. They are locked first, in the same order as at an enrolment.
+    """
     host = Host.objects.filter(pk=host_id).first()
     list(JoinToken.objects.select_for_update().filter(host_name=host and host.name, expires_at__gt=datetime.now(UTC)))
     row = Agent.objects.select_for_update(of=("self",)).select_related("host").filter(host_id=host_id).first()
@@ -177,6 +186,7 @@ def _locked(host_id: int) -> Agent:
 
 
 def _bar(row: Agent, bar: Bar, reason: str) -> None:
+    """Bar an agent and expire all join tokens of its host."""
     Agent.objects.filter(pk=row.pk).update(
         barred=bar, barred_reason=reason[:MAX_REASON], rotate_asked_at=None, changed_at=Now()
     )
@@ -184,6 +194,7 @@ def _bar(row: Agent, bar: Bar, reason: str) -> None:
 
 
 def _expire(tokens: QuerySet[JoinToken]) -> None:
+    """Make those of these tokens expire now that are still valid."""
     tokens.filter(expires_at__gt=datetime.now(UTC)).update(expires_at=datetime.now(UTC))
 
 

@@ -1,7 +1,4 @@
-"""How an agent stands: up, late or down by when it was last heard; revoked or taken for a clone by decision.
-
-Called by the console, the API and `manage.py agents`.
-"""
+"""Compute the state of agents: up, late or down by the age of the lease, or revoked or clone if the agent is barred."""
 
 from __future__ import annotations
 
@@ -16,13 +13,14 @@ from agents.models import Agent, Bar
 
 LIVENESS = ("up", "late", "down")
 WORDS = (*LIVENESS, Bar.REVOKED.value, Bar.CLONE.value)
+"""All states of an agent."""
 
 
 def limits(now: datetime | None = None) -> tuple[datetime, datetime]:
-    """Heard since the first moment: up. Since the second only: late. Earlier, or never: down.
+    """Return two times: an agent heard since the first is up, since the second late, otherwise down.
 
-    One beat, and what a gateway waits before it writes a lease, are normal. Down is when the watcher of leases makes
-    the host stale.
+    An age of one heartbeat plus the interval of lease flushes is normal, so it is up. An agent is down at the same age
+    at which the job `leases` marks its host as stale.
     """
     beat, flush = settings.KEYS.beat_s, settings.KEYS.lease_flush_s
     down = 2 * beat + 2
@@ -31,7 +29,7 @@ def limits(now: datetime | None = None) -> tuple[datetime, datetime]:
 
 
 def where(word: str, lease: str = "") -> Q:
-    """The condition for up, late or down; `lease` is the path to the moment a lease was last renewed."""
+    """Return the query condition for up, late or down; `lease` is the lookup path to the lease's `seen_at`."""
     path = lease or "host__lease__seen_at"
     up, down = limits()
     if word == "up":
@@ -42,18 +40,18 @@ def where(word: str, lease: str = "") -> Q:
 
 
 def standing(word: str) -> Q:
-    """The condition for any of WORDS on agents."""
+    """Return the query condition on Agent for any of WORDS."""
     return Q(barred="") & where(word) if word in LIVENESS else Q(barred=word)
 
 
 def seen_at(agent: Agent) -> datetime | None:
-    """When it was last heard; None: never."""
+    """Return when the agent was last heard, None if never. A query each unless `host__lease` was selected."""
     lease = getattr(agent.host, "lease", None)
     return lease.seen_at if lease else None
 
 
 def word_of(agent: Agent) -> str:
-    """One of WORDS."""
+    """Return the agent's state, one of WORDS."""
     if agent.barred:
         return agent.barred
     seen = seen_at(agent)
@@ -62,18 +60,22 @@ def word_of(agent: Agent) -> str:
 
 
 def hands(hosts: Collection[int]) -> dict[int, Hand]:
-    """How the agents of these hosts stand who are to write to Placement; a host that has none is left out."""
+    """Return for each of these hosts why its agent cannot write to Placement, if so, and whether it is silent.
+
+    Hosts without an agent are left out. One query.
+    """
     found = Agent.objects.filter(host__in=hosts).order_by().select_related("host__lease")
     return {agent.host_id: Hand(lacks(agent), _is_silent(agent)) for agent in found}
 
 
 def _is_silent(agent: Agent) -> bool:
+    """Return whether the agent was never heard, or not for so long that it is down."""
     seen = seen_at(agent)
     return seen is None or seen < limits()[1]
 
 
 def lacks(agent: Agent) -> str:
-    """Why it cannot write to Placement now, '' when it can."""
+    """Return why the agent cannot write to Placement now, '' if it can."""
     if agent.barred:
         return f"its agent may not connect: {agent.barred}"
     if _is_silent(agent):
@@ -84,7 +86,10 @@ def lacks(agent: Agent) -> str:
 
 
 def since(agent: Agent) -> datetime | None:
-    """Since when it stands so: barred, connected, or last heard."""
+    """Return since when the agent is in its state, None if it was never heard.
+
+    If barred, that is when its row last changed; if up, when it connected; otherwise when it was last heard.
+    """
     if agent.barred:
         return agent.changed_at
     return agent.connected_at if word_of(agent) == "up" else seen_at(agent)

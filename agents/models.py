@@ -1,4 +1,4 @@
-"""What the conductor knows of agents: who they are, when they were last heard, what they sent and is not merged."""
+"""Models of agents: their keys and leases, join tokens, gateways, and reports that wait to be merged."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ class Bar(models.TextChoices):
 
 
 class Agent(models.Model):
-    """The agent of one host, known by its Ed25519 public key (base64url). What it said last, and whether it may speak.
+    """The agent of one host, identified by its Ed25519 public key (base64url).
 
-    Gateways look every few seconds for rows whose `changed_at` is new, and end the connections that must not go on.
+    The row says whether the agent may connect, and what it said about itself in its last Hello. Gateways look every few
+    seconds for rows with a new `changed_at`, and end the connections that are not allowed any more.
     """
 
     host = models.OneToOneField(Host, models.CASCADE, related_name="agent")
@@ -63,7 +64,10 @@ class Agent(models.Model):
 
 
 class Lease(models.Model):
-    """When a host's agent was last heard. Narrow and hot: one statement renews all that are due."""
+    """When a host's agent was last heard.
+
+    The table is narrow because it is written often: one statement renews all leases that are due.
+    """
 
     host = models.OneToOneField(Host, models.CASCADE, primary_key=True, related_name="lease")
     seen_at = models.DateTimeField()
@@ -77,7 +81,10 @@ class Lease(models.Model):
 
 
 class Gateway(models.Model):
-    """A process that holds agents' connections, and where others reach it. Written with the leases it renews."""
+    """A process that has connections from agents, and the URL where other processes reach it.
+
+    The gateway renews its row whenever it writes leases.
+    """
 
     url = models.CharField(max_length=255, primary_key=True, db_collation="C")
     name = models.CharField(max_length=100, db_collation="C", help_text="Another one after every start.")
@@ -88,7 +95,10 @@ class Gateway(models.Model):
 
 
 class JoinToken(models.Model):
-    """Permission to bind one key to one host. Stored as a hash; the same key may use it again until it expires."""
+    """Permission to bind one key to one host. Only a hash of its secret is stored.
+
+    The key that was bound may use the token again until it expires.
+    """
 
     host_name = models.CharField(max_length=255, db_collation="C")
     secret_hash = models.CharField(max_length=64, unique=True)
@@ -108,7 +118,10 @@ class JoinToken(models.Model):
 
 
 class Spooled(models.Model):
-    """A report that was acknowledged and is not merged yet. Logged, so that kill -9 and power cuts lose none."""
+    """A report that was stored and is not merged yet.
+
+    The table is a logged one, so that neither kill -9 nor a power failure loses an acknowledged report.
+    """
 
     host = models.ForeignKey(Host, models.CASCADE, db_constraint=False, related_name="+")
     epoch = models.BigIntegerField()

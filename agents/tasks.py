@@ -1,4 +1,4 @@
-"""Jobs of the clusters: merge the spool into the tables, watch the leases."""
+"""Background jobs: merge the spool into the tables, and look for expired leases."""
 
 from __future__ import annotations
 
@@ -21,9 +21,12 @@ from agents.gateway import leases
 log = logging.getLogger(__name__)
 
 BATCH_BYTES = 8 * 1024 * 1024
+"""A batch takes no further report once its payloads have reached this size."""
 BATCH_ROWS = 500
+"""Maximum number of reports in a batch."""
 BY_AGE = 4
-"""Of the batches every so many-th goes by age alone, so that hosts with faults hold up nobody for ever."""
+"""Every BY_AGE-th batch takes the oldest reports without regard to faults, so that hosts with faults cannot block the
+others for ever."""
 TAKE = """
 WITH oldest AS (
        SELECT id, octet_length(payload) AS size FROM spool {which} ORDER BY id LIMIT %s FOR UPDATE SKIP LOCKED),
@@ -31,9 +34,12 @@ WITH oldest AS (
 DELETE FROM spool s USING batch b WHERE s.id = b.id AND b.before < %s
 RETURNING s.host_id, s.epoch, s.seq, s.payload
 """
+"""Remove the oldest reports from the spool and return them, up to a number of reports and of bytes. Rows that another
+process has locked are skipped."""
 OLDEST = TAKE.format(which="")
 URGENT = TAKE.format(which="WHERE host_id IN (SELECT host_id FROM spool WHERE urgent)")
-"""Of a host with a fault everything that waits: an answer from before must not be lost to the error after it."""
+"""The same for hosts with a report that shows a fault. It takes all their reports: a driver's good answer in an earlier
+report must not be lost because of the error in the later one."""
 
 _batches = itertools.count(1)
 _decode = msgspec.json.Decoder(wire.Report).decode
@@ -41,19 +47,20 @@ Batch = dict[int, list[HostReport]]
 
 
 def merge() -> None:
-    """The job `merge`: spooled reports become rows, batch by batch, each in one commit."""
+    """Run the job `merge`: merge spooled reports into the tables batch by batch, with one commit per batch."""
     jobs.run("merge", merge_batch)
 
 
 def watch_leases() -> None:
-    """The job `leases`."""
+    """Run the job `leases`: mark hosts with silent agents as stale."""
     leases.run()
 
 
 def merge_batch() -> bool:
-    """Merge one batch inside the caller's transaction; True when there may be more. Hosts with faults first.
+    """Merge one batch of spooled reports; return True if there may be more. Hosts with faults come first.
 
-    A batch that the database refuses is applied host by host, so that one hostile report never costs another's.
+    It must run inside a transaction of the caller. If the database rejects the batch, it is applied host by host, so
+    that one bad report does not affect other hosts; the bad one is dropped and recorded as an event.
     """
     rows = [] if next(_batches) % BY_AGE == 0 else _taken(URGENT)
     if not (rows := rows or _taken(OLDEST)):
@@ -62,7 +69,7 @@ def merge_batch() -> bool:
     for host_id, epoch, seq, payload in rows:
         try:
             report = _decode(payload)
-        except msgspec.DecodeError as error:  # spooled by another release
+        except msgspec.DecodeError as error:  # it was spooled by another release
             _drop(host_id, error)
         else:
             batch.setdefault(host_id, []).append(HostReport(epoch, seq, report.hash, report.told))
@@ -77,12 +84,14 @@ def merge_batch() -> bool:
 
 
 def _taken(statement: str) -> list[tuple[int, int, int, str]]:
+    """Remove a batch from the spool with one of the statements above, and return its rows."""
     with connection.cursor() as cursor:
         cursor.execute(statement, [BATCH_ROWS, BATCH_BYTES])
         return cursor.fetchall()
 
 
 def _one_by_one(batch: Batch) -> None:
+    """Apply a batch host by host, each in its own savepoint; drop the reports of hosts that the database rejects."""
     for host_id, reports in batch.items():
         try:
             with transaction.atomic():
@@ -92,6 +101,7 @@ def _one_by_one(batch: Batch) -> None:
 
 
 def _drop(host_id: int, error: Exception) -> None:
+    """Record the event `report.refused` for a report that cannot be stored."""
     host = Host.objects.filter(id=host_id).first()
     reason = f"its report cannot be stored: {str(error).splitlines()[0]}"
     conductor.record("report.refused", Source.SYSTEM, "merge", host=host, reason=reason)

@@ -1,7 +1,8 @@
-"""What devices have to do at this moment, asked from any process. Never stored: gateways hold the last samples.
+"""Read the current load of devices, from any process.
 
-Called in request threads: by the usage resource (`agents.api`), the console's pages, metrics; never on an event loop.
-Names and units of the values stand at `drivers.inventory.Sample`; values with other names are numbers to show.
+Load is never stored in the database: each gateway keeps the last samples of the hosts connected to it, and this module
+asks all gateways. Its functions block, so call them in threads, never on an event loop. `drivers.inventory.Sample`
+defines the names and units of the values; values with other names are numbers for display only.
 """
 
 from __future__ import annotations
@@ -28,26 +29,28 @@ from agents.gateway.sample_rpc import Answer, Ask, Held, Unanswered
 log = logging.getLogger(__name__)
 
 DEADLINE_S = 1.0
-"""A gateway that takes longer is silent."""
+"""Seconds to wait for a gateway's answer (plus a census's own time). A slower gateway counts as silent."""
 QUIET_S = 5.0
-"""So long it is not asked again: not every page is to wait for it."""
+"""Seconds in which a gateway that did not answer is not asked again, so that not every page waits for it."""
 REGISTRY_S = 5.0
-"""The rows of gateways are read so often at most, by each process."""
+"""Minimum seconds between two reads of the gateways' rows, per process."""
 PATIENCE_MS = 3000
-"""What reading them may take: who asks holds a thread."""
+"""Statement timeout in milliseconds for reading the gateways' rows, since the caller occupies a thread meanwhile."""
 AT_ONCE = 32
-"""A census holds a thread for each gateway as long as it takes: those have threads of their own."""
+"""Maximum number of threads that ask gateways. Censuses have another pool of this size, because each occupies one
+thread per gateway until it ends."""
 
 REGISTERED = """
 SET LOCAL statement_timeout TO %s; SELECT name, url FROM agents_gateway WHERE seen_at >= %s;
 SET LOCAL statement_timeout TO DEFAULT
 """
-"""Sent as one: without a transaction around it, it is one by itself; one that is around it waits as before again."""
+"""Three statements that are sent together. Outside a transaction they form one of their own; inside one, the last
+statement sets the timeout back."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostLoad:
-    """What one host said last. `at` is the unix time when its gateway took it; `devices` are by their keys."""
+    """The last samples of one host. `at`: unix time when its gateway received them. `devices`: values by device key."""
 
     host_id: int
     at: float
@@ -56,9 +59,9 @@ class HostLoad:
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """What is known of the hosts that were asked about; a host without samples is not among them.
+    """The load of hosts, by host id. A host without samples is missing.
 
-    `silent` are the gateways that did not answer in time, by name: what they hold is not here.
+    `silent`: the names of gateways that gave no answer; the samples they have are missing too.
     """
 
     hosts: dict[int, HostLoad]
@@ -66,28 +69,32 @@ class Loads:
 
 
 def last(hosts: Collection[int] | None = None) -> Loads:
-    """What is known now of these hosts, or of all; within a second. No agent is asked for anything."""
+    """Return the last known load of these hosts, or of all. It takes up to a second. No agent is asked.
+
+    Raise DatabaseError if the gateways' rows cannot be read.
+    """
     return _everybody.ask(Ask(None if hosts is None else tuple(hosts)))
 
 
 def watch(hosts: Collection[int], every_s: float, for_s: float) -> Loads:
-    """Have these hosts send samples every `every_s` seconds for the next `for_s`; answers at once, as `last` does.
+    """Ask these hosts to send samples every `every_s` seconds for `for_s` seconds; return the last known load at once.
 
-    To be called again before `for_s` have passed, as long as somebody looks; agents are told only when they must be.
+    To continue, call it again before `for_s` seconds have passed. Agents get a message only if they need one.
     """
     return _everybody.ask(Ask(tuple(hosts), every_s, for_s))
 
 
 def census(hosts: Collection[int], within_s: float) -> Loads:
-    """Ask these agents now: returns what came since, when all have answered or `within_s` seconds have passed.
+    """Ask the agents of these hosts for samples now, and return those that arrived within `within_s` seconds.
 
-    Agents that are older than samples never answer: then it takes all of the time.
+    It returns as soon as all have answered. Agents that are older than samples never answer; with them it takes all of
+    the time.
     """
     return _everybody.ask(Ask(tuple(hosts), within_s=within_s))
 
 
 def of_device(loads: Loads, host_id: int, key: str) -> dict[str, Any]:
-    """What is known of one device, as the usage resource shows it; `at` None: nothing."""
+    """Return one device's load as the usage resource shows it. `at` is None if nothing is known."""
     told = loads.hosts.get(host_id)
     values = told.devices.get(key) if told else None
     at = datetime.fromtimestamp(told.at, UTC) if told and values is not None else None
@@ -96,25 +103,28 @@ def of_device(loads: Loads, host_id: int, key: str) -> dict[str, Any]:
 
 
 def forget() -> None:
-    """Which gateways there are, and which were silent (tests)."""
+    """Forget the known gateways and which of them were silent. For tests."""
     _everybody.forget()
 
 
 class Everybody:
-    """The gateways as this process knows them: boards of its own, and rows of others."""
+    """Asks all gateways: the boards of this process directly, the registered gateways of others by HTTP."""
 
     def __init__(self) -> None:
         self._quick, self._slow = ThreadPoolExecutor(AT_ONCE, "load"), ThreadPoolExecutor(AT_ONCE, "census")
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Forget the known gateways and which of them were silent."""
         self._others: dict[str, str] = {}
         self._read_at = float("-inf")
         self._quiet: dict[str, float] = {}
 
     def ask(self, asked: Ask) -> Loads:
-        """All at once, each within its deadline; of a host that two know the newer word counts."""
+        """Ask all gateways in parallel and merge their answers; if two have samples of a host, the newer ones count.
+
+        A gateway that does not answer in time, or is busy, is named in `silent`.
+        """
         if asked.hosts == ():
             return Loads({})
         deadline = time.monotonic() + asked.within_s + DEADLINE_S
@@ -137,7 +147,7 @@ class Everybody:
         for name, answer in asking.items():
             try:
                 held += _answered(answer, boards)
-            except Busy:  # our threads, or the gateway with censuses: nothing is wrong with it
+            except Busy:  # no free thread here, or too many censuses there: the gateway itself is well
                 silent.add(name)
             except Unanswered as error:
                 log.warning("gateway %s at %s does not answer: %s", name, others[name], error)
@@ -146,7 +156,10 @@ class Everybody:
         return Loads(_newest(held), tuple(sorted(silent)))
 
     def _registered(self) -> dict[str, str]:
-        """The address of each gateway that was heard of just now, by name. DatabaseError after PATIENCE_MS."""
+        """Return the addresses of the live gateways, by name. Raise DatabaseError, at the latest after PATIENCE_MS.
+
+        The rows are read at most every REGISTRY_S.
+        """
         if time.monotonic() - self._read_at >= REGISTRY_S:
             live = datetime.now(UTC) - timedelta(seconds=2 * (settings.KEYS.beat_s + settings.KEYS.lease_flush_s) + 10)
             with connection.cursor() as cursor:
@@ -159,6 +172,7 @@ class Everybody:
 
 
 def _answered(answer: Future[Answer], boards: Collection[str]) -> list[Held]:
+    """Return the samples in a gateway's answer. Raise Busy if no thread was free to ask it, or Unanswered."""
     if answer.cancel():
         raise Busy("it was never asked")
     if not answer.done():
@@ -170,10 +184,10 @@ def _answered(answer: Future[Answer], boards: Collection[str]) -> list[Held]:
 
 
 def _here(board: Board, asked: Ask, deadline: float) -> list[Held]:
-    """What a board of this process says. Raises Busy."""
+    """Return the samples of a board of this process, after asking agents if the request says so. Raise Busy."""
     since = time.monotonic() if asked.within_s else 0.0
     if board.loop and not board.loop.is_closed() and (asked.within_s or asked.for_s):
-        with suppress(RuntimeError, TimeoutError):  # its loop has ended, or is late
+        with suppress(RuntimeError, TimeoutError):  # its event loop has ended, or is too slow
             if asked.within_s:
                 work = board.census(asked.hosts or (), asked.within_s)
                 asyncio.run_coroutine_threadsafe(work, board.loop).result(deadline - time.monotonic())
@@ -183,6 +197,7 @@ def _here(board: Board, asked: Ask, deadline: float) -> list[Held]:
 
 
 def _newest(held: Iterable[Held]) -> dict[int, HostLoad]:
+    """Decode the newest samples of each host; log and leave out those that cannot be decoded."""
     found: dict[int, Held] = {}
     for one in held:
         if one.host not in found or found[one.host].at < one.at:
@@ -198,7 +213,10 @@ def _newest(held: Iterable[Held]) -> dict[int, HostLoad]:
 
 @lru_cache(maxsize=1024)
 def _say_once(host: int, why: str) -> None:
-    """A gateway of another release: all pages that show load would say it again and again."""
+    """Log unreadable samples once per host and reason.
+
+    A gateway of another release may send them, and every page that shows load would log it again.
+    """
     log.warning("the samples of host %d cannot be read, it is left out: %s", host, why)
 
 

@@ -1,9 +1,10 @@
-"""The messages between an agent and its gateway, their limits and their versions. Pure; shared by both ends.
+"""The messages between an agent and its gateway, their limits and their versions.
 
-JSON text frames over a WebSocket at `/ws/agent`. The wire version is the WebSocket subprotocol. Unknown fields are
-ignored, unknown message types are dropped and counted: an agent one version older or newer works (promise C2).
+The module is pure, and both sides import it. Messages are JSON text frames over a WebSocket at `/ws/agent`; the wire
+version is the WebSocket subprotocol. Unknown fields are ignored, and unknown message types are dropped and counted, so
+that an agent one version older or newer works (promise C2).
 
-How a connection begins: `agents.credentials`. After the upgrade the gateway speaks first (`Welcome`).
+`agents.credentials` describes how a connection begins. After the upgrade the gateway sends the first message, Welcome.
 """
 
 from __future__ import annotations
@@ -17,50 +18,52 @@ from msgspec import Meta, Struct
 from drivers.inventory import AttachHandle, DriverReport, Name, Text, Word
 
 VERSIONS = ("cyborg.agent.1",)
-"""Subprotocols this release speaks, best first."""
+"""WebSocket subprotocols that this release supports, best first."""
 MAX_MESSAGE = 1024 * 1024
-"""Bytes of one message, the default of `CYBORG_MAX_MESSAGE_BYTES`."""
+"""Default of `CYBORG_MAX_MESSAGE_BYTES`, the maximum size of one message in bytes."""
 MAX_SAMPLES = 128 * 1024
-"""Bytes of one Samples: a thousand devices."""
+"""Maximum size of one Samples message in bytes: enough for a thousand devices."""
 MAX_PAYLOAD = 512 * 1024
-"""Characters of a command's payload."""
+"""Maximum length of a command's payload in characters."""
 PATH = "/ws/agent"
 CHALLENGE_PATH = "/ws/agent/challenge"
 IMAGE_PATH = "/ws/agent/image/"
 
 KEY_BARRED = "key-barred"
-"""Code of the one 403 that a new key answers: the token is good, and this key is never to come back."""
+"""Code of a 403 that tells an agent to join with a new key: its token is valid, but its key is barred for ever."""
 
 Number = Annotated[int, Meta(ge=0, le=2**53)]
 Nonce = Annotated[str, Meta(max_length=64)]
 OFF = ("disabled", "absent")
-"""The states of a driver that does not run."""
+"""States of a driver that does not run on the host."""
 Outcome = Literal["succeeded", "failed", "refused", "unknown"]
-"""`failed`: it was tried, and undone as far as that goes. `refused`: nothing was touched. `unknown`: interrupted."""
+"""How a command ended. `failed`: it was tried, and undone as far as possible. `refused`: nothing was changed.
+`unknown`: it was interrupted."""
 
 
 class Message(Struct, frozen=True, tag_field="type", tag=True):
-    """Base of all messages: the JSON object's `type` is the class name."""
+    """Base class of all messages. The field `type` of the JSON object is the class name."""
 
 
 class Hello(Message, frozen=True):
-    """First message of an agent: what it is. `drivers` are the enabled ones."""
+    """First message of an agent: its version, its boot id, its enabled `drivers`, and what it supports."""
 
     agent_version: Word
     boot_id: Annotated[str, Meta(max_length=64, pattern=r"^[^\x00]*$")]
     drivers: Annotated[tuple[Word, ...], Meta(max_length=64)] = ()
     ops: Annotated[tuple[Word, ...], Meta(max_length=64)] = ()
-    """The commands it takes; none of an agent that is older than commands."""
+    """The commands that the agent supports. Empty if the agent is older than commands."""
     writes: Annotated[str, Meta(max_length=500)] | None = None
-    """Why it cannot write to Placement by itself, '' when it can; None of an agent that knows nothing of that."""
+    """Why the agent cannot write to Placement itself; '' if it can, None if its release does not support that."""
 
 
 class Report(Message, frozen=True, omit_defaults=True):
-    """The complete inventory as this host sees it. (`epoch`, `seq`) orders reports; `hash` names the content.
+    """The complete inventory of a host. (`epoch`, `seq`) orders reports; `hash` identifies the content.
 
-    `drivers` were asked; one with an `error` has the devices it had before, as has a backend. `others` do not run: a
-    conductor from before they were told would take them for drivers that answered and saw nothing. `urgent`: it shows a
-    fault, and goes before the reports of others.
+    `drivers` are the drivers that were asked for devices. If a driver or one of its backends has an `error`, the report
+    repeats its last known devices. `others` are drivers that do not run; they have their own field, because an older
+    conductor would think that such a driver had answered and found no devices. `urgent`: the report shows a fault, and
+    is processed before the reports of other hosts.
     """
 
     epoch: Number
@@ -72,19 +75,19 @@ class Report(Message, frozen=True, omit_defaults=True):
 
     @classmethod
     def of(cls, epoch: int, seq: int, digest: str, told: tuple[DriverReport, ...]) -> Report:
-        """With everything that is told, in its place."""
+        """Make a Report from the reports of all drivers: split them into `drivers` and `others`, and set `urgent`."""
         drivers = tuple(one for one in told if one.state not in OFF)
         others = tuple(one for one in told if one.state in OFF)
         return cls(epoch, seq, digest, drivers, others, shows_fault(drivers))
 
     @property
     def told(self) -> tuple[DriverReport, ...]:
-        """Of all drivers."""
+        """The reports of all drivers, those that do not run last."""
         return (*self.drivers, *self.others)
 
 
 def shows_fault(drivers: tuple[DriverReport, ...]) -> bool:
-    """Whether a driver or a part of it does not answer, or a device is not well."""
+    """Return whether a driver or backend has an error, or a device's status is failed or degraded."""
     return any(
         one.error
         or any(part.error for part in one.backends)
@@ -94,22 +97,22 @@ def shows_fault(drivers: tuple[DriverReport, ...]) -> bool:
 
 
 class Beat(Message, frozen=True):
-    """A lease renewal: I live. Answered by Ack with the same `seq`."""
+    """A heartbeat: it renews the host's lease. The gateway answers with an Ack that has the same `seq`."""
 
     seq: Number
 
 
 class Alive(Message, frozen=True):
-    """Answer to a Probe: this very connection is still held by a living agent."""
+    """Answer to a Probe, with its nonce: a running agent still holds this connection."""
 
     nonce: Nonce
 
 
 class NewKey(Message, frozen=True):
-    """Answer to Rotate: the key that is to speak for this host from now on, in base64url.
+    """Answer to Rotate: the host's new public key in base64url.
 
-    `signature` is the present key's, `proof` the new one's, both over `rotation_bytes`. Answered by Ack with `of`
-    NewKey after its commit; until then the agent keeps both keys.
+    `signature` is made with the present key and `proof` with the new one, both over `rotation_bytes`. The gateway
+    answers with an Ack whose `of` is NewKey after the commit; until then the agent keeps both keys.
     """
 
     public_key: Annotated[str, Meta(max_length=64)]
@@ -118,13 +121,13 @@ class NewKey(Message, frozen=True):
 
 
 class Taken(Message, frozen=True):
-    """These commands are in the agent's journal: they need not be sent again while it runs."""
+    """Confirms that commands are in the agent's journal. They need not be sent again while the agent runs."""
 
     numbers: Annotated[tuple[Number, ...], Meta(max_length=256)]
 
 
 class Progress(Message, frozen=True, omit_defaults=True):
-    """How far a command is; the first one says that it has begun. Shown, not stored for ever."""
+    """Progress of a command; the first one also says that the command has started. For display, not kept for ever."""
 
     number: Number
     percent: Annotated[int, Meta(ge=0, le=100)] = 0
@@ -132,10 +135,11 @@ class Progress(Message, frozen=True, omit_defaults=True):
 
 
 class Result(Message, frozen=True, omit_defaults=True):
-    """How a command ended. Sent again after every reconnection until its Ack (`of` Result, `seq` the number) comes.
+    """How a command ended. The agent sends it again after every reconnection until it is acknowledged.
 
-    The report (`epoch`, `seq`, `hash`) shows the host as it is since then; it was sent before. The Ack is sent when
-    that report, or a later one, is applied. `text` is a sentence for the operator; `detail` holds what was asked for.
+    `epoch`, `seq` and `hash` name the report that shows the host after the command; that report is sent before this
+    message. The Ack (`of` is Result, `seq` is the command's number) comes when that report, or a later one, is applied.
+    `text` is a sentence for the operator; `detail` holds the values that the command asked for.
     """
 
     number: Number
@@ -148,23 +152,23 @@ class Result(Message, frozen=True, omit_defaults=True):
 
 
 class DeviceLoad(Struct, frozen=True, gc=False):
-    """What one device has to do at this moment. Names and units of the values: `drivers.inventory.Sample`."""
+    """The current load of one device. `drivers.inventory.Sample` defines the names and units of the values."""
 
     key: Name
     values: Annotated[dict[Word, float], Meta(max_length=64)]
 
 
 class Samples(Message, frozen=True):
-    """Load of the devices of this host, all that could be read. Never stored, never acknowledged, the first to be shed.
+    """Current load of all devices of the host whose load could be read. Sent once a minute, and when Watch asks for it.
 
-    Sent once a minute, and as `Watch` says.
+    Samples are never stored and never acknowledged, and under pressure the gateway drops them before anything else.
     """
 
     loads: Annotated[tuple[DeviceLoad, ...], Meta(max_length=4096)]
 
 
 class ImageRef(Struct, frozen=True, omit_defaults=True):
-    """An image that the gateway hands out at `IMAGE_PATH` + its `id`, to the host whose command names it."""
+    """An image that a command needs. The host of that command can fetch it at `IMAGE_PATH` + `id`."""
 
     id: Annotated[str, Meta(max_length=36)]
     size: Number
@@ -174,9 +178,10 @@ class ImageRef(Struct, frozen=True, omit_defaults=True):
 
 
 class Wish(Struct, frozen=True, omit_defaults=True):
-    """What is wanted of a driver on this host, over what the host's own configuration says.
+    """The wanted state of a driver on a host. It overrides the host's own configuration.
 
-    Not `installed`: it is not run, and its settings are forgotten. `settings` None: those of the host's own file.
+    If `installed` is false, the driver does not run and its settings are deleted. `settings` None means those of the
+    host's own file.
     """
 
     generation: Number
@@ -186,15 +191,16 @@ class Wish(Struct, frozen=True, omit_defaults=True):
 
     @property
     def runs(self) -> bool:
-        """Whether the driver is to run."""
+        """Whether the driver should run."""
         return self.installed and self.enabled
 
 
 class Command(Message, frozen=True, omit_defaults=True):
-    """Something to be done on the host, once for its `id`. `number` orders the commands of all hosts.
+    """An operation that the agent must do on its host, once per `id`. `number` orders the commands of all hosts.
 
-    `start_s`: begin within so many seconds of its arrival or answer `refused`; `end_s`: then nobody waits any more. For
-    the rest see `drivers.plan.Ask`. An op that the agent does not know is answered `refused`.
+    The agent must begin within `start_s` seconds after the arrival, or answer `refused`. After `end_s` seconds nobody
+    waits for the result. `drivers.plan.Ask` describes the other fields. The agent answers an `op` that it does not know
+    with `refused`.
     """
 
     number: Number
@@ -212,26 +218,27 @@ class Command(Message, frozen=True, omit_defaults=True):
     image: ImageRef | None = None
     writer: Number = 0
     payload: Annotated[str, Meta(max_length=MAX_PAYLOAD)] = ""
-    """Of a `placement`: the epoch of the writer that it was placed for, and what `placement_sync.direct` is to do."""
+    """For `placement` only: `writer` is the writer's epoch for which the command was made, and `payload` is the input
+    of `placement_sync.direct`."""
     wish: Wish | None = None
-    """Of a `configure`: what is wanted of the `driver`."""
+    """For `configure` only: the wanted state of the `driver`."""
 
 
 class Writer(Message, frozen=True):
-    """The epoch of whoever writes to Placement now. Told whenever it changes to agents that say `writes`.
+    """The epoch of the present Placement writer. Sent on every change to agents whose Hello has `writes`.
 
-    An agent writes only for a command of the highest epoch that it was told on the very connection it has now, by this
-    message or by a command, and only while the gateway answers its beats.
+    An agent writes to Placement only for a command with the highest epoch that it has received on its current
+    connection, from this message or from a command, and only while the gateway answers its heartbeats.
     """
 
     epoch: Number
 
 
 class Watch(Message, frozen=True):
-    """Somebody looks at this host: send Samples at once, then every `every_s` seconds, until `for_s` have passed.
+    """Asks for Samples: at once, then every `every_s` seconds until `for_s` seconds have passed.
 
-    The next one takes its place; `for_s` 0 asks for one look. One that has the same go on for longer need not be
-    answered at once. Agents that are older than samples drop it.
+    A later Watch replaces an earlier one. `for_s` 0 asks for a single message. A Watch that only prolongs the present
+    one need not be answered at once. Agents that are older than samples ignore it.
     """
 
     every_s: float
@@ -239,9 +246,12 @@ class Watch(Message, frozen=True):
 
 
 class Welcome(Message, frozen=True):
-    """First message of a gateway. `applied_hash` is the content last applied for this host ('' when none).
+    """First message of a gateway.
 
-    `epoch` is the highest epoch ever seen of this host: an agent below it moves its journal above it and reconnects.
+    `beat_s`: seconds between heartbeats. `epoch`: the highest epoch ever seen from this host; an agent with a lower one
+    moves its journal above it and reconnects. `applied_hash`: hash of the report last applied for this host, '' if
+    none or unknown. `max_bytes`: maximum size of a message. `jitter_s`: seconds over which the agent spreads its
+    report.
     """
 
     beat_s: float
@@ -252,27 +262,30 @@ class Welcome(Message, frozen=True):
 
 
 class Ack(Message, frozen=True):
-    """`of` is Report, Beat, NewKey or Result. All but a Beat's are sent after a commit: it will not be lost."""
+    """Acknowledges a message; `of` is Report, Beat, NewKey or Result.
+
+    All except a Beat's are sent after a commit, so that the acknowledged content cannot be lost.
+    """
 
     seq: Number
     of: str = "Report"
 
 
 class Refuse(Message, frozen=True):
-    """Sent before the gateway closes: `code` for programs, `reason` for people."""
+    """Sent before the gateway closes the connection. `code` is for programs, `reason` for people."""
 
     code: Word
     reason: Text
 
 
 class Probe(Message, frozen=True):
-    """Another connection with this agent's key has come: who still holds this one answers Alive."""
+    """Asks for an Alive with the same nonce, because another connection with this agent's key has been opened."""
 
     nonce: Nonce
 
 
 class Rotate(Message, frozen=True):
-    """An operator wants this agent to have a new key: make one, store it, tell it with NewKey."""
+    """Asks the agent to make and store a new key and send it as NewKey, because an operator wants that."""
 
 
 FromAgent = Hello | Report | Beat | Alive | NewKey | Taken | Progress | Result | Samples
@@ -289,22 +302,22 @@ _known = {
 
 
 class Unknown(Struct, frozen=True):
-    """A message of a type this release does not know: to be counted and dropped."""
+    """A message of a type that this release does not know; the receiver counts and drops it."""
 
     type: str
 
 
 class Malformed(ValueError):
-    """Bytes that are not a message. The text is fit for a Refuse's reason."""
+    """Raised for bytes that are not a valid message. The text can be sent as the reason of a Refuse."""
 
 
 def encode(message: Message) -> str:
-    """One text frame."""
+    """Encode a message as the JSON text of one frame."""
     return _encode(message).decode()
 
 
 def decode_from_agent(data: bytes | str) -> FromAgent | Unknown:
-    """Typed and bounded, or Unknown, or raises Malformed."""
+    """Decode and validate a message of an agent. Return Unknown for an unknown type; raise Malformed."""
     try:
         message: FromAgent = _from_agent.decode(data)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -313,7 +326,7 @@ def decode_from_agent(data: bytes | str) -> FromAgent | Unknown:
 
 
 def decode_from_gateway(data: bytes | str) -> FromGateway | Unknown:
-    """Typed and bounded, or Unknown, or raises Malformed."""
+    """Decode and validate a message of a gateway. Return Unknown for an unknown type; raise Malformed."""
     try:
         message: FromGateway = _from_gateway.decode(data)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -322,6 +335,7 @@ def decode_from_gateway(data: bytes | str) -> FromGateway | Unknown:
 
 
 def _unknown(data: bytes | str, error: Exception, side: str) -> Unknown:
+    """Return Unknown if `data` has a type that `side` does not know; otherwise raise Malformed with `error`."""
     try:
         name: Any = msgspec.json.decode(_type_only.decode(data).get("type", msgspec.Raw(b"null")))
     except (msgspec.DecodeError, RecursionError):
@@ -332,7 +346,10 @@ def _unknown(data: bytes | str, error: Exception, side: str) -> Unknown:
 
 
 def unknown_fields(data: bytes | str, message: Message | Unknown) -> int:
-    """How many top-level fields of `data` this release ignored. Asked only of peers that speak a newer version."""
+    """Return how many top-level fields of `data` this release ignored. It decodes the whole text again.
+
+    Call it only for peers that also offer a wire version unknown to this release.
+    """
     if isinstance(message, Unknown):
         return 0
     known = {*message.__struct_fields__, "type"}
@@ -340,6 +357,6 @@ def unknown_fields(data: bytes | str, message: Message | Unknown) -> int:
 
 
 def content_hash(drivers: tuple[DriverReport, ...]) -> str:
-    """Names the content of a report: equal content, equal hash, whatever the order drivers answered in."""
+    """Return the hash of a report's content. It does not depend on the order of the drivers."""
     ordered = sorted(drivers, key=lambda d: d.driver)
     return hashlib.blake2b(_encode(ordered), digest_size=20).hexdigest()

@@ -1,1 +1,1 @@
-"""The controller's end of the agents' connections."""
+"""The gateway: the controller's side of the WebSocket connections from agents."""

@@ -1,7 +1,8 @@
-"""The conductor's end of an agent's socket: authenticate, decode, acknowledge. Runs on the event loop, never blocks it.
+"""ASGI application that serves agents' WebSocket connections: authenticate, decode messages, acknowledge them.
 
-Mounted by `cyborgweb.asgi`. It is an ASGI application with a receive loop of its own: channels' consumers cost six
-times as much per message (measured). Everything that needs the database goes through `agents.gateway.writer.Writer`.
+It runs on the event loop and never blocks it; work that needs the database is queued for the thread
+`agents.gateway.writer.Writer`. It has its own receive loop, because channels' consumers cost six times as much per
+message (measured).
 """
 
 from __future__ import annotations
@@ -31,26 +32,29 @@ from agents.handshake import choose_version, client_address, deny_upgrade
 log = logging.getLogger(__name__)
 
 ADMIT_S = 8.0
-"""How long a connection may wait for the database; then it is sent away, so that an outage piles up nothing."""
+"""Seconds a handshake may wait for the database. Then it is refused with a 503, so that connections do not pile up
+during an outage."""
 FIRST_S = 30.0
-"""A connection that has said nothing by then is ended: it holds a place that others want."""
+"""Seconds in which an agent must send its first message. Otherwise its connection is closed, because it takes a place
+that another agent could use."""
 FAREWELL_S = 1.0
-"""How long a peer may take to take in why it is sent away."""
+"""Seconds to wait until an agent has received the Refuse message and the close frame."""
 PROGRESS_S = 0.2
-"""What one agent says of progress is written so often at most; the last word always is."""
+"""Minimum seconds between two writes of one agent's command progress. The newest progress is always written."""
 MANY = "(many)"
-"""Whose refusals are counted together: of an outage or a storm there is one event a minute, not one a host."""
+"""Host name under which refusals of many hosts are counted together. An outage or a connection storm then makes one
+event a minute instead of one per host."""
 MAX_PROGRESS = 256
-"""Commands of one agent that get on at the same time; of more nothing is shown."""
+"""Maximum number of commands of one agent whose progress waits to be written. Progress of further ones is dropped."""
 MESSAGE_ERROR = "cyborg_message_error"
-"""Key of `scope["state"]` where the web server stores the close code and the reason when it could not take a message.
-The message itself never gets here, and the peer can no longer be sent a Refuse."""
+"""Key of `scope["state"]` where the web server stores (close code, reason) when it rejects a message.
+The application never sees that message, and can no longer send a Refuse to the peer."""
 TOO_LARGE = 1009
-"""The close code of a message that is larger than the server takes."""
+"""WebSocket close code for a message that is larger than the web server accepts."""
 
 
 class Limits(Protocol):
-    """The keys this room needs of the configuration."""
+    """The configuration keys that the gateway reads."""
 
     @property
     def beat_s(self) -> float: ...
@@ -71,7 +75,7 @@ class Limits(Protocol):
 
 
 class Gateway:
-    """The ASGI application at `/ws/agent`, and the challenge before it."""
+    """The ASGI application at `/ws/agent`, and the view of `/ws/agent/challenge` that agents ask for a nonce first."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -96,22 +100,30 @@ class Gateway:
         )
 
     def stop(self) -> None:
-        """End the threads (tests; a real process just ends)."""
+        """Stop the sample board and the threads. Only tests need this: a real process just ends."""
         self.board.stop()
         self._courier.stop()
         self._writer.stop()
 
     def reached_at(self, url: str) -> None:
-        """Where other processes ask for samples, from the next renewal of leases on."""
+        """Set the address where other processes ask this gateway for samples; the next lease flush stores it."""
         self.leases.gateway = self.board.name, url
 
     def _pressed(self) -> bool:
-        """Whether samples are to be shed: reports wait for their commit, or agents to be let in."""
+        """Return True if samples should be dropped, because more important work waits.
+
+        That is: reports of more than an eighth of the allowed bytes wait for their commit, or more than half of the
+        handshake places are taken.
+        """
         waiting = self._pending_bytes > self.limits.pending_report_bytes // 8
         return waiting or self.admission.inside > self.admission.limit // 2
 
     async def challenge(self, scope: Any, receive: Any, send: Any) -> None:
-        """GET /ws/agent/challenge: a nonce, before anything is known of who asks; here a storm is sent away first."""
+        """Answer GET /ws/agent/challenge with a nonce, or with a 503 and Retry-After while too many agents connect.
+
+        Nothing is known about the client yet. In a connection storm most agents are refused here, which is the
+        cheapest place.
+        """
         try:
             if scope["method"] != "GET":
                 raise Refused(405, "method", "GET only")
@@ -125,7 +137,7 @@ class Gateway:
         await send({"type": "http.response.body", "body": body})
 
     def _let_in(self, wait: int) -> None:
-        """Raise Refused, with the seconds to come back in, when too many are at the door."""
+        """Count and raise a 503 Refused with Retry-After `wait`, the seconds `Admission` returned; do nothing for 0."""
         if wait:
             full = self.connected >= self.limits.agent_connections
             reason = "no more agents than CYBORG_AGENT_CONNECTIONS are taken" if full else "many agents connect at once"
@@ -134,11 +146,14 @@ class Gateway:
             raise refused
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """A connection without TLS of ours: what the agent signs names no certificate."""
+        """Serve a connection that has no TLS from us: the agent then signs an empty certificate fingerprint."""
         await self.connect(scope, receive, send, ("",))
 
     async def connect(self, scope: Any, receive: Any, send: Any, fingerprints: Iterable[str]) -> None:
-        """One connection from the upgrade request to its end; `fingerprints` are those its agent may have pinned."""
+        """Serve one connection from the upgrade request to its end.
+
+        `fingerprints` are those of the certificates that the agent may have pinned.
+        """
         await receive()  # websocket.connect
         host = ""
         try:
@@ -158,7 +173,7 @@ class Gateway:
             return
         session = Session(identity, credential, fingerprint, version, scope, send)
         if identity.host_id in self.holders.by_host:
-            session.applied = ""  # what the older connection has said may be stored after we looked
+            session.applied = ""  # a report of the older connection may be stored after we read the applied hash
         self.connected += 1
         metrics.tally["opened"] += 1
         try:
@@ -184,7 +199,7 @@ class Gateway:
             await self._refuse(session, session.expelled)
 
     def _count_message_error(self, host: str, scope: Any) -> None:
-        """Count and record it when the web server closed this connection over a message that it could not take."""
+        """Add a refusal if the web server closed this connection because it rejected a message (see MESSAGE_ERROR)."""
         code, reason = scope.get("state", {}).get(MESSAGE_ERROR, (0, ""))
         if code == TOO_LARGE:
             sentence = (
@@ -196,6 +211,7 @@ class Gateway:
             self.refusals.add(host, "malformed", f"no WebSocket message (close code {code}): {reason}")
 
     async def _admit(self, credential: credentials.Credential) -> Identity:
+        """Have the writer thread look up or enrol the agent. Raise Refused, a 503 if that takes longer than ADMIT_S."""
         future: asyncio.Future[Identity] = asyncio.get_running_loop().create_future()
         self._writer.put(AdmitJob(future, credential))
         try:
@@ -207,7 +223,7 @@ class Gateway:
             raise Refused(503, "database", reason, self.admission.place()) from None
 
     async def _welcome(self, session: Session) -> bool:
-        """False: it is gone already."""
+        """Send Welcome, and Rotate if a new key was asked for. Return False if the agent is already gone."""
         identity = session.identity
         self.leases.seen(identity.host_id, session.epoch)
         known = identity.epoch, identity.applied_hash, self.limits.max_message_bytes
@@ -217,12 +233,16 @@ class Gateway:
         return there
 
     async def _receive(self, session: Session, receive: Any) -> None:
+        """Receive and handle messages until the peer closes. The first one settles which connection holds the host.
+
+        Raise Expelled for a message that is malformed or not allowed.
+        """
         newer, settled = session.offers_newer, False
         while (event := await (receive() if settled else _in_time(receive)))["type"] == "websocket.receive":
             data = event.get("text") or event.get("bytes") or b""
             try:
                 samples = isinstance(data, str) and data.startswith(BEGINNING)
-                # Never while another connection may still speak for this host.
+                # No sample is decoded before `settle`: until then another connection may still hold this host.
                 if samples and not (settled and self.board.takes(session, len(data))):
                     del event, data
                     continue
@@ -242,14 +262,15 @@ class Gateway:
                 await send_text(session, f'{{"type":"Ack","seq":{message.seq},"of":"Beat"}}')
             elif type(message) is wire.Report:
                 order, content, urgent = (message.epoch, message.seq), message.hash, message.urgent
-                del message  # decoded it is five times its text: nobody holds that while the commit is awaited
+                # Decoded it takes five times the memory of its text: do not keep it while waiting for the commit.
+                del message
                 await self._report(session, order, content, data, urgent=urgent)
             else:
                 await self._rarely(session, message)
-            del event, data  # an idle connection holds no report
+            del event, data  # otherwise an idle connection would keep its last report in memory
 
     async def _rarely(self, session: Session, message: wire.FromAgent | wire.Unknown) -> None:
-        """What comes once a connection, or when it was asked for."""
+        """Handle infrequent messages: those sent once per connection, and answers to the gateway's own requests."""
         if type(message) is wire.Hello:
             session.boot_id = message.boot_id
             self.leases.hello(session, message)
@@ -274,7 +295,7 @@ class Gateway:
             self.counters["unknown_types"] += 1
 
     def _progress(self, session: Session, message: wire.Progress) -> None:
-        """Now, or, when the agent says much, with the next of it."""
+        """Keep the newest progress of each command and schedule its write: now, or PROGRESS_S after the last one."""
         loop = asyncio.get_running_loop()
         if not session.progress:
             loop.call_at(max(loop.time(), session.progress_at + PROGRESS_S), self._tell_progress, session)
@@ -282,7 +303,11 @@ class Gateway:
             session.progress[message.number] = message
 
     def _tell_progress(self, session: Session) -> None:
-        """What was told before is to be stored first: while the database is away nothing piles up."""
+        """Queue the collected progress for the writer thread.
+
+        If the previous batch is not stored yet, try again after PROGRESS_S: progress must not pile up while the
+        database is down.
+        """
         loop = asyncio.get_running_loop()
         if not all(told.done() for told in session.telling):
             loop.call_later(PROGRESS_S, self._tell_progress, session)
@@ -295,11 +320,15 @@ class Gateway:
         ]
 
     async def _result(self, session: Session, told: wire.Result) -> None:
-        """Acknowledged when the report that goes with it is applied: now, or by the courier."""
+        """Store the result of a command and acknowledge it once the report that belongs to it is applied.
+
+        If the command is settled by this write, the Ack is sent here; otherwise `Courier` sends it later. Raise
+        Expelled for a text with a NUL character.
+        """
         if "\0" in "".join((told.text, told.hash, *told.detail, *told.detail.values())):
             raise Expelled("malformed", "a text with a NUL character cannot be stored")
         host = session.identity.host_id
-        # What this connection knows to be applied need not be looked for: another writer may have cleared it since.
+        # Do not look up a report that this connection knows to be applied: another writer may have cleared the hash.
         known = told.hash and told.hash == session.applied
         report = (0, 0, "") if known else (told.epoch, told.seq, told.hash)
         if await self._tell(Answer(host, told.number, told.outcome, told.text, told.detail, *report)):
@@ -308,13 +337,19 @@ class Gateway:
             self._courier.unsettled(session, told.number)
 
     def _tell(self, said: Said) -> asyncio.Future[bool]:
-        """Have the writer thread store it; the future gives, after the commit, whether the command is settled."""
+        """Queue a message about a command for the writer thread.
+
+        After the commit the returned future gives True if the command is settled, so that a Result can be acknowledged.
+        """
         future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._writer.put(CommandJob(future, said))
         return future
 
     async def _rotate(self, session: Session, told: wire.NewKey) -> None:
-        """The agent's next key, from the commit on; the Ack comes after it."""
+        """Replace the agent's key by the one in NewKey, and send the Ack after the commit.
+
+        Raise Expelled if no new key was asked for, if a signature is wrong, or if the database refuses the key.
+        """
         old, new, host = session.key, told.public_key, session.identity
         data = credentials.rotation_bytes(host.host, old, new, session.fingerprint)
         if not session.rotating:
@@ -330,17 +365,21 @@ class Gateway:
         await tell(session, wire.Ack(0, "NewKey"))
 
     def _bar(self, host_id: int, key: str, first: key_revocation.Connection, second: key_revocation.Connection) -> None:
+        """Have the writer thread bar a key that two connections hold; do not wait for it."""
         self._ask(lambda: key_revocation.bar_clone(host_id, key, first, second))
 
     def _ask(self, work: Callable[[], None]) -> asyncio.Future[None]:
-        """Have the writer thread do it; the future is done after the commit."""
+        """Queue a change of trust for the writer thread; the returned future is done after its commit."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._writer.put(TrustJob(future, work))
         return future
 
     async def _report(self, session: Session, order: tuple[int, int], content: str, data: str, *, urgent: bool) -> None:
-        """Acknowledge it when it is durable, applied already, or old. One at a time: the socket is not read meanwhile,
-        so that a host has no more than one message in memory."""
+        """Acknowledge a report when it is durable, when its content is applied already, or when it is old.
+
+        The socket is not read while this waits, so that a host never has more than one message in memory. Raise
+        Expelled if the epoch is out of range, the report has a NUL character, or too many reports wait for a commit.
+        """
         self.spread.reported()
         host_id = session.identity.host_id
         metrics.tally["reports"] += 1
@@ -358,7 +397,7 @@ class Gateway:
         await send_text(session, f'{{"type":"Ack","seq":{order[1]},"of":"Report"}}')
 
     async def _durable(self, job: SpoolJob) -> bool:
-        """Whether it was stored: it was not when it is applied already."""
+        """Wait until the report is committed to the spool. Return False if it was not stored, since it is applied."""
         self._pending_bytes += len(job.payload)
         try:
             self._writer.put(job)
@@ -367,7 +406,7 @@ class Gateway:
             self._pending_bytes -= len(job.payload)
 
     async def _refuse(self, session: Session, expelled: Expelled) -> None:
-        """Say why, then close. A peer that is gone already, or takes nothing any more, is not waited for."""
+        """Record the refusal, send Refuse and close. Wait at most FAREWELL_S for a peer that reads nothing."""
         self.refusals.add(session.identity.host, expelled.code, expelled.reason)
         text = wire.encode(wire.Refuse(expelled.code, expelled.reason[:4096]))
         try:
@@ -379,7 +418,7 @@ class Gateway:
 
 
 async def _in_time(receive: Any) -> Any:
-    """The first that is said, or raises Expelled."""
+    """Receive the first event of a connection, or raise Expelled after FIRST_S."""
     try:
         async with asyncio.timeout(FIRST_S):
             return await receive()
@@ -388,7 +427,7 @@ async def _in_time(receive: Any) -> Any:
 
 
 def _text(data: str | bytes) -> str:
-    """Of a frame of either kind; raises Malformed."""
+    """Return the text of a text or binary frame; raise Malformed if it is not UTF-8."""
     try:
         return data if isinstance(data, str) else data.decode()
     except UnicodeDecodeError:

@@ -1,7 +1,8 @@
-"""Brings commands to the agents that are connected here, the word that a command is settled, and who is the writer.
+"""Send commands, acknowledgements of results and the Placement writer's epoch to the agents connected here.
 
-A thread of each gateway process, with its own database connection. What is to be told stands in the tables: the hub's
-rings only wake it, and it looks every POLL_S whether one was lost. Its state is its own: others fill its queue.
+`Courier` is a thread of each gateway process, with its own database connection. The tables hold what is to be sent:
+notifications only wake the thread, and it polls every POLL_S in case one was lost. Only this thread changes its
+state; other threads put functions into its queue.
 """
 
 from __future__ import annotations
@@ -32,12 +33,15 @@ from agents.models import Agent
 log = logging.getLogger(__name__)
 
 POLL_S = 2.0
+"""Seconds between two looks at the tables without a notification."""
 AGAIN_S = 5.0
-"""What was told and not taken for so long is told again."""
+"""Seconds after which a command is sent again that the agent has not confirmed with Taken."""
 RETRY_S = 1.0
+"""Seconds to wait after a database error."""
 BATCH = 500
+"""Maximum number of commands that one query reads."""
 MAX_OUTBOX = 4 * BATCH
-"""Commands that wait for one slow socket; what is beyond is told again later."""
+"""Maximum number of messages that wait for one slow socket. Commands beyond it are sent again after AGAIN_S."""
 UNTOLD = """
 SELECT c.id, c.host_id, c.uuid::text, c.op, c.arguments::text,
   extract(epoch FROM c.start_by - statement_timestamp())::float8,
@@ -49,26 +53,35 @@ WHERE c.ended_at IS NULL AND c.answered_at IS NULL AND c.host_id = ANY(%(hosts)s
     OR c.state IN ('taken', 'started') AND c.host_id = ANY(%(fresh)s::bigint[]))
 ORDER BY c.id LIMIT %(count)s::bigint
 """
+"""Commands to send to `hosts`: queued ones that may still start, and for `fresh` hosts also those taken or started."""
 Said = tuple[int, int] | Progress | Answer
-"""Of a command (the host's id, its number): it is in the agent's journal, or more."""
+"""One message of an agent about a command. A pair (host id, command number) means: it is in the agent's journal."""
 
 
 @dataclass(slots=True)
 class _Line:
-    """An agent that has said what it takes. `fresh`: it has not been told what it may have forgotten."""
+    """A connected agent that has sent Hello.
+
+    `takes`: it accepts commands. `release`: its version. `writes`: it knows delegated Placement writes. `fresh`: open
+    commands that it took or started earlier were not sent on this connection yet; it may have lost them. `told`: when
+    (monotonic) each command was sent.
+    """
 
     session: Session
     takes: bool
     release: str
     writes: bool = False
     epoch: int = -1
-    """The writer's that it was told, where it can write."""
+    """The Placement writer's epoch that was last sent to this agent; -1 before the first."""
     fresh: bool = True
     told: dict[int, float] = field(default_factory=dict)
 
 
 def keep(said: Sequence[Said]) -> set[Number]:
-    """Store what agents say, all at once; returns the commands that are settled."""
+    """Store what agents sent about commands, together; return the commands that are settled.
+
+    Only an Answer can settle a command. Raise database errors.
+    """
     if taken := [one for one in said if type(one) is tuple]:
         placing.taken(taken)
     if progress := [one for one in said if isinstance(one, Progress)]:
@@ -78,17 +91,21 @@ def keep(said: Sequence[Said]) -> set[Number]:
 
 
 def reach(host: Host) -> str:
-    """Why the agent of a host takes no commands; '' as far as is known it does."""
+    """Return why the agent of a host accepts no commands, '' if it does or if nothing is known. One query."""
     agent = Agent.objects.filter(host=host).values_list("ops", "version").first()
     return _deaf(host.name, agent[1]) if agent and agent[0] == "" else ""
 
 
 def _deaf(host: str, release: str) -> str:
+    """Return the sentence for an agent that accepts no commands."""
     return f"the agent of {host} (release {release or 'unknown'}) takes no commands: update it"
 
 
 class Courier(threading.Thread):
-    """`hello`, `gone` and `unsettled` are called on the event loop, where the sockets are."""
+    """The thread that reads what is to be sent, and hands it to the event loop.
+
+    Call `hello`, `gone` and `unsettled` on the event loop, where the sockets are.
+    """
 
     def __init__(self) -> None:
         super().__init__(daemon=True, name="courier")
@@ -103,7 +120,7 @@ class Courier(threading.Thread):
         self._tasks: set[asyncio.Task[None]] = set()
 
     def hello(self, session: Session, said: wire.Hello) -> None:
-        """An agent is there, and takes these commands; starts the thread at the first one."""
+        """Add an agent that has sent Hello; its open commands are sent soon. The first call starts the thread."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             pubsub.subscribe(placing.TOPIC, self._rung)
@@ -116,21 +133,22 @@ class Courier(threading.Thread):
         )
 
     def gone(self, session: Session) -> None:
-        """Its connection has ended."""
+        """Remove an agent whose connection has ended."""
         self._news.put(partial(self._leave, session))
 
     def unsettled(self, session: Session, number: int) -> None:
-        """Its agent has answered, and is to be told when the command is settled."""
+        """Watch an answered command, and send the Ack of its Result when it is settled."""
         self._news.put(partial(self._await, session, (session.identity.host_id, number)))
 
     def stop(self) -> None:
-        """End the thread and close its connection (tests; a real process just ends)."""
+        """End the thread and close its database connection. Only tests need this: a real process just ends."""
         self._stopping = True
         self._news.put(lambda: None)
         if self.is_alive():
             self.join(15)
 
     def run(self) -> None:
+        """Wait for news, then look at the tables, until `stop`. Wait RETRY_S after a database error."""
         while not self._stopping:
             self._hear()
             try:
@@ -142,44 +160,51 @@ class Courier(threading.Thread):
         connection.close()
 
     def _rung(self, detail: str | None) -> None:
-        """The hub: there is something for a host, or who knows for which."""
+        """Handle a notification that there are commands for one host, or, without a detail, for any host."""
         if not self._stopping:
             self._news.put(partial(self._wake, int(detail) if detail else None))
 
     def _changed(self, _detail: str | None) -> None:
+        """Handle a notification that commands have changed: watched ones may be settled."""
         if self._unsettled and not self._stopping:
             self._news.put(self._settled)
 
     def _switched(self, _detail: str | None) -> None:
-        """The hub: there may be another writer."""
+        """Handle a notification that the Placement writer may have changed."""
         if not self._stopping:
             self._news.put(self._wake_all)
 
     def _wake_all(self) -> None:
+        """Make the next look a complete one, as if POLL_S had passed."""
         self._polled = 0.0
 
     def _enter(self, session: Session, line: _Line) -> None:
+        """Add an agent, instead of an older connection of its host, and look for its commands. See `hello`."""
         self._lines[session.identity.host_id] = line
         self._due.add(session.identity.host_id)
 
     def _leave(self, session: Session) -> None:
+        """Remove a session, and stop watching its answered commands. See `gone`."""
         host = session.identity.host_id
         if (line := self._lines.get(host)) and line.session is session:
             del self._lines[host]
         self._unsettled = {number: other for number, other in self._unsettled.items() if other is not session}
 
     def _await(self, session: Session, number: Number) -> None:
+        """Watch an answered command, and check it in the next look. See `unsettled`."""
         self._unsettled[number] = session
         self._moved = True
 
     def _wake(self, host: int | None) -> None:
+        """Look for commands of one host, or of all, if they are connected here."""
         self._due |= self._lines.keys() if host is None else {host} & self._lines.keys()
 
     def _settled(self) -> None:
+        """Check the watched commands in the next look."""
         self._moved = True
 
     def _hear(self) -> None:
-        """Wait until there is news, or it is time to look; take all news there are."""
+        """Wait for queued functions or the next poll, then run all that are queued."""
         try:
             if not self._due:
                 self._news.get(timeout=max(0.0, self._polled + POLL_S - time.monotonic()))()
@@ -189,6 +214,11 @@ class Courier(threading.Thread):
             pass
 
     def _look(self) -> None:
+        """Read what is to be sent, and hand it to the event loop. Raise database errors.
+
+        Read commands for hosts that are due (all of them every POLL_S), settled commands whose Ack is awaited, and the
+        writer's epoch.
+        """
         now = time.monotonic()
         polls = now - self._polled >= POLL_S
         if polls:
@@ -208,7 +238,10 @@ class Courier(threading.Thread):
             self._loop.call_soon_threadsafe(self._post, posts)
 
     def _commands(self, hosts: set[int], now: float, posts: list[tuple[Session, list[str]]]) -> bool:
-        """What these hosts are to be told; True when there may be more."""
+        """Append the commands that these hosts are to be sent; return True if there may be more. One query.
+
+        The commands of agents that accept none are refused in the database.
+        """
         lines = {host: self._lines[host] for host in hosts}
         for line in lines.values():
             line.told = {number: at for number, at in line.told.items() if now - at < AGAIN_S}
@@ -234,12 +267,17 @@ class Courier(threading.Thread):
         return False
 
     def _acknowledge(self, posts: list[tuple[Session, list[str]]]) -> None:
+        """Append an Ack for each watched command that is settled, and stop watching it. One query."""
         settled = self._unsettled.keys() - placing.still_open(self._unsettled)
         for number in settled:
             posts.append((self._unsettled.pop(number), [wire.encode(wire.Ack(number[1], "Result"))]))
 
     def _tell_writer(self) -> None:
-        """At once, past whatever waits for a slow socket: an agent goes by the highest epoch it has heard."""
+        """Send the Placement writer's epoch to each agent that knows delegated writes and was not sent this epoch yet.
+
+        These messages do not wait in the session's outbox behind commands: the agent obeys the highest epoch it has
+        received, so the order does not matter.
+        """
         epoch = placement_delegation.epoch()
         told = [line for line in self._lines.values() if line.writes and line.epoch != epoch]
         for line in told:
@@ -249,12 +287,17 @@ class Courier(threading.Thread):
             self._loop.call_soon_threadsafe(lambda: [self._start(_tell(line.session, text)) for line in told])
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine as a task, and keep a reference to it until it is done. On the event loop only."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     def _post(self, posts: Iterable[tuple[Session, list[str]]]) -> None:
-        """On the event loop: each socket at its own pace, in order."""
+        """Add messages to the outboxes of their sessions, and start a sender where none runs. On the event loop only.
+
+        Each socket is served at its own pace and in order. Messages beyond MAX_OUTBOX are dropped: commands are sent
+        again later, and an agent whose Ack was dropped repeats its Result after a reconnection.
+        """
         for session, texts in posts:
             begun = bool(session.outbox)
             session.outbox += texts[: MAX_OUTBOX - len(session.outbox)]
@@ -263,6 +306,7 @@ class Courier(threading.Thread):
 
 
 async def _send(session: Session) -> None:
+    """Send what is in the session's outbox until it is empty; empty it if the connection is gone."""
     try:
         while session.outbox:
             await session.send({"type": "websocket.send", "text": session.outbox[0]})
@@ -273,6 +317,7 @@ async def _send(session: Session) -> None:
 
 
 async def _tell(session: Session, text: str) -> None:
+    """Send one text past the session's outbox; a connection that is gone is only logged."""
     try:
         await session.send({"type": "websocket.send", "text": text})
     except (RuntimeError, OSError) as error:
@@ -280,6 +325,7 @@ async def _tell(session: Session, text: str) -> None:
 
 
 def _frame(id: int, uuid: str, op: str, arguments: str, start_s: float, end_s: float) -> str:
+    """Encode a row of UNTOLD as a Command message."""
     values: dict[str, Any] = msgspec.json.decode(arguments)
     values.pop("wanted", None)
     values |= {"number": id, "id": uuid, "op": op, "start_s": max(0.0, start_s), "end_s": max(0.0, end_s)}

@@ -1,7 +1,8 @@
-"""The images that agents program devices with, at `/ws/agent/image/<id>`: only to the host whose command names it.
+"""ASGI application that serves images for programming devices at `/ws/agent/image/<id>`.
 
-Mounted by `cyborgweb.asgi` on both listeners. Who asks is known as on a connection (`enrolment`): a signed challenge in
-`Authorization`. Runs on the event loop; the database and the disk are asked in threads of its own.
+A host may fetch an image only while an open command of that host names it. The agent authenticates as it does for a
+connection (`enrolment`): a signed challenge in `Authorization`. The application runs on the event loop and uses the
+database and the disk in its own threads. It is mounted on both listeners.
 """
 
 from __future__ import annotations
@@ -25,21 +26,24 @@ from agents.gateway.rejections import Refusals
 log = logging.getLogger(__name__)
 
 CHUNK = 256 * 1024
+"""Bytes that are read and sent at a time."""
 AT_ONCE = 64
-"""Images on their way at a time; who comes then is asked to come back."""
+"""Maximum number of images that are sent at the same time; further requests get a 503."""
 ANSWER_S = 8.0
+"""Seconds to wait for the database and the file before the request is refused with a 503."""
 STALLED_S = 60.0
-"""An agent that takes nothing for so long has gone."""
+"""Seconds after which the transfer to an agent that reads nothing is ended."""
 IMAGE_ID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 NAMED = """
 SELECT EXISTS (SELECT FROM accelerators_command
   WHERE host_id = %s AND ended_at IS NULL AND answered_at IS NULL AND arguments -> 'image' ->> 'id' = %s)
 """
+"""Whether an open command of a host names an image."""
 T = TypeVar("T")
 
 
 class Imagery:
-    """The ASGI application. `challenges` and `refusals` are the gateway's."""
+    """The ASGI application. `challenges` and `refusals` are those of the process's gateway."""
 
     def __init__(self, challenges: Challenges, refusals: Refusals) -> None:
         self._challenges, self._refusals = challenges, refusals
@@ -47,7 +51,10 @@ class Imagery:
         self.sending = 0
 
     async def __call__(self, scope: Any, receive: Any, send: Any, fingerprints: Iterable[str] = ("",)) -> None:
-        """One GET; `fingerprints` are those its agent may have pinned."""
+        """Serve one GET; `fingerprints` are those of the certificates that the agent may have pinned.
+
+        A refused request gets a JSON error and is recorded, unless only its method was wrong.
+        """
         host = ""
         try:
             if scope["method"] != "GET":
@@ -74,6 +81,7 @@ class Imagery:
             await send({"type": "http.response.body", "body": body})
 
     async def _find(self, credential: credentials.Credential, image: str) -> tuple[BinaryIO, int]:
+        """Open the image in a thread. Raise Refused, a 503 if the database is down or slower than ANSWER_S."""
         try:
             async with asyncio.timeout(ANSWER_S):
                 return await self._on_thread(lambda: _opened(credential, image))
@@ -82,7 +90,10 @@ class Imagery:
             raise Refused(503, "database", "the database does not answer: come back later") from None
 
     async def _stream(self, file: BinaryIO, size: int, receive: Any, send: Any) -> None:
-        """In pieces, as fast as it is taken; an agent that has gone is sent no more."""
+        """Send the file in chunks as fast as the agent reads.
+
+        Stop when it disconnects, or reads nothing for STALLED_S. Raise OSError if the file ends early.
+        """
         headers = [(b"content-type", b"application/octet-stream"), (b"content-length", str(size).encode())]
         gone = asyncio.ensure_future(_until_gone(receive))
         try:
@@ -103,16 +114,22 @@ class Imagery:
                 await gone
 
     async def _on_thread(self, work: Callable[[], T]) -> T:
+        """Run `work` in one of this application's threads and return its result."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 
 async def _until_gone(receive: Any) -> None:
+    """Wait until the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 def _opened(credential: credentials.Credential, image: str) -> tuple[BinaryIO, int]:
-    """The image's file and size, or Refused. On a thread; its database connection is closed again."""
+    """Open an image for the host that a verified credential belongs to; return the file and its size.
+
+    Raise Refused if the key is not enrolled or barred, if no open command of the host names the image, or if the file
+    is gone. For a thread: it closes the thread's database connection.
+    """
     try:
         identity = enrolment.known([credential.public_key]).get(credential.public_key)
         if identity is None or identity.host != credential.host:

@@ -1,4 +1,4 @@
-"""Liveness: who was heard, flushed in one statement every few seconds; who was not, told to the conductor."""
+"""Leases of agents: renew them in one statement every few seconds, and mark hosts with expired ones as stale."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ SELECT * FROM unnest(%(hosts)s::bigint[], %(times)s::timestamptz[], %(epochs)s::
 ON CONFLICT (host_id) DO UPDATE SET seen_at = greatest(l.seen_at, excluded.seen_at),
   epoch = greatest(l.epoch, excluded.epoch)
 """
+"""Renew leases, and register this gateway if it has an address. Gateways not seen for an hour are deleted."""
 FACTS = """
 UPDATE agents_agent a SET version = x.version, ops = x.ops, writes = x.writes, wire = x.wire, boot_id = x.boot_id,
   epoch = x.epoch, address = x.address, connection = x.number, connected_at = now(), changed_at = now()
@@ -37,26 +38,29 @@ FROM jsonb_to_recordset(%s::jsonb) AS x(host bigint, version text, ops text, wri
   epoch bigint, address text, number bigint)
 WHERE a.host_id = x.host AND a.connection <= x.number
 """
-"""The row is always the newest connection's, at whatever gateway."""
+"""Store what agents sent in Hello. The row always describes the newest connection, whichever gateway holds it."""
 
 
 class Leases:
-    """Filled on the event loop, emptied by the writer thread. `seen` costs a dictionary write."""
+    """Collects heartbeats and Hello messages until they are flushed.
+
+    The event loop calls `seen` and `hello`, the writer thread calls `flush`. `seen` costs a dictionary write.
+    """
 
     def __init__(self, flush_s: float) -> None:
         self.flush_s = flush_s
         self.gateway = ("", "")
-        """Name and address of who renews them; without an address nobody else asks it."""
+        """This gateway's name and address. Without an address it is not registered: other processes do not ask it."""
         self._next = 0.0
         self._seen: dict[int, tuple[float, int]] = {}
         self._facts: dict[int, dict[str, object]] = {}
 
     def seen(self, host_id: int, epoch: int) -> None:
-        """The agent of this host was heard just now."""
+        """Note that a message of this host's agent has arrived now, so that the next flush renews the lease."""
         self._seen[host_id] = (time.time(), epoch)
 
     def hello(self, session: Session, said: wire.Hello) -> None:
-        """What it said of itself."""
+        """Note what an agent says about itself in Hello: version, commands, Placement writes, boot id, address."""
         identity = session.identity
         self._facts[identity.host_id] = {
             "host": identity.host_id,
@@ -71,7 +75,11 @@ class Leases:
         }
 
     def flush(self) -> bool:
-        """Write what is due; True when the interval was over, so that somebody looks who is silent."""
+        """Write leases and Hello data if `flush_s` has passed; return whether it had.
+
+        True also means that the job which looks for silent agents should run. Raise database errors; then everything
+        is kept for the next call.
+        """
         if time.monotonic() < self._next:
             return False
         seen, self._seen = self._seen, {}
@@ -86,6 +94,7 @@ class Leases:
         return True
 
     def _write(self, seen: dict[int, tuple[float, int]], facts: dict[int, dict[str, object]]) -> None:
+        """Write leases and Hello data, one statement each. Hello data that the database rejects is logged and lost."""
         with connection.cursor() as cursor:
             if seen:
                 times = [datetime.fromtimestamp(at, UTC) for at, _ in seen.values()]
@@ -95,12 +104,15 @@ class Leases:
             if facts:
                 try:
                     cursor.execute(FACTS, [msgspec.json.encode(list(facts.values())).decode()])
-                except DataError:  # what agents say of themselves never keeps leases from being renewed
+                except DataError:  # bad Hello data must not prevent leases from being renewed
                     log.exception("what %d agents said of themselves cannot be stored", len(facts))
 
 
 def watch() -> bool:
-    """One look: hosts whose agent is silent for two beats become stale, those heard again live. Nothing more to do."""
+    """Mark hosts as stale whose lease is older than two heartbeats and 2 s; unmark those that were heard again.
+
+    Return False: the job need not run again at once.
+    """
     now = datetime.now(UTC)
     limit = now - timedelta(seconds=2 * settings.KEYS.beat_s + 2)
     silent = Host.objects.filter(stale_since__isnull=True, agent__isnull=False, lease__seen_at__lt=limit)
@@ -113,5 +125,5 @@ def watch() -> bool:
 
 
 def run() -> None:
-    """The job `leases`."""
+    """Run the job `leases`: look for silent agents."""
     jobs.run("leases", watch)

@@ -1,6 +1,8 @@
-"""What gateways count. On the event loop in plain numbers; the writer thread pushes what came since, with the leases.
+"""Metrics of the gateways in this process.
 
-A Beat costs 37 µs in all: to write its count where other processes can read it would be a tenth of that.
+The event loop counts in plain Python numbers; the writer thread adds the differences to the shared metrics whenever it
+flushes leases. A Beat costs 37 µs in all, and writing its count directly to the shared metrics would add a tenth of
+that.
 """
 
 from __future__ import annotations
@@ -11,9 +13,9 @@ from collections import Counter
 from accelerators.runtime import metrics
 
 tally = {"beats": 0, "reports": 0, "opened": 0, "closed": 0, "taken": 0, "shed": 0}
-"""Of all gateways of this process, since it started. Written on the event loop alone."""
+"""Counts of all gateways of this process since it started. Only the event loop writes them."""
 refused: Counter[str] = Counter()
-"""Who was turned away or sent away, by code; codes are words of our own."""
+"""Refused handshakes and fetches, and ended connections, by code. All codes are constants of this product."""
 
 _connections = metrics.gauge("cyborg_agent_connections", "Agents' sockets that are open.")
 _samples = metrics.counter("cyborg_agent_samples_total", "Messages with devices' loads: `taken`, or `shed`.", "outcome")
@@ -33,7 +35,7 @@ _told_refused: Counter[str] = Counter()
 
 
 def push() -> None:
-    """Make known what was counted since the last time. Called by the writer thread, every few seconds."""
+    """Add what was counted since the last call to the shared metrics. Safe to call from several threads."""
     with _pushing:
         now, codes = Counter(tally), Counter(dict(refused))
         for name, meter in _pushed.items():

@@ -1,4 +1,4 @@
-"""Refusals become events: at most one per host, code and minute, with a count."""
+"""Record refusals of agents as events: at most one event per host, code and minute, with a count."""
 
 from __future__ import annotations
 
@@ -16,25 +16,36 @@ from agents.gateway import metrics
 log = logging.getLogger(__name__)
 
 WINDOW_S = 60.0
+"""Minimum seconds between two events of the same host and code."""
 MAX_KEYS = 500
-"""Who is refused says a name that nobody has proved: so many at a time have tallies of their own."""
+"""Maximum number of (host, code) pairs that are counted separately. The host name of a refused client is not verified,
+so a client could otherwise fill the memory with invented names."""
 
 
 @dataclass(slots=True)
 class _Tally:
+    """Refusals of one host and code: how many are not recorded yet, the last reason, and the time of the last event."""
+
     count: int
     reason: str
     written_at: float
 
 
 class Refusals:
-    """Counted on the event loop, written by the writer thread. Bounded: beyond MAX_KEYS new ones share one tally."""
+    """Counts refusals on the event loop until the writer thread records them.
+
+    The memory is bounded: beyond MAX_KEYS, new hosts share one tally per code.
+    """
 
     def __init__(self) -> None:
         self._tallies: dict[tuple[str, str], _Tally] = {}
 
     def add(self, host: str, code: str, reason: str, *, away: bool = True) -> None:
-        """One refusal of whoever says to be `host`. `away`: it is not let in, or not let go on."""
+        """Count one refusal of a client that claims to be `host`.
+
+        `away` means that it was refused or disconnected; only then the metrics count it. False is for agents that stay
+        connected, for example when samples are dropped.
+        """
         metrics.refused[code] += away
         key = (host[:255].replace("\0", "") or "(unknown)", code)
         if key not in self._tallies and len(self._tallies) >= MAX_KEYS:
@@ -44,7 +55,10 @@ class Refusals:
         tally.reason = reason.replace("\0", "")
 
     def flush(self) -> None:
-        """Write the tallies that are due, in one statement; forget those that are quiet."""
+        """Record the tallies that are due, in one statement, and delete those without new refusals.
+
+        Raise if the database is down; the counts are kept then.
+        """
         now = time.monotonic()
         due: dict[tuple[str, str], int] = {}
         for key, tally in list(self._tallies.items()):
@@ -56,12 +70,12 @@ class Refusals:
                 del self._tallies[key]
         if due:
             self._write(due)
-        for key, count in due.items():  # only now: the database may have been away
+        for key, count in due.items():  # only after the write, which fails while the database is down
             self._tallies[key].count -= count
             self._tallies[key].written_at = now
 
     def _write(self, due: dict[tuple[str, str], int]) -> None:
-        """What the database refuses is lost, and said: it must not keep what comes after it from being written."""
+        """Record events. Events that the database rejects are logged and lost, so that they do not block later ones."""
         try:
             conductor.record_all([self._event(*key, count) for key, count in due.items()])
         except (OperationalError, InterfaceError):
@@ -70,6 +84,7 @@ class Refusals:
             log.exception("refusals of %d agents cannot be recorded", len(due))
 
     def _event(self, host: str, code: str, count: int) -> dict[str, Any]:
+        """Return the event `agent.refused` for one tally."""
         changes = {"code": [None, code], "count": [None, count]}
         reason = self._tallies[host, code].reason
         return conductor.event(

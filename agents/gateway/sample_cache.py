@@ -1,8 +1,8 @@
-"""What the hosts connected here have to do: the last samples of each, who is to send more, and what is not taken.
+"""Cache of the last samples (device load) of each host connected to this gateway.
 
-`gateway` fills a `Board` on its event loop and `peers` asks it there; `agents.telemetry` asks it from request
-threads, where
-the gateway is in their process. Samples are never stored: a host's are kept as their text, until its connection ends.
+A `Board` also asks agents for samples and drops samples under pressure. The gateway fills it on its event loop, and
+`sample_rpc` reads it there; `agents.telemetry` reads it from request threads of the same process. Samples are never
+stored in the database: the newest of each host is kept as JSON text until its connection ends.
 """
 
 from __future__ import annotations
@@ -27,28 +27,39 @@ from agents.gateway.sessions import Expelled, Session
 log = logging.getLogger(__name__)
 
 BEGINNING = '{"type":"Samples",'
-"""How agents begin such a message: it need not be decoded to be dropped."""
+"""The beginning of every Samples message. By it a message can be dropped without being decoded."""
 MAX_TOTAL_BYTES = 256 * 1024 * 1024
+"""Maximum size of all samples that one gateway keeps."""
 PER_S, BURST = 4.0, 8.0
-"""So many messages a second are taken of one host, and so many at once after a pause."""
+"""Rate limit per host: messages per second, and messages at once after a pause."""
 LOOK_S = 0.5
+"""Seconds between two timer ticks, which measure the event loop's delay and renew expired requests to agents."""
 LATE_S = 0.2
-"""An event loop that comes so late to its own appointments has no time for samples."""
+"""Delay of a timer tick in seconds. If it is exceeded, the event loop is overloaded, and samples are dropped."""
 LEAST_EVERY_S, MOST_FOR_S = 0.5, 300.0
-"""As agents have it."""
+"""Shortest interval and longest duration of a request for samples; agents have the same limits."""
 MAX_WISHES = 8
+"""Maximum number of different intervals that are asked for per host at the same time."""
 MAX_CENSUSES = 16
+"""Maximum number of censuses at the same time."""
 AT_ONCE = 16
 SPREAD_S = 1.0
-"""Agents are asked AT_ONCE at a time, over this time in all: they would all answer in the same moment, every time."""
+"""Agents are asked in groups of AT_ONCE, spread over SPREAD_S. Otherwise all would answer in the same moment, every
+time."""
 
 here: WeakValueDictionary[str, Board] = WeakValueDictionary()
-"""The boards of this process by the names of their gateways."""
+"""The boards of this process by their names."""
 
 
 @dataclass(slots=True)
 class _Line:
-    """One connection. `wishes` are who wants samples how often until when; `every` and `until` what the agent knows."""
+    """One connection and its last samples.
+
+    `said`: the samples as JSON; `at`, `heard`: when they came (unix time, monotonic). `credit`, `counted`: the rate
+    limit's tokens, and when they were last refilled. `looked_at`: `takes` has accepted the message that is handled now.
+    `wishes`: until when (monotonic) samples are wanted, by interval in seconds. `every`, `until`: what the agent was
+    last asked for. `sending`: a Watch message is being sent.
+    """
 
     session: Session
     said: bytes = b""
@@ -64,27 +75,27 @@ class _Line:
 
 
 class Busy(Exception):
-    """MAX_CENSUSES are under way at this gateway: nobody was asked."""
+    """Raised when MAX_CENSUSES run at this gateway already; no agent was asked."""
 
 
 class _Census:
-    """Who has not answered yet."""
+    """The hosts of one census that have not answered yet; `complete` is set when there are none."""
 
     def __init__(self, hosts: Collection[int]) -> None:
         self._missing = set(hosts)
         self.complete = asyncio.Event()
 
     def heard(self, host_id: int) -> None:
-        """One has."""
+        """Note that a host has answered, or can no longer do so."""
         self._missing.discard(host_id)
         if not self._missing:
             self.complete.set()
 
 
 class Board:
-    """The samples of one gateway. Everything but `said` belongs to its event loop.
+    """The samples of one gateway. All methods but `said` and `stop` must be called on its event loop.
 
-    `pressed` says whether something more important waits.
+    `pressed` returns whether more important work waits, so that samples should be dropped.
     """
 
     def __init__(self, refusals: Refusals, pressed: Callable[[], bool]) -> None:
@@ -98,11 +109,15 @@ class Board:
         self._late = self._ticking = False
 
     def enter(self, session: Session) -> None:
-        """An agent has said Hello: it can be asked."""
+        """Add a session whose agent has sent Hello, so that it can be asked for samples."""
         self._line(session)
 
     def takes(self, session: Session, size: int) -> bool:
-        """Whether samples of `size` are to be looked at; else they are shed, and who sends too much is named."""
+        """Return whether a Samples message of `size` bytes should be decoded; count it as shed if not.
+
+        It is dropped if the host exceeds its rate or the size limit (then a refusal is recorded as well), if the event
+        loop is late, if more important work waits, or if the cache is full.
+        """
         line = self._line(session)
         now = time.monotonic()
         line.credit = min(BURST, line.credit + (now - line.counted) * PER_S) - 1
@@ -119,8 +134,11 @@ class Board:
         return False
 
     def keep(self, session: Session, samples: wire.Samples) -> None:
-        """The last samples of a host, which `takes` let through. Written anew they hold nothing that we do not know,
-        and can be handed on."""
+        """Keep the samples of a host that `takes` has accepted, instead of its last ones.
+
+        They are encoded again, so that they hold only fields this release knows, and can be passed on as text. Raise
+        Expelled if `takes` was not asked, because the message did not begin with BEGINNING.
+        """
         line = self._line(session)
         if not line.looked_at:
             raise Expelled("malformed", f"samples begin with {BEGINNING} in a text frame, so that they can be dropped")
@@ -132,7 +150,7 @@ class Board:
             census.heard(session.identity.host_id)
 
     def leave(self, session: Session) -> None:
-        """A connection has ended: what it said is not known any more."""
+        """Remove a session that has ended, and its samples. Censuses no longer wait for its host."""
         host = session.identity.host_id
         if (line := self._lines.get(host)) and line.session is session:
             self._bytes -= len(line.said)
@@ -141,14 +159,21 @@ class Board:
                 census.heard(host)
 
     def said(self, hosts: Collection[int] | None, since: float = 0.0) -> Iterator[tuple[int, float, bytes]]:
-        """Host, unix time and text of each that said something after `since` (monotonic). Asked from any thread."""
+        """Yield (host id, unix time, JSON text) of the samples of these hosts, or of all, since `since` (monotonic).
+
+        May be called from any thread.
+        """
         lines = self._lines.copy()
         for host in lines if hosts is None else hosts:
             if (line := lines.get(host)) and line.said and line.heard >= since:
                 yield host, line.at, line.said
 
     def watch(self, hosts: Collection[int], every_s: float, for_s: float) -> None:
-        """Have those of these hosts that are connected here send samples so often; they are told only when needed."""
+        """Make those of these hosts that are connected here send samples every `every_s` seconds for `for_s` seconds.
+
+        Both are limited by LEAST_EVERY_S and MOST_FOR_S. A Watch message is sent only to agents that need one. Returns
+        at once.
+        """
         every, until = max(LEAST_EVERY_S, every_s), time.monotonic() + min(for_s, MOST_FOR_S)
         lines = self._reached(hosts)
         for line in lines:
@@ -158,9 +183,10 @@ class Board:
             self._start(self._each(due, self._renew, min(SPREAD_S, every)))
 
     async def census(self, hosts: Collection[int], within_s: float) -> float:
-        """Ask those connected here; returns when all have answered or the time is over: since when to look (monotonic).
+        """Ask those of these hosts that are connected here for samples now.
 
-        Beyond MAX_CENSUSES at once nobody is asked: raises Busy.
+        Wait until all have answered, or `within_s` seconds. Return when the census began (monotonic), to be given to
+        `said` as `since`. Raise Busy if MAX_CENSUSES run already; no agent is asked then.
         """
         began = time.monotonic()
         if not (lines := self._reached(hosts)):
@@ -180,17 +206,19 @@ class Board:
         return began
 
     def stop(self) -> None:
-        """Nobody asks it any more (tests; a real process just ends)."""
+        """Remove this board from `here`. Only tests need this: a real process just ends."""
         here.pop(self.name, None)
 
     def _reached(self, hosts: Collection[int]) -> list[_Line]:
-        """Of these hosts those whose agent has said Hello here: it takes messages."""
+        """Return the lines of those of these hosts whose agent has sent Hello on this gateway."""
         return [line for host in hosts if (line := self._lines.get(host)) and line.session.greeted]
 
     def _refuse(self, session: Session, why: str) -> None:
+        """Record dropped samples as a refusal; the agent stays connected."""
         self._refusals.add(session.identity.host, "samples", why, away=False)
 
     def _line(self, session: Session) -> _Line:
+        """Return the session's line; make a new one if its host has none, or has one of another session."""
         host = session.identity.host_id
         line = self._lines.get(host)
         if line is None or line.session is not session:
@@ -201,13 +229,17 @@ class Board:
         return line
 
     def _begin(self) -> None:
-        """Look at the clock and at wishes from now on, as long as anybody is here."""
+        """Start the timer if it does not run, and add this board to `here`."""
         if not self._ticking:
             self.loop = asyncio.get_running_loop()
             here[self.name] = self
             self._tick(time.monotonic())
 
     def _tick(self, due: float) -> None:
+        """Measure how late this tick is and renew expired requests; schedule the next tick while agents are connected.
+
+        `due` is when this tick should have run (monotonic).
+        """
         now = time.monotonic()
         self._late = now - due > LATE_S
         for line in self._lines.values():
@@ -218,7 +250,11 @@ class Board:
             asyncio.get_running_loop().call_later(LOOK_S, self._tick, now + LOOK_S)
 
     def _is_due(self, line: _Line) -> bool:
-        """Whether the agent does not know the most frequent wish, or half of what it knows of it is over."""
+        """Return whether the agent needs a new Watch message; remove wishes that have expired.
+
+        It needs one if the shortest wanted interval is not the one it was asked for, or if its time left is less than
+        half of the time that is wanted now. It needs none while a Watch is being sent.
+        """
         now = time.monotonic()
         line.wishes = {every: until for every, until in line.wishes.items() if until > now}
         if not line.wishes or line.sending:
@@ -227,21 +263,23 @@ class Board:
         return every != line.every or line.until - now < (until - now) / 2
 
     def _renew(self, line: _Line) -> None:
+        """Send the agent the shortest wanted interval, if it needs a new Watch message."""
         if self._is_due(line):
             line.every, line.until = min(line.wishes.items())
             self._tell(line, line.every, line.until - time.monotonic())
 
     def _ask(self, line: _Line) -> None:
-        """One look, without an end to what the agent was asked for before."""
+        """Ask the agent for samples now, and keep what it was asked for before."""
         if not line.sending:
             self._tell(line, line.every or LEAST_EVERY_S, max(0.0, line.until - time.monotonic()))
 
     def _tell(self, line: _Line, every_s: float, for_s: float) -> None:
+        """Start to send a Watch message."""
         line.sending = True
         self._start(self._send(line, wire.encode(wire.Watch(round(every_s, 3), round(for_s, 3)))))
 
     async def _send(self, line: _Line, text: str) -> None:
-        """A socket that takes nothing is not asked again meanwhile."""
+        """Send a text. Until it is sent, `sending` keeps a slow socket from being given another one."""
         try:
             await line.session.send({"type": "websocket.send", "text": text})
         except (RuntimeError, OSError) as error:
@@ -250,12 +288,14 @@ class Board:
             line.sending = False
 
     async def _each(self, lines: list[_Line], act: Callable[[_Line], None], within_s: float) -> None:
+        """Call `act` for each line, in groups of AT_ONCE, spread over `within_s` seconds."""
         for number, line in enumerate(lines, 1):
             act(line)
             if number % AT_ONCE == 0:
                 await asyncio.sleep(within_s * AT_ONCE / len(lines))
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine as a task, and keep a reference to it until it is done."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -1,7 +1,7 @@
-"""How processes ask a gateway for samples: a POST to `PATH` on its event loop, signed with Django's secret key.
+"""Request samples from a gateway in another process: a POST to `PATH`, signed with Django's secret key.
 
-`Door` is the gateway's end, mounted by `cyborgweb.asgi` before Django: nothing in it touches the database. `ask` is the
-other end, called by `agents.telemetry` in threads. The texts of samples go through as agents wrote them.
+`Door` is the server. It runs on the gateway's event loop, is mounted before Django, and never uses the database. `ask`
+is the client; it blocks, so it must be called in a thread. The samples are passed on as JSON text, without decoding.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ MAX_AGE_S = 30
 MAX_ASK_BYTES = 1024 * 1024
 MAX_ANSWER_BYTES = 512 * 1024 * 1024
 HOSTS_A_PIECE = 256
-"""So many hosts' samples are sent before others on the loop have their turn."""
+"""Number of hosts whose samples are sent in one piece; between pieces the event loop can do other work."""
 
 
 class Ask(Struct, frozen=True, omit_defaults=True):
-    """`hosts` None: all. `for_s`: they are to send samples every `every_s` seconds so long; what is known is answered.
+    """A request for the samples of `hosts` (None: all).
 
-    `within_s`: they are asked now, and what came since is answered when all have said it or the time is over.
+    Without times the answer holds the last samples. With `for_s`, the agents are also asked to send samples every
+    `every_s` seconds for that long; the answer comes at once. With `within_s`, the agents are asked now, and the answer
+    holds only newer samples; it comes when all agents have sent theirs, or after that many seconds.
     """
 
     hosts: Annotated[tuple[int, ...], Meta(max_length=100_000)] | None = None
@@ -41,27 +43,29 @@ class Ask(Struct, frozen=True, omit_defaults=True):
 
 
 class Held(Struct, frozen=True):
-    """What one host said last, and the unix time when its gateway took it. Decoded one by one: all at once would hold
-    up whatever else runs in the process that asks."""
+    """The last samples of one host as JSON, and the unix time when its gateway received them.
+
+    They are decoded host by host (`loads`): decoding all at once would block the other threads of the process.
+    """
 
     host: int
     at: float
     said: msgspec.Raw
 
     def loads(self) -> tuple[wire.DeviceLoad, ...]:
-        """Of its devices."""
+        """Decode and return the load of the host's devices; raise DecodeError."""
         return _samples.decode(self.said).loads
 
 
 class Answer(Struct, frozen=True):
-    """Of the gateway with this name."""
+    """The samples that the gateway with this name has."""
 
     gateway: str
     hosts: list[Held]
 
 
 class Unanswered(OSError):
-    """A gateway did not say what it was asked; the text says why."""
+    """Raised when a gateway did not answer a request; the text is the reason."""
 
 
 _ask = msgspec.json.Decoder(Ask)
@@ -70,13 +74,17 @@ _samples = msgspec.json.Decoder(wire.Samples)
 
 
 class Door:
-    """The ASGI application at `PATH`."""
+    """The ASGI application at `PATH`: it answers an Ask from a `Board`."""
 
     def __init__(self, board: Board) -> None:
         self._board = board
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """403 for who does not have our key, 400 and 413 for what is no Ask, 503 for one census too many."""
+        """Serve one request.
+
+        Errors: 403 without a valid signature, 413 for a body that is too long, 400 for one that is no Ask or not the
+        signed one, 503 if too many censuses run.
+        """
         digest = _signed(scope)
         if scope["method"] != "POST" or digest is None:
             await _refuse(send, 403, "This is for the gateways' own processes.")
@@ -104,7 +112,10 @@ class Door:
 
 
 async def _do(board: Board, asked: Ask) -> float:
-    """What is asked of agents; since when samples are wanted (monotonic)."""
+    """Ask agents for samples if the request says so; return since when samples are wanted (monotonic), 0.0 for any.
+
+    Raise Busy if too many censuses run.
+    """
     if asked.within_s:
         return await board.census(asked.hosts or (), asked.within_s)
     if asked.for_s:
@@ -113,7 +124,7 @@ async def _do(board: Board, asked: Ask) -> float:
 
 
 def _pieces(board: Board, hosts: Collection[int] | None, since: float) -> Iterator[bytes]:
-    """An Answer but for its end."""
+    """Yield an Answer as JSON in pieces of HOSTS_A_PIECE hosts, without the closing `]}`."""
     begin = b'{"gateway":%s,"hosts":[' % msgspec.json.encode(board.name)
     piece: list[bytes] = []
     for number, (host, at, said) in enumerate(board.said(hosts, since), 1):
@@ -125,7 +136,7 @@ def _pieces(board: Board, hosts: Collection[int] | None, since: float) -> Iterat
 
 
 async def _body(receive: Any) -> bytes | None:
-    """None: it is too long."""
+    """Receive the request's body; return None if it is longer than MAX_ASK_BYTES."""
     body, more = b"", True
     while more:
         event = await receive()
@@ -137,6 +148,7 @@ async def _body(receive: Any) -> bytes | None:
 
 
 async def _refuse(send: Any, status: int, sentence: str) -> None:
+    """Send an error response with one JSON sentence."""
     body = msgspec.json.encode({"error": sentence})
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})
@@ -152,7 +164,7 @@ def _digest(body: bytes) -> str:
 
 
 def _signed(scope: Any) -> str | None:
-    """The digest of the body that somebody with our key signed just now; None: nobody did."""
+    """Return the body's digest from the signed header; None if that is missing, wrong or older than MAX_AGE_S."""
     value = next((value for name, value in scope["headers"] if name == HEADER.encode()), b"")
     try:
         return str(_signer().unsign(value.decode("latin-1"), max_age=MAX_AGE_S))
@@ -161,9 +173,9 @@ def _signed(scope: Any) -> str | None:
 
 
 def ask(url: str, asked: Ask, timeout_s: float) -> Answer:
-    """Have the gateway at `url` answer; raises Unanswered, or Busy for one census too many.
+    """Send a request to the gateway at `url` and return its answer. Raise Unanswered, or Busy on a 503.
 
-    `timeout_s` is for each step: who waits sets an end.
+    It blocks. `timeout_s` limits each socket operation, not the whole call: the caller must limit that.
     """
     body = msgspec.json.encode(asked)
     try:

@@ -1,12 +1,15 @@
-"""Which connection speaks for a host, and when it must stop: takeovers, clones, decisions of people.
+"""Sessions of connected agents, and the rule that decides which connection holds a host: takeovers, clones, bars.
 
-Called by `gateway` on the event loop. A key belongs to one living process. Who connects with the key of a connection
-that is still open is compared with it: the same epoch and boot are the same process, which has lost its older socket.
-Another process is a restart, a reboot, or a copy of the key elsewhere; what tells them apart is whether somebody still
-holds the older connection. So that one is sent a fresh nonce *after* the newcomer has spoken. An answer proves that two
-live at once: both are sent away, and the key is barred until a person decides. Silence for `PROBE_S` (a dead host's
-half-open connection) or its end proves nothing against the newcomer, who takes over. What was on its way already is no
-answer.
+Everything here runs on the event loop. A key belongs to one running process. If an agent connects while another
+connection with its key is still open, the gateway compares the two:
+
+* The same epoch and boot id: it is the same process, which lost its older socket. The new connection takes over.
+* Otherwise it is a restart, a reboot, or a copy of the key on another machine. What distinguishes them is whether a
+  process still holds the older connection. After the first message on the new connection, the gateway therefore sends a
+  Probe with a fresh nonce on the older one. An answer proves that two processes use the key at once: both connections
+  are ended, and the key is barred until a person decides. No answer within `PROBE_S` (a dead host's half-open
+  connection), or the end of the older connection, proves nothing against the new one, which takes over. A message that
+  was already on its way is not an answer, because it does not contain the nonce.
 """
 
 from __future__ import annotations
@@ -25,13 +28,13 @@ log = logging.getLogger(__name__)
 
 PROBE_S = 3.0
 MAX_COMING = 4
-"""So many connections of one host may be open that have said nothing yet; the oldest makes room."""
+"""Maximum number of connections of one host that wait for their first message. One more ends the oldest of them."""
 
 Bar = Callable[[int, str, Connection, Connection], None]
 
 
 class Expelled(Exception):
-    """This connection is to end; the peer is told why."""
+    """Raised to end a connection; the peer is sent a Refuse with `code` and `reason`."""
 
     def __init__(self, code: str, reason: str) -> None:
         super().__init__(reason)
@@ -39,7 +42,11 @@ class Expelled(Exception):
 
 
 class Session:
-    """One connected agent. `last` is the newest (epoch, seq) this process has made durable or found applied."""
+    """The state of one connected agent.
+
+    `applied` is the hash of the report known to be applied for its host, '' if unknown; `last` the newest (epoch, seq)
+    that this connection has acknowledged: durable, or found applied.
+    """
 
     __slots__ = (
         "address",
@@ -90,24 +97,30 @@ class Session:
         self.progress: dict[int, wire.Progress] = {}
         self.progress_at = 0.0
         self.telling: list[asyncio.Future[bool]] = []
-        """What was said of progress last, on its way to the database."""
+        """Futures of the last progress batch; all are done when the database has it."""
         self.probes: dict[str, asyncio.Future[bool]] = {}
         self.expelled: Expelled | None = None
         self.task = asyncio.current_task()
 
     def expel(self, code: str, reason: str) -> None:
-        """End it, whatever it waits for; its own task says why. Called from another task."""
+        """Cancel the session's task, so that the connection ends whatever it waits for. For calls from another task.
+
+        The task then sends the reason to the agent. Only the first call has an effect.
+        """
         if self.expelled is None and self.task is not None:
             self.expelled = Expelled(code, reason)
             self.task.cancel()
 
     def connection(self) -> Connection:
-        """As an event names it."""
+        """Return address, boot id and epoch, as events show a connection."""
         return Connection(self.address, self.boot_id, self.epoch)
 
 
 class Holders:
-    """The sessions of one gateway by host. `bar` writes that two hold a key."""
+    """The sessions of one gateway: per host the one that holds it, and those that wait for their first message.
+
+    `bar` is called to store that two connections hold one key.
+    """
 
     def __init__(self, bar: Bar) -> None:
         self.by_host: dict[int, Session] = {}
@@ -116,7 +129,10 @@ class Holders:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def enter(self, session: Session) -> None:
-        """A new connection. Where its host has one already, it waits for its own first message: `settle`."""
+        """Add a new connection. If its host has one already, the new one must wait for its first message and `settle`.
+
+        The oldest waiting connection is expelled if there are more than MAX_COMING.
+        """
         host = session.identity.host_id
         if self.by_host.setdefault(host, session) is not session:
             waiting = self._coming.setdefault(host, [])
@@ -125,7 +141,7 @@ class Holders:
                 waiting.pop(0).expel("superseded", "this host has connected again")
 
     def leave(self, session: Session) -> None:
-        """It has ended."""
+        """Remove a connection that has ended; its open probes count as not answered."""
         host = session.identity.host_id
         if self.by_host.get(host) is session:
             del self.by_host[host]
@@ -135,7 +151,10 @@ class Holders:
                 asked.set_result(False)
 
     async def settle(self, session: Session) -> None:
-        """The session has spoken: it becomes its host's, or raises Expelled. See the rule above."""
+        """Make this session, which has sent its first message, the holder of its host, or raise Expelled.
+
+        See the rule in the module's docstring. It may take PROBE_S.
+        """
         host = session.identity.host_id
         while (older := self.by_host.get(host)) is not session:
             if older is None:
@@ -151,7 +170,7 @@ class Holders:
         self._arrived(session)
 
     async def answers(self, session: Session) -> bool:
-        """Whether somebody still holds this connection: it gives back a nonce made now."""
+        """Send a Probe with a fresh nonce; return True if a process answers it within PROBE_S."""
         nonce = secrets.token_urlsafe(12)
         asked = session.probes[nonce] = asyncio.get_running_loop().create_future()
         try:
@@ -164,12 +183,12 @@ class Holders:
             session.probes.pop(nonce, None)
 
     def alive(self, session: Session, nonce: str) -> None:
-        """The session has answered a probe."""
+        """Handle an Alive message: mark the probe with this nonce as answered."""
         if (asked := session.probes.get(nonce)) and not asked.done():
             asked.set_result(True)
 
     def hear(self, news: list[News]) -> None:
-        """What changed in the database: end what must not go on, ask for new keys."""
+        """Apply changed agent rows to open sessions: expel those that may not go on, ask for new keys."""
         for one in news:
             if holder := self.by_host.get(one.host_id):
                 self._judge(holder, one)
@@ -177,12 +196,13 @@ class Holders:
                 self._judge(session, one)
 
     def ask_rotation(self, session: Session) -> None:
-        """Ask the agent for a new key, once a connection."""
+        """Ask the agent for a new key; do nothing if this connection was asked already and has not answered."""
         if not session.rotating:
             session.rotating = True
             self._start(tell(session, wire.Rotate()))
 
     def _judge(self, session: Session, now: News) -> None:
+        """Expel, probe or ask one session for a new key, as the agent's row `now` requires."""
         if now.barred:
             session.expel(now.barred, key_revocation.why(now.barred, now.reason, session.identity.host))
         elif now.public_key not in (session.key, session.next_key):
@@ -195,7 +215,7 @@ class Holders:
             self.ask_rotation(session)
 
     async def _contested(self, session: Session, now: News) -> None:
-        """Another gateway has a newer connection of this host; who holds the older one asks."""
+        """Probe this connection, because another gateway has a newer one of its host; then bar the key or expel it."""
         newer = Connection(now.address, now.boot_id, now.epoch)
         if not _same_process(session.connection(), newer) and await self.answers(session):
             self._clone(session, newer)
@@ -203,12 +223,13 @@ class Holders:
             self._supersede(session)
 
     def _supersede(self, session: Session) -> None:
+        """Expel a session because a newer connection takes over its host."""
         session.expel("superseded", "this host has connected again")
         if self.by_host.get(session.identity.host_id) is session:
             del self.by_host[session.identity.host_id]
 
     def _clone(self, older: Session, newer: Connection) -> Expelled:
-        """Bar the key and end the older connection; what to raise in the newer one."""
+        """Bar the key and expel the older session; return the error to raise in the newer one."""
         first = older.connection()
         self._bar(older.identity.host_id, older.key, first, newer)
         reason = key_revocation.why("clone", key_revocation.both(first, newer), older.identity.host)
@@ -216,6 +237,7 @@ class Holders:
         return Expelled("clone", reason)
 
     def _arrived(self, session: Session) -> None:
+        """Remove a session from those that wait for their first message."""
         host = session.identity.host_id
         waiting = self._coming.get(host, [])
         if session in waiting:
@@ -224,24 +246,26 @@ class Holders:
             self._coming.pop(host, None)
 
     def _start(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Run a coroutine as a task, and keep a reference to it until it is done."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
 
 def _same_process(one: Connection, other: Connection) -> bool:
+    """Return whether two connections come from the same agent process: epoch and boot id are equal."""
     return (one.epoch, one.boot_id) == (other.epoch, other.boot_id)
 
 
 async def tell(session: Session, message: wire.Message) -> bool:
-    """Send a message; see `send_text`."""
+    """Send a message to an agent; return False if its connection is gone."""
     return await send_text(session, wire.encode(message))
 
 
 async def send_text(session: Session, text: str) -> bool:
-    """Send a text frame; return whether the peer was still there.
+    """Send a text frame to an agent; return False if its connection is gone.
 
-    The web server raises an error when it is not: what ended the connection is the next event that is received.
+    The web server raises an error then, which is only logged: the receive loop gets the disconnect as its next event.
     """
     try:
         await session.send({"type": "websocket.send", "text": text})

@@ -1,6 +1,8 @@
-"""Who may begin a handshake now, when the others are to come back, and over what time reports are spread.
+"""Throttle agents that connect, and spread the reports of agents that have connected.
 
-Asked by `gateway` on the event loop before anything is verified or looked up; `spool.Writer` tells what it took. Pure.
+`Admission` decides whether a handshake may begin now, and when a refused agent should come back. The gateway asks it on
+the event loop before it verifies or looks up anything. `Spread` computes the time over which new agents spread their
+reports, from what `writer.Writer` measures. Both are pure: no input or output, no database.
 """
 
 from __future__ import annotations
@@ -12,30 +14,32 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 WINDOW_S = 1.0
-"""The rate is measured over as long."""
+"""Seconds over which the rate of handshakes is measured."""
 ON_THE_WAY_S = 1.0
-"""Who has a challenge is expected for so long: what nobody comes back with is no place taken."""
+"""Seconds for which a place is kept for a client that was given a challenge; then it counts as not coming."""
 SHARE, LEAST_SHARE = 16, 8
-"""Once half of the places are taken, one address keeps at most this part of them for who has not come yet, and never
-less than so many: challenges cost whoever asks for them nothing, and many hosts may share an address."""
+"""Once more than half of the places are taken, one address can have at most 1/SHARE of all places kept for its
+challenges, but always LEAST_SHARE. Asking for challenges costs a client nothing, so one address must not take all
+places; but many hosts may share an address."""
 SLOWEST, AT_FIRST = 50.0, 400.0
-"""Handshakes a second: the least that is assumed, and what is, before anything was measured."""
+"""Handshakes per second: the lowest rate that is assumed, and the rate before the first measurement."""
 OVERBOOKED = 2.0
-"""So many more are asked to come back than were let in. To be sent away again costs little, an empty place much: agents
-add a back-off of their own, and some never come."""
+"""Factor by which more agents are asked to come back per second than were admitted. To refuse an agent again costs
+little, and an empty place costs much; agents add a back-off of their own, and some never come back."""
 LONGEST_S = 30
-"""Nobody is sent away for longer."""
+"""Maximum seconds after which a refused agent is asked to come back (plus at most 1 s for rounding)."""
 CALM_S, DEEP_S, MOST_S = 1.0, 20.0, 30.0
-"""What the disk takes in CALM_S, and the merge in DEEP_S, is not spread; nothing over more than MOST_S."""
+"""Seconds. Reports are not spread if the disk can store them within CALM_S and the merge needs at most DEEP_S; they
+are never spread over more than MOST_S."""
 
 Clock = Callable[[], float]
 
 
 class Admission:
-    """Handshakes under way are bounded by `limit`, sockets by `connections`. Who gets in is chance: nobody starves.
+    """Limits the handshakes in progress to `limit`, and the open sockets to `connections`.
 
-    The refused are given places one after the other, as fast as others were let in of late: they do not come back
-    together.
+    Refused agents get return times one after the other, at the rate at which agents were admitted lately, so that they
+    do not come back together. Who is admitted is random, so that no agent starves.
     """
 
     def __init__(
@@ -44,16 +48,17 @@ class Admission:
         self.limit, self.connections = limit, connections
         self.rate = AT_FIRST
         self.inside = self.refused = 0
-        """Handshakes that wait for the database now, and how many were ever sent away."""
+        """The number of handshakes that wait for the database now, and the number of refusals ever."""
         self._clock, self._draw = clock, draw
         self._coming: deque[tuple[float, str]] = deque()
         self._since = self._last = clock()
         self._let_in, self._refused_before = 0, 0
 
     def ask(self, address: str) -> int:
-        """A challenge is asked for from `address`: 0, or the seconds to come back in.
+        """Decide about a request for a challenge: return 0 and keep a place, or the seconds for Retry-After.
 
-        Sockets do not count here: who fetches an image asks as well, and opens none.
+        The limit of open sockets does not count here: an agent that fetches an image asks for a challenge as well, and
+        opens no socket.
         """
         now = self._clock()
         while self._coming and self._coming[0][0] < now - ON_THE_WAY_S:
@@ -65,12 +70,15 @@ class Admission:
         return 0
 
     def _has_its_share(self, address: str) -> bool:
+        """Return whether as many places are kept for this address as one address may have (see SHARE)."""
         kept = sum(1 for _, other in self._coming if other == address)
         return kept >= max(LEAST_SHARE, self.limit // SHARE)
 
     def come(self, connected: int, address: str) -> int:
-        """An upgrade is asked for while `connected` sockets are open: the same. Who was given a challenge in time finds
-        the place kept."""
+        """Decide about an upgrade request while `connected` sockets are open: return 0 or the seconds for Retry-After.
+
+        A place that was kept with a challenge for this address is used up.
+        """
         if kept := next((one for one in self._coming if one[1] == address), None):
             self._coming.remove(kept)
         if self.inside >= self.limit or connected + self.inside >= self.connections:
@@ -79,7 +87,7 @@ class Admission:
 
     @contextmanager
     def handshake(self) -> Iterator[None]:
-        """Around what waits for the database; one that ends without an error was let in."""
+        """Count a handshake while it waits for the database. If the block ends without an error, it was admitted."""
         self.inside += 1
         try:
             yield
@@ -89,7 +97,7 @@ class Admission:
             self.inside -= 1
 
     def place(self) -> int:
-        """The next free one for who is sent away, in whole seconds, as Retry-After has them."""
+        """Count a refusal, and return after how many whole seconds the agent should come back (for Retry-After)."""
         now = self._clock()
         self.refused += 1
         self._measure(now)
@@ -100,14 +108,18 @@ class Admission:
         return 1 + int(self._last - now + self._draw())
 
     def _measure(self, now: float) -> None:
-        """While some are refused, what is let in is all that can be; while none is, more may be possible."""
+        """Update `rate` from the handshakes admitted since the last measurement, at most once per WINDOW_S.
+
+        While agents are refused, the admitted ones are all that is possible, so the rate follows them down. While none
+        is refused, more may be possible, so the rate grows.
+        """
         took = now - self._since
         if took < WINDOW_S:
             return
         found = self._let_in / took
         if found > self.rate:
             self.rate = (self.rate + found) / 2
-        elif self.refused > self._refused_before:  # slowly: a second in which all came at once lets in nobody
+        elif self.refused > self._refused_before:  # slowly: in a second in which all come at once, none is admitted
             self.rate = max(SLOWEST, (3 * self.rate + found) / 4)
         elif found > self.rate / 2:
             self.rate *= 1.25
@@ -115,9 +127,10 @@ class Admission:
 
 
 class Spread:
-    """Over how many seconds who connects now is to spread its report: 0 while disk and merge keep up.
+    """Computes the seconds over which new agents should spread their reports; 0 while disk and merge keep up.
 
-    `stored` and `looked` are called by the writer's thread, the others on the event loop: each only sets a number.
+    The writer thread calls `stored` and `looked`, the event loop calls the others. No lock is needed, because each only
+    sets numbers.
     """
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
@@ -127,22 +140,22 @@ class Spread:
         self._first: tuple[float, int] | None = None
 
     def welcome(self) -> float:
-        """One more has connected: what it is to be told, in seconds."""
+        """Count an agent that connects, and return the seconds over which it should spread its report (for Welcome)."""
         self._fade()
         self._expected += 1
         return min(MOST_S, max(0.0, self._expected / self._stored_rate - CALM_S, self._merge_s - DEEP_S))
 
     def reported(self) -> None:
-        """One of the expected reports has come."""
+        """Count a report that has arrived: one less is expected."""
         self._expected = max(0.0, self._expected - 1)
 
     def stored(self, reports: int, seconds: float) -> None:
-        """So many reports took so long to reach the disk."""
-        if reports >= 10:  # of few the commit itself is measured
+        """Update the rate at which reports reach the disk. Batches of fewer than 10 are ignored."""
+        if reports >= 10:  # with fewer, the time is mostly that of the commit itself
             self._stored_rate = max(1.0, (self._stored_rate + reports / max(seconds, 1e-6)) / 2)
 
     def looked(self, first: int | None, last: int | None) -> None:
-        """The numbers of the oldest and the newest report that wait to be merged; None: nothing waits."""
+        """Update how long the merge needs, from the ids of the oldest and newest spooled reports (None: no reports)."""
         now, before = self._clock(), self._first
         if first is None or last is None:
             self._first, self._merge_s = None, 0.0
@@ -150,12 +163,12 @@ class Spread:
         self._first = now, first
         if before is None or now <= before[0]:
             return
-        if first != before[1]:  # while hosts with faults go first, the oldest stays, and says nothing of the pace
+        if first != before[1]:  # while hosts with faults are merged first, the oldest report stays: it shows no rate
             self._merged_rate = max(1.0, (self._merged_rate + (first - before[1]) / (now - before[0])) / 2)
         self._merge_s = (last - first + 1) / self._merged_rate
 
     def _fade(self) -> None:
-        """Who has nothing new to report is forgotten: half of the expected in every DEEP_S / 4."""
+        """Halve the number of expected reports every DEEP_S / 4, because agents without changes send none."""
         now = self._clock()
         self._expected *= 0.5 ** ((now - self._at) / (DEEP_S / 4))
         self._at = now

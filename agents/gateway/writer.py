@@ -1,9 +1,9 @@
-"""The gateway's one writer: a thread with its own database connection, that commits for everybody at once.
+"""The gateway's writer thread: it does all database work for the event loop, in batches, on its own connection.
 
-What the event loop needs of the database goes through here: reports (COPY into the spool, acknowledged after the
-commit), what agents say of commands, the identity of who connects, leases, refusals. It collects for a few
-milliseconds, then one commit serves all. Lanes say what goes first: reports that show a fault, then who connects and
-what is said of commands, then the other reports.
+The work is: reports (COPY into the spool, acknowledged after the commit), messages about commands, looking up or
+enrolling agents that connect, changes of trust, leases and refusals. The thread collects jobs for a few milliseconds
+and then serves them together. Order of service: reports that show a fault, then connecting agents, changes of trust and
+messages about commands, then the other reports.
 """
 
 from __future__ import annotations
@@ -41,27 +41,32 @@ APPLIED = """
 SELECT h.id, h.applied_hash FROM accelerators_host h
 WHERE h.id = ANY(%s) AND NOT EXISTS (SELECT 1 FROM spool s WHERE s.host_id = h.id)
 """
+"""The hash of the last applied report per host, without hosts that have reports in the spool."""
 COPY = "COPY spool (host_id, epoch, seq, received_at, payload, urgent) FROM STDIN (FORMAT BINARY)"
 COPY_TYPES = ("int8", "int8", "int8", "timestamptz", "text", "bool")
-"""Binary costs a third of text on our side (measured): nothing has to be escaped."""
+"""The binary format costs a third of the text format on our side (measured), because nothing has to be escaped."""
 DEPTH = """
 SELECT (SELECT id FROM spool ORDER BY id LIMIT 1), (SELECT id FROM spool ORDER BY id DESC LIMIT 1)
 """
+"""The ids of the oldest and the newest spooled report."""
 PAUSE_S = 1.0
+"""Seconds to wait after an unexpected error."""
 FORGOTTEN_S = 10.0
+"""Seconds between two looks for rows left in the spool; if there are any, a merge job is enqueued."""
 DEPTH_S = 1.0
-"""How often the spool's depth is looked at while it fills."""
+"""Seconds between two measurements of the spool's depth while it is not empty."""
 PLAIN_SHARE = 4
-"""Of the places in a batch of reports every so many-th is kept for those without a fault."""
+"""One place in PLAIN_SHARE of each batch of reports is kept for reports without a fault."""
 LOOK_S = 2.5
-"""A decision whose ring was lost is seen so soon."""
+"""Seconds between two looks for changed agent rows, which also find a decision whose notification was lost."""
 OVERLAP_S = 15.0
-"""A row changed so long before the last look may have been committed, or its agent let in, only after it."""
+"""Seconds by which each look for changed agent rows goes back before the last look. A row that changed before that
+look may have been committed, or its agent admitted, only after it."""
 
 
 @dataclass(slots=True)
 class SpoolJob:
-    """A report to be made durable. The future gives True when it was spooled, False when it is applied already."""
+    """Store a report in the spool. The future gives True if it was spooled, False if its content is applied already."""
 
     future: asyncio.Future[Any]
     host_id: int
@@ -73,7 +78,7 @@ class SpoolJob:
 
 @dataclass(slots=True)
 class AdmitJob:
-    """A verified credential to be looked up or enrolled. The future gives an Identity or raises Refused."""
+    """Look up or enrol the agent of a verified credential. The future gives an Identity or raises Refused."""
 
     future: asyncio.Future[Any]
     credential: credentials.Credential
@@ -81,7 +86,7 @@ class AdmitJob:
 
 @dataclass(slots=True)
 class TrustJob:
-    """A change of who is trusted. The future is done after its commit, or raises what `work` raises."""
+    """Change which keys are trusted. The future is done after the commit, or raises what `work` raises."""
 
     future: asyncio.Future[Any]
     work: Callable[[], None]
@@ -89,7 +94,7 @@ class TrustJob:
 
 @dataclass(slots=True)
 class CommandJob:
-    """What an agent says of a command of its host. The future gives whether nothing is left to be done about it."""
+    """Store what an agent sent about a command of its host. The future gives True if the command is settled."""
 
     future: asyncio.Future[Any]
     said: command_dispatch.Said
@@ -101,7 +106,10 @@ Results = list[tuple[asyncio.Future[Any], Any]]
 
 
 class Writer(threading.Thread):
-    """`put` jobs from the event loop; their futures resolve there after the commit."""
+    """Takes jobs from the event loop by `put`, and resolves their futures there after the commit.
+
+    `hear` is called on the event loop with agent rows that have changed.
+    """
 
     def __init__(
         self,
@@ -122,7 +130,7 @@ class Writer(threading.Thread):
         self._urgent: deque[SpoolJob] = deque()
         self._reports: deque[SpoolJob] = deque()
         self._held: Counter[int] = Counter()
-        """How many reports of each host are in the lanes and in the batch: what is applied now will not stay so."""
+        """Reports per host that are queued or in the current batch. While there is one, the applied hash may change."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._looked = self._heard = self._measured = time.monotonic()
         self._filled = False
@@ -130,7 +138,7 @@ class Writer(threading.Thread):
         self._stopping = False
 
     def put(self, job: Job) -> None:
-        """Called on the event loop; starts the thread at the first job."""
+        """Queue a job. For the event loop only; the first call starts the thread."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             self.start()
@@ -139,29 +147,33 @@ class Writer(threading.Thread):
         self._jobs.put(job)
 
     def _ring(self, _detail: str | None) -> None:
-        """The hub's listener says that somebody decided something."""
+        """Handle a notification that agent rows have changed: wake the thread to read them."""
         if not self._stopping:
             self._rung = True
             self._jobs.put(None)
 
     def stop(self) -> None:
-        """End the thread after what it has in its hands, and close its connection."""
+        """End the thread after its current batch, and close its database connection. Waits up to 15 s."""
         self._stopping = True
         if self.is_alive():
             self.join(15)
 
     def run(self) -> None:
+        """Process batches and periodic work until `stop`. An unexpected error is logged, and the thread goes on."""
         while not self._stopping:
             try:
                 self._turn()
                 self._until_done(self._housekeeping)
-            except Exception:  # every agent waits for this thread: it says what it met, and goes on
+            except Exception:  # all agents depend on this thread, so it must not end
                 log.exception("the writer of what agents say met what nobody expected")
                 time.sleep(PAUSE_S)
         connection.close()
 
     def _turn(self) -> None:
-        """One batch."""
+        """Take a batch of queued jobs, serve it, and resolve the futures after the commit.
+
+        After an unexpected error each future gets an exception that refuses the agent, and the error is raised.
+        """
         if batch := self._collect():
             try:
                 self._until_done(lambda: self._serve(batch))
@@ -173,10 +185,11 @@ class Writer(threading.Thread):
                 self._let_go(batch)
 
     def _collect(self) -> list[Job]:
-        """The first job, and what has arrived when the interval after it is over: the most urgent, and no more reports
-        than go into one commit.
+        """Return the next batch: wait for a job, sleep for the flush interval, then take what has arrived.
 
-        It sleeps the interval out: to be woken by every job costs more than to serve it (measured).
+        Reports with a fault come before others, and no more reports are taken than go into one commit. [] if no job
+        came within a second, or within the interval of lease flushes if that is shorter. The interval is slept through,
+        because being woken by every job costs more than serving it (measured).
         """
         waiting = bool(self._others or self._urgent or self._reports)
         try:
@@ -194,6 +207,7 @@ class Writer(threading.Thread):
         return [*_first(self._others, self._max_rows), *urgent, *_first(self._reports, plain)]
 
     def _sort(self, job: Job | None) -> None:
+        """Put a job into its lane: reports with a fault, other reports, or everything else. None only woke us."""
         if isinstance(job, SpoolJob):
             (self._urgent if job.urgent else self._reports).append(job)
             self._held[job.host_id] += 1
@@ -201,7 +215,7 @@ class Writer(threading.Thread):
             self._others.append(job)
 
     def _let_go(self, batch: list[Job]) -> None:
-        """They are stored, or nobody waits for them any more."""
+        """Stop counting the reports of these jobs in `_held`: they are stored, or nobody waits for them any more."""
         for job in batch:
             if isinstance(job, SpoolJob):
                 self._held[job.host_id] -= 1
@@ -209,7 +223,10 @@ class Writer(threading.Thread):
                     del self._held[job.host_id]
 
     def _until_done(self, work: Callable[[], None]) -> None:
-        """The database may be away for long: nothing is acknowledged meanwhile, and nothing is lost."""
+        """Do `work`, and retry it with a back-off (0.1 to 2 s) while the database is down, until `stop`.
+
+        Nothing is acknowledged meanwhile, and nothing is lost. Other errors are raised.
+        """
         pause = 0.1
         while not self._stopping:
             try:
@@ -222,7 +239,7 @@ class Writer(threading.Thread):
                 self._forget_gone()
 
     def _forget_gone(self) -> None:
-        """Jobs that nobody waits for any more: an outage piles up nothing."""
+        """Drop queued jobs whose future is done, so that jobs of closed connections do not pile up in an outage."""
         with suppress(queue.Empty):
             while True:
                 self._sort(self._jobs.get_nowait())
@@ -232,9 +249,11 @@ class Writer(threading.Thread):
             lane.extend(job for job in jobs if not job.future.done())
 
     def _serve(self, batch: list[Job]) -> None:
-        """Faults first, in a commit of their own; who connects need not wait for the others' reports either.
+        """Serve a batch: reports with a fault, connecting agents, changes of trust, command messages, other reports.
 
-        A report whose connection has ended was never acknowledged: its agent says it again, as it is then.
+        Each group has its own commits, and its futures are resolved at once, so that no group waits for a later one. A
+        report whose connection has ended is dropped: it was never acknowledged, and its agent sends its current
+        inventory again.
         """
         assert self._loop
         reports = [job for job in batch if isinstance(job, SpoolJob) and not job.future.done()]
@@ -251,6 +270,10 @@ class Writer(threading.Thread):
             self._loop.call_soon_threadsafe(_resolve, _apart(self._spool, plain, _unserved))
 
     def _admit(self, jobs: list[AdmitJob]) -> Results:
+        """Look up all connecting agents in one statement, enrol those with a token; return an Identity or Refused each.
+
+        The applied hash is given as '' while a report of the host is queued here.
+        """
         known = enrolment.known({job.credential.public_key for job in jobs})
         results: Results = []
         for job in jobs:
@@ -269,7 +292,10 @@ class Writer(threading.Thread):
         return results
 
     def _spool(self, jobs: list[SpoolJob]) -> Results:
-        """One COPY is one commit: no transaction around it, every round trip here is taken from the event loop."""
+        """Store reports in the spool, leaving out those already applied; return for each whether it was stored.
+
+        One COPY is one commit. There is no transaction around it: every round trip here takes time from the event loop.
+        """
         now, began = datetime.now(UTC), time.monotonic()
         with connection.cursor() as cursor:
             cursor.execute(APPLIED, [[job.host_id for job in jobs]])
@@ -288,7 +314,10 @@ class Writer(threading.Thread):
         return [(job.future, id(job) in spooled) for job in jobs]
 
     def _housekeeping(self) -> None:
-        """Leases and refusals when they are due; every 10 s a look whether the spool was forgotten."""
+        """Do what is due: flush leases, metrics and refusals, read changed agent rows, measure the spool.
+
+        Every FORGOTTEN_S enqueue a merge job if the spool has rows, in case an earlier job was lost.
+        """
         if self._leases.flush():
             metrics.push()
             ticks.kick_timely()
@@ -308,7 +337,7 @@ class Writer(threading.Thread):
             ticks.kick("merge")
 
     def _measure(self) -> None:
-        """How much waits to be merged; asked until nothing does."""
+        """Measure how many reports wait to be merged. It is repeated every DEPTH_S until the spool is empty."""
         self._measured = time.monotonic()
         with connection.cursor() as cursor:
             cursor.execute(DEPTH)
@@ -317,23 +346,26 @@ class Writer(threading.Thread):
         self._spread.looked(first, last)
 
     def _look(self) -> None:
-        """Who may not go on, who is to have a new key. Looks further back than the last time: a commit takes time."""
+        """Read agent rows that changed since the last look, and hand them to the sessions on the event loop.
+
+        It goes OVERLAP_S further back than the last look, because a row becomes visible only with its commit.
+        """
         began, self._rung = time.monotonic(), False
         news = key_revocation.news(began - self._heard + OVERLAP_S)
         database_outage.log_recovery()
         self._heard = began
         if news and self._loop:
-            with suppress(RuntimeError):  # the loop has ended, and every connection with it
+            with suppress(RuntimeError):  # the loop is closed, and with it every connection
                 self._loop.call_soon_threadsafe(self._hear, news)
 
 
 def _first(lane: deque[Any], count: int) -> list[Any]:
-    """Take up to `count` out of it."""
+    """Remove and return up to `count` jobs from the front of a lane."""
     return [lane.popleft() for _ in range(min(count, len(lane)))]
 
 
 def _outcome(decision: TrustJob) -> Exception | None:
-    """What its future gets; only a database that is away is tried again."""
+    """Do a change of trust; return None, or the error for its future. Raise only if the database is down (retried)."""
     try:
         decision.work()
     except (OperationalError, InterfaceError, psycopg.OperationalError):
@@ -347,12 +379,16 @@ def _outcome(decision: TrustJob) -> Exception | None:
 
 
 def _told(jobs: list[CommandJob]) -> Results:
+    """Store messages about commands; return for each whether its command is settled."""
     settled = command_dispatch.keep([job.said for job in jobs])
     return [(job.future, job.said[:2] in settled) for job in jobs]
 
 
 def _apart(serve: Callable[[list[T]], Results], jobs: list[T], refused: Callable[[T], Any]) -> Results:
-    """All at once; when the database refuses that, one by one, so that what is wrong costs only who said it."""
+    """Serve all jobs together. If the database rejects that, serve them one by one.
+
+    So bad data costs only the agent that sent it: its result is `refused(job)`. Raise only if the database is down.
+    """
     try:
         return serve(jobs)
     except (OperationalError, InterfaceError, psycopg.OperationalError):
@@ -365,16 +401,17 @@ def _apart(serve: Callable[[list[T]], Results], jobs: list[T], refused: Callable
 
 
 def _unserved(job: Job) -> Exception:
-    """What whoever waits for it gets."""
+    """Return the exception for the future of a job that could not be served."""
     if isinstance(job, AdmitJob):
         return Refused(503, "database", "the database refuses this: see the gateway's log")
     return Expelled("database", "the database cannot store this: see the gateway's log")
 
 
 def _resolve(results: Results) -> None:
+    """Set results or exceptions of futures. On the event loop only."""
     for future, outcome in results:
         if future.done():
-            continue  # its connection went away meanwhile
+            continue  # its connection has ended meanwhile
         if isinstance(outcome, Exception):
             future.set_exception(outcome)
         else:
