@@ -222,6 +222,7 @@ async def _work(agent: _Agent, stop: asyncio.Event) -> None:
 
 
 def _executor(agent: _Agent, roster: Roster, reporter: Reporter, direct: Direct, boot: str) -> Executor:
+    """Build the executor, and add a handler to the root logger that keeps the last lines for the command `logs`."""
     node = agent.keys.current.node
 
     site = Site(

@@ -154,6 +154,11 @@ class Session:
             return
 
     async def _send(self) -> None:
+        """Run the sending loop: one pass each time it is woken, or a heartbeat, report or deadline is due.
+
+        The first heartbeat and the first report are delayed at random, so that many hosts do not send them at once.
+        Raises Lost when an Ack is overdue.
+        """
         draw = self._link.pace.draw
         now = self._clock()
         beat_at, seq = now + draw() * self._beat_s, 0

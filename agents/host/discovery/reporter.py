@@ -43,7 +43,7 @@ class Looker(Protocol):
 
 
 class Reporter:
-    """Asks the drivers when told to, keeps the last answer of each, and keeps the journal's report up to date."""
+    """Asks the drivers on request, keeps the last answer of each, and keeps the journal's report up to date."""
 
     def __init__(
         self,
@@ -272,6 +272,7 @@ def marked(report: DriverReport, marks: Mapping[tuple[str, str], str]) -> Driver
 
 
 def _ordered(device: Device) -> Device:
+    """Return the device with its deployables and their handles sorted."""
     deployables = (
         msgspec.structs.replace(
             deployable, handles=tuple(sorted(deployable.handles, key=lambda h: (h.attach_type, h.info)))

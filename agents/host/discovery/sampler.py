@@ -29,8 +29,10 @@ REST_S = 60.0
 SHORTEST_S, LONGEST_WISH_S = 0.5, 300.0
 """Limits of a Watch message: the shortest interval between two rounds, and the longest duration, in seconds."""
 QUIET = 4.0
-"""After an answer a driver is not sampled for this many times the duration of the answer, so that sampling uses at most
-a fifth of its time."""
+"""After an answer a driver is not sampled for this many times the duration of that answer.
+
+So sampling takes at most a fifth of its time.
+"""
 MAX_METRICS = 64
 """Largest number of values that `wire.DeviceLoad` may hold for one device."""
 PAUSE_S, LONGEST_PAUSE_S = 60.0, 3600.0

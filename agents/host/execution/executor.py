@@ -201,6 +201,7 @@ class Executor:
         self.on_news()
 
     def _enqueue(self, command: wire.Command) -> None:
+        """Put the command into the queue of its lane, with its deadlines counted from now; start the lane if needed."""
         now = asyncio.get_running_loop().time()
         lane = (command.driver, command.key or command.op)
         one = _Waiting(command.number, now + command.start_s, now + command.end_s, command)
@@ -246,7 +247,8 @@ class Executor:
     async def _done(self, one: _Waiting) -> Answer:
         """Check the command, journal that it has begun, and run it. Return how it ended.
 
-        DriverError and sqlite3.OperationalError are raised only before the host was touched, so they mean *refused*.
+        The caller turns DriverError and sqlite3.OperationalError into *refused*, so neither may be raised once the host
+        has been touched.
         """
         command = one.command
         if problem := self._unfit(one):
@@ -327,7 +329,7 @@ class Executor:
         self._changing.add(driver)
         try:
             said = await roster.configure(driver, wish)
-            if wish.runs:  # a reboot while the driver was off has removed what it had made
+            if wish.runs:  # a reboot while the driver was off may have removed what it had made
                 await self._reporter.looked(driver)
                 for lane in filter(lambda lane: lane[0] == driver, recovery.lost(self._site)):
                     await self._put_back(lane)
@@ -379,7 +381,7 @@ class Executor:
             return Answer(ended.outcome, ended.text, look="" if ended.outcome == "refused" else command.driver)
 
     async def _perform(self, command: wire.Command, ask: Ask, end_by: float) -> Answer:
-        """Check the device's attachments, run the driver's plans, and note in the ledger what is so now.
+        """Check the device's attachments, run the driver's plans, and note their effects in the ledger.
 
         Retries until the ledger takes the note. Raises Ended when an act fails, Busy when an attachment forbids it.
         """

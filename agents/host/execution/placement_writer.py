@@ -102,6 +102,6 @@ def _found() -> Any | None:
     for one in metadata.entry_points(group=GROUP, name=NAME):
         try:
             return one.load()
-        except Exception as error:  # noqa: BLE001 - whatever is wrong with it, the agent goes on without
+        except Exception as error:  # noqa: BLE001 - the agent must run even if this package is broken
             log.error("%s cannot be loaded, so this host does not write to Placement: %s", one.value, error)
     return None

@@ -51,9 +51,10 @@ CREATE TABLE first (
 ) STRICT
 """
 KEPT, LIMIT = 1000, 10_000
-"""How many of the newest commands are kept: acknowledged ones (so that none runs a second time), and all others.
+"""How far back commands are kept, counted from the newest one: acknowledged ones, and all others.
 
-A command that was started and has not ended is always kept.
+An acknowledged command is kept so that it does not run a second time if it comes again. A command that was started and
+has not ended is always kept.
 """
 ATTACH = "attach:"
 """Prefix of an attachment's slot; the handle's uuid follows. The other slots are the names of acts."""

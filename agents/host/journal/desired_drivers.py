@@ -15,8 +15,11 @@ from agents import wire
 log = logging.getLogger("cyborg.journal")
 
 TABLE = "CREATE TABLE IF NOT EXISTS wish (driver TEXT PRIMARY KEY, wish TEXT NOT NULL) STRICT"
-"""SQL that creates the table in any journal. It does not change the journal's version, so that a release that does not
-know this table can still open the journal and keeps the rest, above all the attachments."""
+"""SQL that creates the table in any journal.
+
+The journal's version stays the same, so that a release that does not know this table can still open the journal and
+keeps the rest, above all the attachments.
+"""
 
 
 class Wishes:
