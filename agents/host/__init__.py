@@ -1,1 +1,1 @@
-"""The daemon on a compute host. Free of Django; its state is a journal on disk."""
+"""The agent: the daemon on a compute host. It does not use Django and keeps its state in a journal on disk."""

@@ -1,4 +1,4 @@
-"""When to try again and when to stop waiting: the arithmetic of `link` and `meter`, without clocks or sockets."""
+"""Back-off and acknowledgement time-outs as plain arithmetic: the callers pass the time in, and no socket is used."""
 
 from __future__ import annotations
 
@@ -10,56 +10,64 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Pace:
-    """All waits of a link, in seconds. Tests give smaller ones; `draw` returns [0, 1)."""
+    """All waiting times of a connection, in seconds; tests use smaller ones. `draw` returns a random [0, 1)."""
 
     low: float = 0.5
+    """Upper bound of the first back-off delay."""
     high: float = 30.0
+    """Upper bound of every back-off delay."""
     slow: float = 60.0
-    """After a refusal that only an operator can lift."""
+    """Mean delay after a refusal that only an operator can lift."""
     settled: float = 30.0
-    """A connection that lived this long starts the back-off anew."""
+    """The back-off is reset after a connection that lasted at least this long."""
     open: float = 10.0
+    """Time-out of each part of connecting: the challenge, the WebSocket, the Welcome."""
     ping: float = 20.0
+    """Interval of WebSocket pings, and time-out of each."""
     silence: float = 15.0
+    """How long the gateway may send no Ack while one is owed; at least three heartbeat intervals are allowed."""
     report: float = 60.0
-    """A report may wait longer than a beat for its Ack: that one comes after a commit."""
+    """How long one report may wait for its Ack, at least twelve heartbeat intervals: that Ack follows a commit."""
     draw: Callable[[], float] = random.random
 
 
 @dataclass
 class Backoff:
-    """Full jitter: each delay is drawn from [0, cap), and cap doubles from `low` to `high`."""
+    """Exponential back-off with full jitter: each delay is drawn from [0, cap); cap doubles from `low` to `high`."""
 
     pace: Pace
     failures: int = 0
 
     def next(self) -> float:
-        """The delay before the next attempt, in seconds."""
+        """Count a failure and return the delay before the next attempt, in seconds."""
         cap = min(self.pace.high, self.pace.low * 2.0 ** min(self.failures, 32))
         self.failures += 1
         return self.pace.draw() * cap
 
     def reset(self) -> None:
-        """The last attempt was a good one."""
+        """Start again with the shortest delays, after a successful attempt."""
         self.failures = 0
 
 
 @dataclass
 class Owed:
-    """Which of our messages the gateway still has to acknowledge."""
+    """Tracks which heartbeats and which report the gateway has not acknowledged, and since when.
+
+    All times are seconds on the caller's clock.
+    """
 
     beat_s: float
     pace: Pace
     report: int | None = None
-    """seq of the report under way; one at a time, so a newer one supersedes what was not sent yet."""
+    """The seq of the report that waits for its Ack. One at a time: of those made meanwhile only the newest is sent."""
     _report_at: float = 0.0
     _beats: set[int] = field(default_factory=set)
     _silent_since: float | None = None
     answered: float = 0.0
-    """When the last Ack came, or this began."""
+    """When the last Ack came; until then, when the connection began."""
 
     def sent(self, of: str, seq: int, now: float) -> None:
-        """A Beat or Report left at `now`."""
+        """Note that a Beat or a Report (`of`) was sent at `now`."""
         if self._silent_since is None:
             self._silent_since = now
         if of == "Report":
@@ -68,7 +76,7 @@ class Owed:
             self._beats.add(seq)
 
     def acknowledged(self, of: str, seq: int, now: float) -> None:
-        """An Ack came. One for a beat covers the beats before it; any Ack ends the silence."""
+        """Note an Ack. The Ack of a beat covers the earlier beats too; every Ack restarts the silence time-out."""
         self.answered = now
         if of == "Report":
             if seq == self.report:
@@ -78,7 +86,7 @@ class Owed:
         self._silent_since = now if self._beats or self.report is not None else None
 
     def due(self) -> float:
-        """When waiting ends, on the clock of `sent`; infinity while nothing is owed."""
+        """Return when the next Ack is overdue, on the clock of `sent`; infinity while no Ack is owed."""
         ends = [float("inf")]
         if self._silent_since is not None:
             ends.append(self._silent_since + max(self.pace.silence, 3 * self.beat_s))
@@ -87,11 +95,14 @@ class Owed:
         return min(ends)
 
     def answers(self, now: float) -> bool:
-        """Whether an Ack came within two beats: the conductor takes a host for silent only later than that."""
+        """Return whether an Ack came within the last two heartbeat intervals.
+
+        The conductor treats a host as silent only after a longer time than that.
+        """
         return now - self.answered < 2 * self.beat_s
 
     def overdue(self, now: float) -> str:
-        """A sentence when the gateway has owed an Ack for too long, else ''."""
+        """Return a sentence for the log when the gateway has owed an Ack for too long, else ''."""
         if now < self.due():
             return ""
         what = "nothing" if self.report is None else f"report {self.report}"
@@ -100,14 +111,14 @@ class Owed:
 
 
 def worth_saying(times: int) -> bool:
-    """The same failure is said the 1st, 2nd, 4th, 8th … time: a long outage does not fill the log."""
+    """Return whether to log a failure that has occurred `times` times: only at 1, 2, 4, 8, …"""
     return times & (times - 1) == 0
 
 
 async def set_or_passed(event: asyncio.Event, seconds: float) -> None:
-    """Until the event is set or so many seconds have passed, which may be infinity."""
+    """Wait until the event is set or `seconds` have passed (infinity is allowed). Returns None in both cases."""
     try:
         async with asyncio.timeout(max(seconds, 0)):
             await event.wait()
     except TimeoutError:
-        return  # the caller looks at the clock
+        return  # the caller compares its deadlines with the clock

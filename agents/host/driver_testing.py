@@ -1,7 +1,8 @@
-"""A driver's rehearsal: what it sees on a host made of files, and its plans done there as the agent does them.
+"""Test a driver on a simulated host made of files: what it reports, and its plans carried out as the agent does it.
 
-For the tests of drivers, those of other packages too (docs/writing-a-driver.md). The fence, the looks before and after
-each step and the undoing are the agent's own; the driver runs in the test's process, so that it can be debugged.
+For the tests of drivers, also those in other packages (docs/writing-a-driver.md). The checks of plans, the checks
+before and after each step, and the undoing are the agent's own code. The driver runs in the test's process instead of
+one of its own, so that it can be debugged.
 """
 
 from __future__ import annotations
@@ -28,18 +29,21 @@ from drivers.plan import Act, Ask, Plan, Vitals
 
 T = TypeVar("T")
 Kernel = Callable[[Path, str], None]
-"""What a write into a file of /sys does; an OSError is the kernel's refusal."""
+"""A function that simulates a write into a file of /sys; it raises OSError to refuse the write, as a kernel does."""
 
 
 def keep(file: Path, value: str) -> None:
-    """A file that is there, as all are in /sys, keeps what is written into it."""
+    """Write `value` into a file that exists, as files in /sys do. Raises FileNotFoundError when it does not."""
     with file.open("r+", encoding="utf-8") as open_file:
         open_file.truncate()
         open_file.write(value)
 
 
 class Rehearsal:
-    """One driver on the host below `root`, whose `sys`, `proc`, `dev` and `state` lie there as a Machine reads them."""
+    """One driver on the simulated host in the directory `root`, which has `sys`, `proc`, `dev` and `state` in it.
+
+    `settings` are the driver's settings. `kernel` gets each write into /sys; by default the file keeps the value.
+    """
 
     def __init__(
         self, driver: Driver, root: Path, settings: Mapping[str, object] | None = None, *, kernel: Kernel = keep
@@ -60,18 +64,22 @@ class Rehearsal:
         )
 
     def report(self) -> DriverReport:
-        """What the agent would send. Raises msgspec.ValidationError, with the place, for what cannot be sent."""
+        """Return the driver's report as the agent would send it.
+
+        Raises msgspec.ValidationError, with the path of the field, when the report could not be sent, and the errors of
+        `drivers.errors`.
+        """
         planner = self._planner
         found = planner.driver.discover(self.machine, planner.settings)
         report = DriverReport(planner.driver.name, "", found.devices, found.faults, found.backends)
         return settle([_sent(report, DriverReport)])[0]
 
     def health(self, key: str) -> Vitals:
-        """How a device is. Raises the errors of `drivers.errors`."""
+        """Return the health and the load of a device. Raises the errors of `drivers.errors`."""
         return asyncio.run(self._planner.health(Ask(key)))
 
     def do(self, act: Act, ask: Ask) -> str:
-        """Have an act done on the device `ask.key`; what is so then, in words.
+        """Carry out an act on the device `ask.key` and return a sentence about the result.
 
         Raises `agents.host.execution.plan_runner.Ended`: `outcome` is *refused* (nothing was touched), *failed* or
         *unknown*.
@@ -87,7 +95,7 @@ class Rehearsal:
 
 @dataclass
 class _Planner:
-    """As `drivers.isolation.runner.DriverProcess`, without the process."""
+    """Stands in for `drivers.isolation.runner.DriverProcess`, but calls the driver directly, without a process."""
 
     driver: Driver
     machine: Machine
@@ -113,11 +121,11 @@ class _Planner:
         return _sent(msgspec.structs.replace(vitals, samples=(*vitals.samples, *load)), Vitals)
 
     def release(self) -> None:
-        """Nothing to let go of."""
+        """Do nothing: this driver is never quarantined."""
 
 
 class _Hand(Hand):
-    """Writes into /sys go to the rehearsal's kernel, all others where they always go."""
+    """A writer that passes writes into /sys to the simulated kernel, and does all others as the real one does."""
 
     def __init__(self, roots: Mapping[str, str], kernel: Kernel) -> None:
         super().__init__(roots)
@@ -133,5 +141,8 @@ class _Hand(Hand):
 
 
 def _sent(thing: object, kind: type[T]) -> T:
-    """As it comes out of the pipe: structs are checked when they are decoded, not when they are made."""
+    """Encode and decode `thing`, as the pipe between driver and agent does. Raises msgspec.ValidationError.
+
+    This is needed because msgspec checks structs when they are decoded, not when they are created.
+    """
     return msgspec.json.decode(msgspec.json.encode(thing), type=kind)

@@ -1,8 +1,7 @@
-"""`cyborg-agent`: the daemon on a compute host.
+"""`cyborg-agent`: the entry point of the daemon on a compute host. It builds and connects the parts of `agents.host`.
 
-Wires the other files of this room together; called by the shell.
-
-Exit status: 0 stopped when asked, 1 failed (or, with --once, a driver did), 2 unusable configuration.
+Exit status: 0 when it was asked to stop; 1 when it failed, or with --once when a driver failed; 2 when the
+configuration cannot be used.
 """
 
 from __future__ import annotations
@@ -52,13 +51,14 @@ from drivers.pci.ownership import settle
 log = logging.getLogger("cyborg.agent")
 
 STOP_S = 1.5
-"""Seconds for the driver processes to end; whoever is left then dies with this process."""
+"""Seconds that driver processes have to end at shutdown; processes that are left then die with this process."""
 DISK_RETRY_S = 5.0
+"""Seconds between two attempts to open a journal that SQLite cannot open or write, such as on a full disk."""
 LAYOUT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the agent until SIGTERM or SIGINT, or once."""
+    """Run the agent until SIGTERM or SIGINT; with --once, print what the drivers find. Return the exit status."""
     arguments = _parser().parse_args(argv)
     if arguments.die_with_parent:
         die_with_parent()
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigurationError, WrongHost) as error:
         sys.stderr.write(f"cyborg-agent: {error}\n")
         return 2
-    except KeyboardInterrupt:  # before the loop took the signal over
+    except KeyboardInterrupt:  # SIGINT came before the event loop handled signals, or during --once
         return 0
 
 
@@ -105,6 +105,10 @@ environment (or a TOML file named by CYBORG_CONFIG):
 
 
 async def _once(settings: AgentSettings, *, as_json: bool) -> int:
+    """Print the devices that the locally enabled drivers find; return 1 if a driver failed, else 0.
+
+    Driver changes that the conductor asked for are ignored, and nothing is written to the journal.
+    """
     join = read_join(settings)
     name, node = host_of(settings, join, known_host(Path(settings.state_dir)))
     tables = driver_tables(settings)
@@ -121,7 +125,10 @@ async def _once(settings: AgentSettings, *, as_json: bool) -> int:
 
 
 async def _lacks(driver: DriverProcess) -> tuple[str, ...]:
-    """Why the driver cannot use this host to the full; what is wrong with itself its report says."""
+    """Return the reasons why the driver cannot use all features of this host.
+
+    Return () when the driver itself fails: its report has that error already.
+    """
     try:
         return await driver.probe()
     except DriverError:
@@ -129,6 +136,10 @@ async def _lacks(driver: DriverProcess) -> tuple[str, ...]:
 
 
 async def _daemon(settings: AgentSettings) -> int:
+    """Lock the state directory, load the key and the journal, and run until a signal comes. Return the exit status.
+
+    Raises ConfigurationError and WrongHost.
+    """
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -162,7 +173,7 @@ async def _daemon(settings: AgentSettings) -> int:
 
 @dataclass(frozen=True)
 class _Agent:
-    """What is settled before the first look."""
+    """What the daemon has loaded before it starts the drivers: settings, key, journal and gateway address."""
 
     settings: AgentSettings
     tables: Mapping[str, Any]
@@ -173,6 +184,10 @@ class _Agent:
 
 
 async def _work(agent: _Agent, stop: asyncio.Event) -> None:
+    """Run drivers, reports, commands, samples and the connection until `stop` is set, or until one of them fails.
+
+    Raises the failure of the part that failed first.
+    """
     settings, journal = agent.settings, agent.journal
     identity = agent.keys.current
     roster = _roster(settings, identity.node, agent.tables, journal.wishes)
@@ -207,6 +222,7 @@ async def _work(agent: _Agent, stop: asyncio.Event) -> None:
 
 
 def _executor(agent: _Agent, roster: Roster, reporter: Reporter, direct: Direct, boot: str) -> Executor:
+    """Build the executor, and add a handler to the root logger that keeps the last lines for the command `logs`."""
     node = agent.keys.current.node
 
     site = Site(
@@ -226,7 +242,10 @@ def _executor(agent: _Agent, roster: Roster, reporter: Reporter, direct: Direct,
 
 
 async def _serve(executor: Executor, reporter: Reporter, link: Link) -> None:
-    """What a restart left open comes before the first report, and that before the first command."""
+    """Recover interrupted commands, then run the reporter and the executor.
+
+    The order is a rule: recovery ends before the first report is made, so that this report shows its effects.
+    """
     await executor.prepare()
     async with asyncio.TaskGroup() as group:
         group.create_task(reporter.run(link.offer))
@@ -234,12 +253,16 @@ async def _serve(executor: Executor, reporter: Reporter, link: Link) -> None:
 
 
 async def _feed(watch: Watch, reporter: Reporter) -> None:
+    """Have the reporter ask drivers again each time the watch names them."""
     while True:
         reporter.look(await watch.changed())
 
 
 def _roster(settings: AgentSettings, node: str, tables: Mapping[str, Any], wishes: Wishes | None) -> Roster:
-    """The drivers of this host; without `wishes` those alone that its own configuration enables."""
+    """Return the drivers of this host. Without `wishes` only those are run that its own configuration enables.
+
+    Raises ConfigurationError when CYBORG_ENABLED_DRIVERS names a driver that is not installed.
+    """
     known = catalogue.names()
     for name in settings.enabled_drivers:
         if name not in known:
@@ -255,11 +278,12 @@ def _roster(settings: AgentSettings, node: str, tables: Mapping[str, Any], wishe
 
 
 def _state(settings: AgentSettings, driver: str) -> str:
-    """The driver's own directory, its `/state`; made by whoever writes into it first."""
+    """Return the path of the driver's own directory, which it sees as `/state`. The first write creates it."""
     return str(Path(settings.state_dir).absolute() / "drivers" / driver)
 
 
 async def _close(drivers: Mapping[str, DriverProcess]) -> None:
+    """End all driver processes at once; after STOP_S stop waiting for those that have not ended."""
     closing = [asyncio.ensure_future(driver.close()) for driver in drivers.values()]
     done, late = await asyncio.wait(closing, timeout=STOP_S)
     for task in late:
@@ -269,7 +293,10 @@ async def _close(drivers: Mapping[str, DriverProcess]) -> None:
 
 
 def hello(drivers: tuple[str, ...], writes: str | None = None) -> wire.Hello:
-    """What this agent is: its release, the kernel's boot, the enabled drivers, why it cannot write to Placement."""
+    """Build the Hello message: release, boot id of the kernel, running drivers, commands, access to Placement.
+
+    `writes` is the reason why this host cannot write to Placement, '' when it can.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError as error:
@@ -280,9 +307,10 @@ def hello(drivers: tuple[str, ...], writes: str | None = None) -> wire.Hello:
 
 
 def claim(directory: Path) -> int:
-    """Make the state directory and lock it for this process; the handle must stay open.
+    """Create the state directory, lock it for this process, and return the lock's file descriptor.
 
-    Raises ConfigurationError.
+    The lock holds until the descriptor is closed. Raises ConfigurationError when the directory cannot be used, or when
+    another agent has locked it.
     """
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -302,7 +330,10 @@ def claim(directory: Path) -> int:
 
 
 async def _journal(directory: Path, host: str, stop: asyncio.Event) -> Journal | None:
-    """The journal as soon as the disk takes it; None when asked to stop before."""
+    """Open the journal, with a retry every DISK_RETRY_S while SQLite fails; return None if `stop` is set first.
+
+    Raises WrongHost.
+    """
     while not stop.is_set():
         try:
             return open_journal(directory, host)
@@ -322,6 +353,7 @@ async def _journal(directory: Path, host: str, stop: asyncio.Event) -> Journal |
 
 
 def _gateway(join: credentials.Join | None, journal: Journal) -> Gateway:
+    """Return the gateway of the join token, else the one that the journal remembers. Raises ConfigurationError."""
     if join is not None:
         return Gateway(join.address, join.fingerprint, join.secret)
     if not journal.address:

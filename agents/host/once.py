@@ -1,4 +1,4 @@
-"""`cyborg-agent --once` in words or JSON: what the drivers of this host find. Pure; called by `main`."""
+"""Format what the drivers of this host find, as a table or as JSON, for `cyborg-agent --once`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ HEADINGS = ("DRIVER", "TYPE", "VENDOR", "MODEL", "ADDRESS", "NUMA", "STATUS", "U
 
 
 def as_json(reports: Sequence[DriverReport]) -> str:
-    """One JSON array of driver reports, indented, as they would be sent."""
+    """Return the driver reports as one indented JSON array, with the same fields that the agent sends."""
     return msgspec.json.format(msgspec.json.encode(reports), indent=2).decode() + "\n"
 
 
 def as_table(reports: Sequence[DriverReport], host: str, lacks: Mapping[str, Sequence[str]]) -> str:
-    """A line per device, then what could not be taken for one, drivers that failed, and what drivers lack here."""
+    """Return a table with one line per device, followed by faults, failed drivers, and what drivers cannot use here.
+
+    `lacks` is driver → the reasons why it cannot use all features of this host.
+    """
     rows = [_row(report.driver, device) for report in reports for device in report.devices]
     lines = [f"{host}: {len(rows)} {'device' if len(rows) == 1 else 'devices'}"]
     if rows:

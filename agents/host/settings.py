@@ -1,6 +1,6 @@
-"""The agent's few keys, read once at its start by `main`; a table of `docs/configuration.md` comes from here.
+"""The agent's own configuration, read once when it starts; a table in `docs/configuration.md` is generated from it.
 
-Everything else an agent is told by the gateway when it connects.
+The gateway tells the agent everything else when it connects.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from drivers.configuration import ConfigurationError, key, load
 from drivers.plan import Act
 
 EVERY = "*"
-"""The table of `CYBORG_DRIVER_SETTINGS` whose `acts` hold for drivers that have no list of their own."""
+"""Name of the table in `CYBORG_DRIVER_SETTINGS` whose `acts` apply to all drivers without a list of their own."""
 _WORD = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
 
 
@@ -74,7 +74,7 @@ class AgentSettings:
 
 
 def read_settings(environ: Mapping[str, str]) -> AgentSettings:
-    """All keys, in range; raises ConfigurationError with one sentence."""
+    """Read and check all keys, from the environment or the TOML file. Raises ConfigurationError with one sentence."""
     settings = load(AgentSettings, environ)
     for name, value, low in (
         ("CYBORG_RESCAN_S", settings.rescan_s, 1),
@@ -93,9 +93,10 @@ def read_settings(environ: Mapping[str, str]) -> AgentSettings:
 
 
 def read_join(settings: AgentSettings) -> credentials.Join | None:
-    """The join token, from the variable or the file; None when neither is given.
+    """Return the join token from the variable, else from the file; None when there is none.
 
-    Raises ConfigurationError.
+    A file that does not exist counts as no token. Raises ConfigurationError when the file cannot be read or the token
+    is not valid.
     """
     text, source = settings.join_token, "CYBORG_JOIN_TOKEN"
     if not text and settings.join_token_file:
@@ -117,9 +118,9 @@ def read_join(settings: AgentSettings) -> credentials.Join | None:
 
 
 def check_address(address: str, fingerprint: str, source: str) -> None:
-    """A gateway's address is `http(s)://host[:port]`, and only https can be pinned.
+    """Raise ConfigurationError unless `address` is an http or https URL with a host; with a fingerprint, only https.
 
-    Raises ConfigurationError.
+    `source` names the setting in the error text.
     """
     try:
         parts = urlsplit(address)
@@ -133,10 +134,11 @@ def check_address(address: str, fingerprint: str, source: str) -> None:
 
 
 def host_of(settings: AgentSettings, join: credentials.Join | None, known: str = "") -> tuple[str, str]:
-    """(name, node) of this host: what is configured, else the token's, else `known` (journal), else asked.
+    """Return (name, node) of this host.
 
-    Raises ConfigurationError when the configured name is not the token's: such an agent would only be
-    refused.
+    The name is the configured one, else the join token's, else `known` (the journal's), else `getfqdn()`; the node is
+    the configured one, else `gethostname()`. Raises ConfigurationError when the configured name is not the token's: the
+    gateway would refuse such an agent.
     """
     name = settings.host_name or (join.host if join else "") or known or socket.getfqdn()
     if join and name != join.host:
@@ -147,7 +149,10 @@ def host_of(settings: AgentSettings, join: credentials.Join | None, known: str =
 
 
 def driver_tables(settings: AgentSettings) -> dict[str, dict[str, Any]]:
-    """The settings of each driver by its name, {} where the file has no table. Raises ConfigurationError."""
+    """Return driver → settings from the file CYBORG_DRIVER_SETTINGS; a driver without a table there is not included.
+
+    Raises ConfigurationError.
+    """
     path = settings.driver_settings
     if not path:
         return {}
@@ -164,10 +169,11 @@ def driver_tables(settings: AgentSettings) -> dict[str, dict[str, Any]]:
 
 
 def allowed_acts(tables: dict[str, dict[str, Any]]) -> dict[str, frozenset[str]]:
-    """Driver → the acts that `acts = ["attach", …]` in its table allows on this host; without it EVERY's, else all.
+    """Take the `acts` out of the drivers' tables and return driver → the acts that are allowed on this host.
 
-    The key is taken out of the table, which is the driver's own from there on; the table EVERY is taken out whole.
-    Raises ConfigurationError.
+    For a driver that is not in the result the entry EVERY applies, and without that entry all acts are allowed. Changes
+    `tables`: `acts` is removed from each, so that only the driver's own settings are left, and the table EVERY is
+    removed. Raises ConfigurationError.
     """
     allowed = {}
     for name, table in tables.items():

@@ -1,7 +1,6 @@
-"""The way to the gateway beside the socket: TLS with a pinned certificate, the challenge, images.
+"""HTTP requests to the gateway: fetch the challenge, download images, and check the pinned TLS certificate.
 
-Used by `link` and `images`: one request per attempt, on a connection of its own. Nothing is sent to a server that is
-not the pinned one.
+Each request has its own connection. When a certificate is pinned, no request is sent to a server with another one.
 """
 
 from __future__ import annotations
@@ -22,32 +21,36 @@ import msgspec
 from agents import credentials, wire
 
 ANSWER_LIMIT = 64 * 1024
-"""Bytes of an HTTP answer that are read; a challenge has some 200."""
+"""Largest HTTP answer to read, in bytes, downloads excepted; a challenge has some 200."""
 RETRY_LIMIT_S = 600.0
+"""Upper bound for the seconds of a Retry-After header."""
 NEXT_ADDRESS_S = 2.0
-"""After so long without an answer the next address of the gateway's name is tried as well."""
+"""Seconds to wait for one address of the gateway's name before the next address is tried in parallel."""
 SILENCE_S = 30.0
-"""Between two pieces of a download."""
+"""Time-out in seconds to connect, and between two pieces of a download."""
 
 
 @dataclass(frozen=True)
 class Gateway:
-    """Where to connect: from a join token, or from the journal once the host has joined."""
+    """Where to connect. The values come from a join token, or from the journal once the host has joined."""
 
     address: str
     fingerprint: str
     secret: str = ""
     at: str = ""
-    """Which of the name's addresses; '' any."""
+    """The IP address to use, of those that the gateway's name has; '' for any of them."""
 
     @property
     def socket_address(self) -> str:
-        """The WebSocket's URL."""
+        """Return the URL of the WebSocket."""
         return "ws" + self.address.removeprefix("http").rstrip("/") + wire.PATH
 
 
 class Refused(Exception):
-    """The gateway answered with a status: `sentence` is its reason, `retry_after` the seconds it asks for."""
+    """The gateway refused a request. The text holds the reason, `status` the HTTP status, `code` the error code.
+
+    `retry_after` is the number of seconds that the gateway asks to wait, 0 when it names none.
+    """
 
     def __init__(self, status: int, sentence: str, retry_after: float = 0.0, code: str = "") -> None:
         super().__init__(f"the gateway refused ({status}): {sentence}")
@@ -56,6 +59,8 @@ class Refused(Exception):
 
 
 class _PinnedObject(ssl.SSLObject):
+    """A TLS connection whose handshake fails unless the server's certificate has the pinned fingerprint."""
+
     def do_handshake(self) -> None:
         super().do_handshake()
         wanted = cast(_PinnedContext, self.context).fingerprint
@@ -72,9 +77,10 @@ class _PinnedContext(ssl.SSLContext):
 
 
 def tls(gateway: Gateway) -> ssl.SSLContext | None:
-    """None for http; for https the pinned certificate only, or without a pin the system's authorities.
+    """Return the TLS context for the gateway, None when its address is http.
 
-    The pin is checked inside the handshake, so neither challenge nor credential reaches another server.
+    With a fingerprint, only the pinned certificate is accepted; without one, the system's certificate authorities
+    decide. The pin is checked inside the handshake, so neither the request nor the credential reaches another server.
     """
     if not gateway.address.startswith("https:"):
         return None
@@ -91,9 +97,10 @@ def tls(gateway: Gateway) -> ssl.SSLContext | None:
 async def challenge(
     gateway: Gateway, context: ssl.SSLContext | None, timeout: float
 ) -> tuple[credentials.Challenge, Gateway]:
-    """Ask for a nonce; it is good where it was made: at this one of the name's addresses.
+    """Fetch a challenge (a nonce to sign); return it with the gateway narrowed to the address that issued it.
 
-    Raises Refused, OSError (unreachable, TLS, time-out) or wire.Malformed.
+    A nonce is valid only at the server that issued it, so the connection must go to the same address. Raises Refused,
+    also when the two sides have no wire version in common, OSError (unreachable, TLS, time-out) or wire.Malformed.
     """
     async with asyncio.timeout(timeout):
         (status, headers, body), at = await _get(gateway, wire.CHALLENGE_PATH, context)
@@ -112,7 +119,7 @@ async def challenge(
 
 
 def refusal(status: int, headers: Any, body: bytes) -> Refused:
-    """What an HTTP answer says: the JSON document's `error` and `code`, else the status' own words."""
+    """Build a Refused from an HTTP answer: `error` and `code` of its JSON document, else the status's standard text."""
     code = ""
     try:
         said = msgspec.json.decode(body, type=dict[str, Any])
@@ -125,16 +132,20 @@ def refusal(status: int, headers: Any, body: bytes) -> Refused:
 def _seconds(value: str | None) -> float:
     try:
         return min(max(float(value or 0), 0.0), RETRY_LIMIT_S)
-    except ValueError:  # the header's other form is a date; our gateway never sends one
+    except ValueError:  # the header may also hold a date, but our gateway never sends one
         return 0.0
 
 
 async def download(
     gateway: Gateway, context: ssl.SSLContext | None, path: str, authorization: str, take: Callable[[bytes], None]
 ) -> None:
-    """Give the content at `path` to `take`, piece by piece. Raises Refused, OSError, wire.Malformed, as `take`."""
+    """Download `path` and pass each piece to `take`, up to the end of the connection.
+
+    The length is not checked: the caller must do that. Raises Refused when the status is not 200, OSError (also when
+    nothing comes for SILENCE_S seconds), wire.Malformed, and whatever `take` raises.
+    """
     header = f"Authorization: {authorization}\r\n"
-    # HTTP/1.0: its answers come in one piece, up to the end of the connection.
+    # An HTTP/1.0 answer is never chunked: its body ends where the connection ends.
     async with _request(gateway, f"GET {{}}{path} HTTP/1.0", header, context) as (reader, _):
         async with asyncio.timeout(SILENCE_S):
             try:
@@ -154,7 +165,7 @@ async def download(
 
 
 async def _get(gateway: Gateway, path: str, context: ssl.SSLContext | None) -> tuple[tuple[int, Any, bytes], str]:
-    """The answer, and the address that gave it."""
+    """Send a GET request; return (status, headers, body) and the IP address that answered."""
     async with _request(gateway, f"GET {{}}{path} HTTP/1.1", "Connection: close\r\n", context) as (reader, at):
         data = bytearray()
         while len(data) < ANSWER_LIMIT and (chunk := await reader.read(ANSWER_LIMIT - len(data))):
@@ -166,8 +177,11 @@ async def _get(gateway: Gateway, path: str, context: ssl.SSLContext | None) -> t
 async def _request(
     gateway: Gateway, line: str, headers: str, context: ssl.SSLContext | None
 ) -> AsyncIterator[tuple[asyncio.StreamReader, str]]:
-    """The stream that a request is answered on, and by which address; `line` has `{}` where the gateway's own path
-    stands."""
+    """Send a request on a new connection; yield the stream of the answer and the IP address of the server.
+
+    `line` is the request line; its `{}` is replaced by the path of the gateway's address. The connection is aborted at
+    the end.
+    """
     parts = urlsplit(gateway.address)
     port = parts.port or (443 if context else 80)
     async with asyncio.timeout(SILENCE_S):
@@ -196,6 +210,8 @@ def _parsed(data: bytes, address: str) -> tuple[int, Any, bytes]:
 
 
 def _begun(data: bytes, address: str) -> http.client.HTTPResponse:
+    """Parse the status line and the headers of an answer. Raises wire.Malformed when it is not HTTP."""
+
     class Bytes:
         def makefile(self, _mode: str) -> io.BytesIO:
             return io.BytesIO(data)

@@ -1,7 +1,8 @@
-"""Who this agent is: an Ed25519 key, stored before anybody hears of it. Used by `main` and `link`.
+"""The agent's identity: an Ed25519 key in the state directory, on disk before its public key is sent anywhere.
 
-The private key never leaves the state directory. A join token only binds the public key to a host. While a key is being
-changed there are two, and either may be the one that the gateway knows: whatever happens, one of them opens.
+The private key never leaves the state directory. A join token only binds the public key to a host. During a key
+rotation there are two keys on disk, and either may be the one that the gateway knows; so one of the two is always
+accepted, even after a crash at any point.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ log = logging.getLogger("cyborg.identity")
 
 FILE = "identity.key"
 NEXT = "identity.next"
-"""The key to come, until the gateway has acknowledged it."""
+"""File of the next key, until the gateway has acknowledged that key."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """A key and the host it speaks for."""
+    """A private key and the host that it authenticates."""
 
     host: str
     node: str
@@ -35,13 +36,16 @@ class Identity:
 
     @property
     def public_key(self) -> str:
-        """The public key, as messages name it."""
+        """Return the public key in the text form that messages use."""
         return credentials.public_text(self.key.public_key())
 
     def credential(
         self, challenge: credentials.Challenge, epoch: int, fingerprint: str, token: str
     ) -> credentials.Credential:
-        """Proof for one connection: the server's nonce, signed with host, epoch and pinned server."""
+        """Sign the server's nonce together with host, node, epoch and pinned fingerprint.
+
+        The result authenticates one connection or one download. `token` is the secret of a join token, '' for none.
+        """
         signed = credentials.signed_bytes(self.host, self.node, epoch, challenge.nonce, fingerprint)
         return credentials.Credential(
             host=self.host,
@@ -54,7 +58,7 @@ class Identity:
         )
 
     def successor(self, following: Identity, fingerprint: str) -> wire.NewKey:
-        """The message that names the next key, signed by both."""
+        """Build the NewKey message that announces the next key, signed by this key and by the next one."""
         data = credentials.rotation_bytes(self.host, self.public_key, following.public_key, fingerprint)
         return wire.NewKey(
             following.public_key, credentials.sign(self.key, data), credentials.sign(following.key, data)
@@ -62,7 +66,7 @@ class Identity:
 
 
 class Keyring:
-    """The key in use, and while it is being changed the one to come."""
+    """The current key and, during a key rotation, the next one (`following`)."""
 
     def __init__(self, directory: Path, current: Identity, following: Identity | None) -> None:
         self._directory = directory
@@ -70,21 +74,22 @@ class Keyring:
         self._unsettled = False
 
     def prepare(self) -> Identity:
-        """The key to come: the one there is, else a new one that is on disk when this returns.
+        """Return the next key; create it if there is none. It is on disk when this returns.
 
         Raises ConfigurationError when it cannot be written.
         """
         if self.following is None:
-            if self._unsettled:  # the file of the key to come holds the one in use
+            if self._unsettled:  # NEXT still holds the current key: it must be renamed before NEXT is written again
                 self._settle()
             key = _make(self._directory / NEXT)
             self.following = Identity(self.current.host, self.current.node, key)
         return self.following
 
     def adopt(self) -> None:
-        """The gateway knows the key to come: it is the one in use, and the former is gone.
+        """Make the next key the current one, after the gateway has accepted it, and replace the former key on disk.
 
-        Where the disk refuses, both stay there, and the next start finds out which one opens.
+        Does nothing when there is no next key. If the disk refuses, both files stay; the next start then finds out
+        which key the gateway accepts.
         """
         if self.following is None:
             return
@@ -95,6 +100,7 @@ class Keyring:
             log.error("%s: the former one is kept beside it", error)
 
     def _settle(self) -> None:
+        """Rename NEXT to FILE and sync the directory. Raises ConfigurationError."""
         coming = self._directory / NEXT
         try:
             if coming.exists():
@@ -106,9 +112,9 @@ class Keyring:
 
 
 def load_or_make(directory: Path, host: str, node: str) -> Keyring:
-    """The stored keys, else a new one that is on disk when this returns.
+    """Load the stored keys; create the current key if there is none. It is on disk when this returns.
 
-    Raises ConfigurationError when a file is readable by others, is not a key, or cannot be read or written.
+    Raises ConfigurationError when a file is accessible to other users, is not a key, or cannot be read or written.
     """
     current = _load(directory / FILE) or _make(directory / FILE)
     following = _load(directory / NEXT)
@@ -117,6 +123,7 @@ def load_or_make(directory: Path, host: str, node: str) -> Keyring:
 
 
 def _load(path: Path) -> Ed25519PrivateKey | None:
+    """Return the key in a file, None when there is no file. Raises ConfigurationError."""
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
@@ -139,6 +146,7 @@ def _load(path: Path) -> Ed25519PrivateKey | None:
 
 
 def _make(path: Path) -> Ed25519PrivateKey:
+    """Create a key and write it to a file that only its owner can read. Raises ConfigurationError."""
     key = Ed25519PrivateKey.generate()
     text = base64.urlsafe_b64encode(key.private_bytes_raw()) + b"\n"
     try:

@@ -1,4 +1,7 @@
-"""Keeps one connection to the gateway: handshake, back-off, resumption. Run by `main`; `session` is the talk itself."""
+"""Keep one WebSocket connection to the gateway: handshake, back-off and reconnection.
+
+`session` exchanges the messages on a connection once it is open.
+"""
 
 from __future__ import annotations
 
@@ -27,56 +30,56 @@ from drivers.inventory import Health
 log = logging.getLogger("cyborg.link")
 
 RECEIVE_LIMIT = 1024 * 1024
-"""Bytes of one message from the gateway."""
+"""Largest message to accept from the gateway, in bytes."""
 
 
 @dataclass
 class Link:
-    """Keeps a host connected. All state that must outlive the process is in `journal`."""
+    """Keeps this host connected to the gateway. All state that must outlive the process is in `journal`."""
 
     journal: Journal
     keys: Keyring
     gateway: http.Gateway
     hello: wire.Hello
     on_limit: Callable[[int], None]
-    """Told the largest message this gateway takes; a larger report is made smaller and journaled anew."""
+    """Called with the gateway's message limit in bytes; the reporter then shrinks a larger report and journals it."""
     pace: Pace = field(default_factory=Pace)
     desk: Desk | None = None
-    """Who takes commands."""
+    """The receiver of commands; without one, commands are dropped."""
     authority: Authority = field(default_factory=Authority)
-    """Told of every connection, and of who writes to Placement."""
+    """Tracks whether this host may write to Placement: it gets each new or lost connection and each writer epoch."""
     meter: Meter | None = None
-    """Who reads the load of devices, told of every connection as well."""
+    """The source of samples; it gets each new or lost connection too. None: no samples are sent."""
 
     def __post_init__(self) -> None:
         self._backoff = Backoff(self.pace)
         self.wake = asyncio.Event()
-        """Set by `offer`, and by an Ack that lets the next report go."""
+        """Wakes the sending loop: set by `offer`, by the Ack of a report, and for new results, progress and samples."""
         self.looked = False
-        """Whether the journal's report is what this process has seen, not what an earlier one had."""
+        """Whether this process has made or confirmed the journal's report; False while it is an earlier process's."""
         report = self.journal.report if self.journal.acknowledged else None
         self.known: dict[tuple[str, str], Health] = statuses(report) if report else {}
-        """How each device was in the last report that was acknowledged."""
+        """The health of each device in the last acknowledged report, by (driver, device key)."""
         self._said: tuple[str, int] = ("", 0)
         self._with_following = False
-        """Whether the next attempt tries the key to come instead of the one in use."""
+        """Whether the next attempt authenticates with the next key instead of the current one."""
         self._with_token = bool(self.gateway.secret) and not self.journal.has_joined_with(self.gateway.secret)
         self._tls = http.tls(self.gateway)
         self.unknown = 0
-        """Messages of types this release does not know, dropped."""
+        """How many messages were dropped because this release does not know or use their type."""
 
     def offer(self) -> None:
-        """The host has been looked at; what the journal holds is the present."""
+        """Allow the journal's report to be sent: this process has asked the drivers, so the report is current."""
         self.looked = True
         self.wake.set()
 
     async def run(self) -> None:
-        """Connect, talk, connect again; ends only by being cancelled."""
+        """Connect, exchange messages, and reconnect after each end. Runs until it is cancelled."""
         while True:
             await asyncio.sleep(await self._attempt())
 
     async def _attempt(self) -> float:
-        """One connection from challenge to end. Returns the delay before the next, in seconds."""
+        """Make one connection and serve it until it ends. Return the delay before the next attempt, in seconds."""
         began = asyncio.get_running_loop().time()
         try:
             await self._connect()
@@ -96,19 +99,20 @@ class Link:
         return self._retry(reason)
 
     def _refused(self, error: http.Refused) -> float:
-        # Behind a balancer the one that made the challenge may have ended before it was answered.
+        """Handle a refused handshake: choose key and token for the next attempt; return its delay in seconds."""
+        # Behind a load balancer, the gateway that issued the challenge may have stopped before it was answered.
         if error.status not in (200, 401, 403) or error.code == "challenge":
             return self._retry(str(error), error.retry_after)
         if error.code == wire.KEY_BARRED and not self._with_following and self._prepared():
             self._with_following = True
             return self._retry(str(error))
-        # While a key is being changed, either may be the one that the gateway knows.
+        # During a key rotation the gateway may know the current key or the next one: try them in turn.
         if self.keys.following is not None and error.status in (401, 403):
             self._with_following = not self._with_following
             if self._with_following:
                 return self._retry(str(error))
-        # A token that has expired may belong to a key that is bound, and a gateway that forgot the key may
-        # still take the token: the next attempt tries the other way.
+        # An expired token may come with a key that is bound already, and a gateway that has lost the key may still
+        # accept the token: so attempts with and without the token alternate.
         if self.gateway.secret and error.status in (401, 403):
             self._with_token = not self._with_token
         delay = max(error.retry_after, self.pace.slow * (0.75 + 0.5 * self.pace.draw()))
@@ -129,6 +133,7 @@ class Link:
         return delay
 
     def _say(self, reason: str, delay: float) -> None:
+        """Log why the connection failed, the same reason only at its 1st, 2nd, 4th, 8th … time."""
         times = self._said[1] + 1 if reason == self._said[0] else 1
         self._said = (reason, times)
         if worth_saying(times):
@@ -136,6 +141,10 @@ class Link:
             log.warning("%s: %s%s; next attempt in %.1f s", self.gateway.address, reason, again, delay)
 
     async def _connect(self) -> None:
+        """Authenticate, open the WebSocket and serve it until it ends.
+
+        Raises http.Refused, Dismissed, Lost, wire.Malformed, OSError or WebSocketException.
+        """
         challenge, gateway = await http.challenge(self.gateway, self._tls, self.pace.open)
         secret = self.gateway.secret if self._with_token else ""
         following = self.keys.following if self._with_following else None
@@ -164,6 +173,11 @@ class Link:
             raise http.refusal(response.status_code, response.headers, bytes(response.body or b"")) from None
 
     async def _talk(self, socket: ClientConnection, secret: str, with_following: bool) -> None:
+        """Exchange Welcome and Hello, then run a Session until it fails.
+
+        If the gateway has seen a later epoch of this host than the journal's, raise the journal's epoch above that one,
+        then raise Lost, so that the agent reconnects with the new epoch.
+        """
         async with asyncio.timeout(self.pace.open):
             welcome = await self._welcome(socket)
         if with_following:
@@ -199,17 +213,18 @@ class Link:
             self.dropped(message)
 
     def dropped(self, message: wire.Message | wire.Unknown) -> None:
-        """Count a message this release has no use for (promise C2)."""
+        """Count and drop a message whose type this release does not know or use (promise C2)."""
         self.unknown += 1
         log.debug("dropped a message from the gateway: %r", message)
 
     def adopt(self) -> None:
-        """The gateway has taken the key to come."""
+        """Make the next key the current one, because the gateway has accepted it."""
         self.keys.adopt()
         self._with_following = False
         log.info("%s has a new key: %s", self.keys.current.host, self.keys.current.public_key)
 
     def _remember(self, secret: str) -> None:
+        """Journal the gateway's address and that the token was used, so that a restart needs no token."""
         self._with_token = False
         try:
             self.journal.joined(self.gateway.address, self.gateway.fingerprint, secret)
@@ -218,7 +233,7 @@ class Link:
 
 
 async def _until_one_fails(*works: Coroutine[Any, Any, None]) -> None:
-    """Run all until one raises, and raise that; the others are cancelled and waited for."""
+    """Run the coroutines until one raises or all have ended; cancel the others, wait for them, and raise its error."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)

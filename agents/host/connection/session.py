@@ -1,8 +1,10 @@
-"""One connection to the gateway between Welcome and its end: what is sent when, and what comes. Made by `link`.
+"""Exchange messages on one open connection to the gateway, from Welcome to the end of the connection.
 
-What is sent is always the journal's: its last report, and the results of commands that the gateway has not
-acknowledged. A result goes once the gateway has the report that shows what the command did. The order is: a report in
-which a device got worse, commands and their results, other reports, and samples when nothing else is to be said.
+Reports and results are sent from the journal: its last report, and the results of commands that the gateway has not
+acknowledged. A result is sent only when the gateway has acknowledged the report that shows the command's effect.
+
+The order of sending is: a report in which a device got worse; messages about commands; other reports; and samples when
+nothing else waits.
 """
 
 from __future__ import annotations
@@ -27,30 +29,30 @@ if TYPE_CHECKING:
 log = logging.getLogger("cyborg.link")
 
 TAKEN = 256
-"""Commands in one Taken, at most."""
+"""Largest number of commands in one Taken message."""
 SICK: dict[Health, int] = {"ok": 0, "unknown": 1, "degraded": 2, "failed": 3}
-"""How bad each is."""
+"""Severity of each health; a higher number is worse."""
 
 
 class Desk(Protocol):
-    """Where commands go: `executor.Executor`."""
+    """The receiver of commands, with the newest progress of each one by number: `executor.Executor`."""
 
     progress: dict[int, wire.Progress]
 
     def take(self, command: wire.Command) -> None:
-        """In the journal when this returns, or answered."""
+        """Accept a command. When this returns, it is in the journal or its refusal waits to be sent."""
 
 
 class Lost(Exception):
-    """The connection has to be made anew; the text says why."""
+    """The connection ended or must be closed, and the agent has to reconnect. The text is the reason."""
 
 
 class Dismissed(Exception):
-    """The gateway sent Refuse."""
+    """The gateway sent Refuse, which ends the connection. The text is the gateway's reason and code."""
 
 
 class Session:
-    """One connection between Welcome and its end: two loops over one socket."""
+    """One connection after Welcome: a receiving and a sending loop on the same socket."""
 
     def __init__(self, link: Link, socket: ClientConnection, welcome: wire.Welcome) -> None:
         self._link = link
@@ -65,13 +67,16 @@ class Session:
         self._heard: list[int] = []
         self._answered: set[int] = set()
         self._told = 0
-        """The highest report that was acknowledged on this connection."""
+        """The highest seq of a report that was acknowledged on this connection."""
         self._clock = asyncio.get_running_loop().time
         self._owed.answered = self._clock()
         link.authority.connected(lambda: self._owed.answers(self._clock()))
 
     async def receive(self) -> None:
-        """Take Acks until the gateway closes or refuses."""
+        """Receive and handle messages until the connection ends.
+
+        Raises Dismissed when the gateway sends Refuse, Lost when the connection is closed, and wire.Malformed.
+        """
         while True:
             message = await next_message(self._socket)
             if isinstance(message, wire.Ack):
@@ -96,7 +101,10 @@ class Session:
                 self._link.dropped(message)
 
     async def _rotate(self) -> None:
-        """Both keys are on disk before the gateway hears of the new one, until it has acknowledged it."""
+        """Create the next key and send NewKey; if the key cannot be written, log that and keep the current key.
+
+        Both keys are on disk from before NewKey is sent until the gateway has acknowledged it.
+        """
         keys = self._link.keys
         try:
             following = keys.prepare()
@@ -115,6 +123,7 @@ class Session:
             self._link.adopt()
 
     def _acknowledge(self, seq: int) -> None:
+        """Note that the gateway has stored report `seq` for good, and wake the sending loop."""
         try:
             self._journal.acknowledge(seq)
         except sqlite3.OperationalError as error:
@@ -127,15 +136,17 @@ class Session:
         self._link.wake.set()
 
     def _settle(self, number: int) -> None:
+        """Note that the gateway has stored the result of command `number` for good."""
         try:
             self._journal.ledger.acknowledge(number)
         except sqlite3.OperationalError as error:
             log.error("the journal cannot note an acknowledgement (%s): a result may be sent once more", error)
 
     async def send(self) -> None:
-        """Beats when due, the journal's report when it is not the gateway's; raises Lost on silence.
+        """Send heartbeats, reports, results, progress and samples until the connection ends.
 
-        Returns when the connection is closed: `receive` may still have a Refuse to read, and then says why.
+        Raises Lost when the gateway owes an Ack for too long. Returns without an error when the connection is closed:
+        `receive` may still have to read a Refuse, which is the better reason.
         """
         try:
             await self._send()
@@ -143,6 +154,11 @@ class Session:
             return
 
     async def _send(self) -> None:
+        """Run the sending loop: one pass each time it is woken, or a heartbeat, report or deadline is due.
+
+        The first heartbeat and the first report are delayed at random, so that many hosts do not send them at once.
+        Raises Lost when an Ack is overdue.
+        """
         draw = self._link.pace.draw
         now = self._clock()
         beat_at, seq = now + draw() * self._beat_s, 0
@@ -159,14 +175,17 @@ class Session:
             if self._worse():
                 await self._report()
             await self._commands()
-            if now >= report_from or self._journal.ledger.owed:  # a result waits for its report
+            if now >= report_from or self._journal.ledger.owed:  # no jitter for a report that a result waits for
                 await self._report()
             await self._samples()
             waits = [beat_at, self._owed.due()] + ([report_from] if now < report_from else [])
             await set_or_passed(self._link.wake, min(waits) - self._clock())
 
     async def _commands(self) -> None:
-        """What was taken, how far it is, and how it ended: that as soon as its report is the gateway's."""
+        """Send Taken for new commands, then progress, then each result whose report the gateway has.
+
+        A result that is larger than the gateway's message limit is sent without its `detail`.
+        """
         if self._heard:
             heard, self._heard = self._heard, []
             for start in range(0, len(heard), TAKEN):
@@ -183,12 +202,15 @@ class Session:
                 await self._socket.send(text)
 
     def _shows(self, result: wire.Result) -> bool:
-        """Whether the gateway has a report as the host was when this ended, or a later one."""
+        """Return whether the gateway has the report that shows this command's effect, a later one, or an equal one."""
         told = (self._journal.epoch, self._journal.seq if self._journal.acknowledged else self._told)
         return (result.epoch, result.seq) <= told or result.hash == self._applied
 
     def _worse(self) -> bool:
-        """Whether a report waits that shows a fault: no jitter holds that back."""
+        """Return whether the waiting report shows a device in worse health than the last acknowledged one did.
+
+        Such a report is sent without jitter. Return False while another report waits for its Ack.
+        """
         report = self._journal.report
         if report is None or self._journal.acknowledged or self._owed.report is not None:
             return False
@@ -196,7 +218,10 @@ class Session:
         return any(SICK[status] > SICK[known.get(key, "ok")] for key, status in statuses(report).items())
 
     async def _samples(self) -> None:
-        """The newest round of load, or nothing: while the gateway owes an answer, or does not read, it is dropped."""
+        """Send the newest round of samples; drop it while a report or result is unacknowledged or the socket is full.
+
+        The socket counts as full when bytes of earlier messages are still in its write buffer.
+        """
         meter = self._link.meter
         if meter is None or (newest := meter.take()) is None:
             return
@@ -205,6 +230,11 @@ class Session:
             await self._socket.send(meter.frame(newest, self._max_bytes))
 
     async def _report(self) -> None:
+        """Send the journal's report if the gateway needs it and no other report waits for its Ack.
+
+        A report that was acknowledged earlier is sent again, under the next seq, when the gateway has applied another
+        content and this process has asked the drivers. A report over the gateway's message limit is logged, not sent.
+        """
         report = self._journal.report
         if report is None or self._owed.report is not None:
             return
@@ -233,11 +263,12 @@ class Session:
 
 
 def statuses(report: wire.Report) -> dict[tuple[str, str], Health]:
-    """How each device is, by driver and key."""
+    """Return the health of each device in a report, by (driver, device key)."""
     return {(driver.driver, device.key): device.status for driver in report.drivers for device in driver.devices}
 
 
 async def next_message(socket: ClientConnection) -> wire.FromGateway | wire.Unknown:
+    """Wait for the next message of the gateway. Raises Lost when the connection is closed, and wire.Malformed."""
     try:
         return wire.decode_from_gateway(await socket.recv())
     except ConnectionClosed as error:

@@ -1,10 +1,8 @@
-"""When to look again: uevents of the kernel, watched files, and a slow timer.
+"""Decide which drivers have to look for devices again, from uevents of the kernel, watched files and a slow timer.
 
-Owned by `main`, read by `report`.
-
-The netlink socket is bound before the first look, so nothing that happens during it is missed; it needs no
-privilege and no udevd (pyudev, source 'kernel'). Events only wake: what is there is read by the drivers,
-never from an event.
+The netlink socket is bound before the drivers look for the first time, so no change during that look is missed. It
+needs no privilege and no udevd (pyudev, source 'kernel'). An event only causes a new look: the drivers read the devices
+from the host, never from an event.
 """
 
 from __future__ import annotations
@@ -20,83 +18,93 @@ from typing import Any, Protocol
 log = logging.getLogger("cyborg.watch")
 
 FILE_POLL_S = 0.5
+"""Seconds between two checks of the watched files."""
 RECEIVE_BUFFER = 8 * 1024 * 1024
-"""Bytes asked of the kernel: a card with 64 functions sends some 200 events of 0.5 KB, at once."""
+"""Size in bytes to request for the uevent socket: a card with 64 functions sends some 200 events of 0.5 KB at once."""
 SLICE = 256
-"""Events taken before others on the loop get their turn."""
+"""Largest number of events to read in a row before other tasks of the event loop run."""
 
 State = tuple[int, int, int] | None
+"""Modification time in ns, size and inode of a file; None when it does not exist."""
 
 
 class Interested(Protocol):
-    """A driver: what wakes it. Known only once its process has answered, so it is read anew each time."""
+    """What of a driver decides when it looks again.
+
+    The values are empty until the driver's process has answered, so they are read again at each event.
+    """
 
     @property
     def subsystems(self) -> tuple[str, ...]:
-        """Kernel subsystems ('pci', …) whose uevents concern it."""
+        """Kernel subsystems ('pci', …) whose uevents concern the driver."""
 
     @property
     def watched(self) -> tuple[str, ...]:
-        """Files that concern it: polled; another time, size or inode is a change, and so is the first sight."""
+        """Files that concern the driver. They are polled: a new time, size or inode is a change, as is a new path."""
 
 
 class Uevents(Protocol):
-    """A source of kernel events; the real one is `NetlinkUevents`, a test's is a socket pair."""
+    """A source of kernel events: `NetlinkUevents` in production, a socket pair in tests."""
 
     def fileno(self) -> int:
-        """Readable when an event waits."""
+        """Return the file descriptor that is readable while an event waits."""
 
     def next(self) -> str | None:
-        """The subsystem of the next event, None when none waits.
+        """Read one event and return its subsystem, None when no event waits.
 
-        Raises OSError, ENOBUFS when some were lost.
+        Raises OSError; with ENOBUFS some events were lost.
         """
 
     def close(self) -> None:
-        """Give the socket back."""
+        """Close the socket."""
 
 
 class NetlinkUevents:
-    """The kernel's own events by pyudev.
+    """The kernel's uevents, read with pyudev.
 
-    Raises OSError or ImportError when there is no socket or no libudev.
+    The constructor raises OSError or ImportError when the socket cannot be opened or libudev is missing.
     """
 
     def __init__(self) -> None:
-        import pyudev  # costs 2 MB and needs libudev, which `--once` can do without
+        import pyudev  # takes 2 MB and needs libudev; `--once` works without it
 
         self._monitor = pyudev.Monitor.from_netlink(pyudev.Context(), source="kernel")
         try:
             self._monitor.set_receive_buffer_size(RECEIVE_BUFFER)
-        except OSError as error:  # beyond the system's bound only with CAP_NET_ADMIN
+        except OSError as error:  # above the system's limit it needs CAP_NET_ADMIN
             log.debug("the uevent buffer stays at the system's bound: %s", error)
             _enlarge(self._monitor.fileno())
         self._monitor.start()
 
     def fileno(self) -> int:
-        """The netlink socket."""
+        """Return the file descriptor of the netlink socket."""
         return int(self._monitor.fileno())
 
     def next(self) -> str | None:
-        """As `Uevents.next`.
+        """Read one event, as `Uevents.next` says.
 
-        Filtered by the caller: libudev's own filter ends a poll early with this source.
+        All subsystems are returned and the caller filters them: with this source, libudev's own filter ends a poll too
+        early.
         """
         device: Any = self._monitor.poll(timeout=0)
         return None if device is None else device.subsystem or ""
 
     def close(self) -> None:
-        """The socket goes with libudev's object; the loop must have let go of it."""
+        """Close the socket by deleting libudev's object. Remove the reader from the event loop before this."""
         del self._monitor
 
 
 def _enlarge(handle: int) -> None:
+    """Request the receive buffer without a privilege; the kernel grants as much as the system's limit allows."""
     with socket.socket(fileno=os.dup(handle)) as same:
         same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER)
 
 
 class Watch:
-    """Collects reasons to look; `changed` hands them out as names of drivers."""
+    """Collects changes on the host; `changed` returns the names of the drivers that have to look again.
+
+    Uevents within `debounce_s` seconds become one change; every `rescan_s` seconds all drivers have to look.
+    """
 
     def __init__(
         self,
@@ -119,7 +127,10 @@ class Watch:
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
     def start(self) -> None:
-        """Begin to listen, on the running loop. Without uevents the slow timer is all there is, and that is said."""
+        """Start to listen, on the running event loop.
+
+        If uevents are not available, log that; the watched files and the slow timer still work.
+        """
         try:
             self._uevents = self._open_uevents()
             asyncio.get_running_loop().add_reader(self._uevents.fileno(), self._drain)
@@ -129,7 +140,7 @@ class Watch:
         self._after("rescan", self._rescan_s, self._rescan)
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stop all timers and close the uevent socket."""
         for timer in self._timers.values():
             timer.cancel()
         if self._uevents is not None:
@@ -138,7 +149,7 @@ class Watch:
             self._uevents = None
 
     async def changed(self) -> frozenset[str]:
-        """Wait for a reason, then the drivers that have to look again."""
+        """Wait for a change and return the names of the drivers that have to look again, each name once."""
         await self._ready.wait()
         self._ready.clear()
         names, self._due = frozenset(self._due), set()
@@ -153,6 +164,10 @@ class Watch:
             self._ready.set()
 
     def _drain(self) -> None:
+        """Read the waiting events, at most SLICE of them; stop using uevents when the socket fails.
+
+        When events were lost, all drivers have to look again.
+        """
         if self._uevents is None:
             return
         try:
@@ -173,14 +188,15 @@ class Watch:
                 log.warning("no more uevents (%s): changes are seen every %g s instead", error, self._rescan_s)
 
     def _seen(self, subsystem: str) -> None:
-        # A fixed window from the first event, not a pause after the last: a device that never rests cannot starve us.
+        # The window is fixed and begins with the first event. A device that sends events all the time would postpone a
+        # pause after the last event for ever.
         if not self._burst:
             self._after("burst", self._debounce_s, self._end_of_burst)
         self._burst.add(subsystem)
 
     def _end_of_burst(self) -> None:
-        # Only now is it asked whom it concerns. A driver whose interests are still unknown has not looked either, so it
-        # will see what the event was about.
+        # The drivers' subsystems are read only now. A driver whose subsystems are not known yet has not begun its first
+        # look, so that look will see the change.
         seen, self._burst = self._burst, set()
         lost, self._lost = self._lost, False
         self._wake(name for name, driver in self._drivers.items() if lost or seen & set(driver.subsystems))
@@ -201,6 +217,6 @@ class Watch:
 def _state(path: str) -> State:
     try:
         found = os.stat(path)
-    except OSError:  # absent is a state like any other
+    except OSError:  # a missing file is a state too: creating it is a change
         return None
     return found.st_mtime_ns, found.st_size, found.st_ino

@@ -1,8 +1,8 @@
-"""Which drivers run on this host, with which settings, and which could; changed while the agent runs.
+"""The set of drivers that run on this host, with their settings; it can change while the agent runs.
 
-Made by `main` from the host's own configuration and the wishes in the journal, which win. Asked by `report` what else
-is to be told of each driver, by `executor` to `configure` one: the new settings are tried first, in a process of their
-own that can only look, so a mistake in them costs the running driver nothing.
+It results from the host's own configuration and the wishes in the journal; a wish has precedence. New settings are
+tried first, in a driver process of their own that is only asked what it finds, so wrong settings do not disturb the
+running driver.
 """
 
 from __future__ import annotations
@@ -25,8 +25,12 @@ Settings = Mapping[str, object]
 
 
 class Roster:
-    """`local` are the drivers that the host's own configuration enables, `tables` its settings of each; `make` starts
-    nothing yet, and `installed` names what can be run at all. Without `wishes` nothing can be changed."""
+    """The drivers of this host: which ones run (`running`), and how to start, stop or reconfigure one.
+
+    `local` names the drivers that the host's own configuration enables, and `tables` holds its settings by driver.
+    `make` creates a driver without starting its process. `installed` returns the names of all installed drivers.
+    Without `wishes` the set cannot be changed.
+    """
 
     def __init__(
         self,
@@ -40,25 +44,32 @@ class Roster:
         self._make, self._installed, self._here = make, installed, installed()
         named = dict.fromkeys((*self._local, *(wishes.drivers() if wishes else ())))
         self.running = {name: make(name, self._settings(name, self._wish(name))) for name in named if self._runs(name)}
-        """Those that are asked, in the order in which they claim devices; changes while the agent runs."""
+        """The running drivers by name, in the order in which they claim devices. It changes while the agent runs."""
 
     def told(self, reports: Iterable[DriverReport]) -> tuple[DriverReport, ...]:
-        """The answers with what the agent knows of their drivers, and an empty one for each that does not run."""
+        """Add to each report the driver's version, quarantine and generation, and append the drivers without a report.
+
+        An empty report is appended for each driver that is installed, enabled or wished for and not among `reports`.
+        """
         said = [self._stamped(report) for report in reports]
         wished = self._wishes.drivers() if self._wishes else ()
         rest = {*self._here, *self._local, *wished} - {report.driver for report in said}
         return (*said, *(self._off(name) for name in sorted(rest)))
 
     def verdict(self, command: wire.Command) -> tuple[wire.Outcome, str]:
-        """How a `configure` ended that was interrupted: what is in the journal is what drivers run by now."""
+        """Return how an interrupted `configure` ended: *succeeded* if the journal holds its wish or a later one.
+
+        After the restart the drivers run according to the journal, so this is certain.
+        """
         if command.wish and self._generation(command.driver) >= command.wish.generation:
             return "succeeded", "interrupted, since the agent stopped while it ran, and yet done"
         return "refused", "interrupted, since the agent stopped while it ran: nothing was changed"
 
     async def configure(self, driver: str, wish: wire.Wish) -> str:
-        """Run the driver, or no more, as it is wanted, from now on and after every restart; what is so then, in words.
+        """Start, stop or reconfigure a driver according to a wish, from now on and after every restart.
 
-        Raises DriverError and sqlite3.OperationalError: then everything is as it was.
+        Return a sentence about the result. Raises DriverError (the wish is not newer than the known one, the driver is
+        not installed, or it fails with these settings) and sqlite3.OperationalError; then nothing was changed.
         """
         if (known := self._generation(driver)) >= wish.generation or self._wishes is None:
             raise Invalid(f"{driver}: what was wanted later, as generation {known}, is here already")
@@ -80,7 +91,11 @@ class Roster:
         return "; ".join((f"{driver} is {_state(wish)}", *lacks))
 
     async def _trial(self, driver: str, wish: wire.Wish) -> tuple[DriverProcess, tuple[str, ...]]:
-        """The driver with new settings when it answers with them, and what it lacks here. Raises DriverError."""
+        """Start the driver with the new settings; return it, and the reasons why it cannot use all of this host.
+
+        Raises Invalid, with the process ended, when the driver is not installed, when it fails with these settings, or
+        when they contain `acts`, which only the host's own configuration may set.
+        """
         self._here = self._installed()
         if driver not in self._here:
             raise Invalid(
@@ -106,6 +121,7 @@ class Roster:
         return self._wishes.get(name) if self._wishes else None
 
     def _settings(self, name: str, wish: wire.Wish | None) -> Settings:
+        """Return the settings of the wish if it has any, else those of the host's own configuration."""
         return wish.settings if wish and wish.settings is not None else self._tables.get(name, {})
 
     def _runs(self, name: str) -> bool:
@@ -126,6 +142,7 @@ class Roster:
         )
 
     def _off(self, name: str) -> DriverReport:
+        """Make the empty report of a driver that does not run: *disabled* by a wish, else *absent*."""
         wish = self._wish(name)
         state = "disabled" if wish and wish.installed else "absent"
         return DriverReport(name, state=state, generation=self._generation(name))

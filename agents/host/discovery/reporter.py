@@ -1,7 +1,8 @@
-"""From what the drivers answer to the journal: look, settle, put in order, cut to size, record.
+"""Collect the drivers' reports, resolve conflicts between them, and record the host's report in the journal.
 
-Run by `main`. Each driver looks by itself: one that fails, hangs or lies changes its own part of the report
-only (promise L6).
+The steps are: ask the drivers, settle which driver has which device, sort, shrink to the message limit, record. Each
+driver is asked on its own: one that fails, hangs or answers nonsense changes only its own part of the report (promise
+L6).
 """
 
 from __future__ import annotations
@@ -22,27 +23,27 @@ from drivers.pci import ownership
 log = logging.getLogger("cyborg.report")
 
 TOGETHER_S = 2.0
-"""Drivers woken together are told together, unless one of them takes longer than this."""
+"""Seconds to wait for other drivers that are being asked too, so that one report holds all their answers."""
 RETRY_S = 5.0
-"""Between two attempts to write to a journal whose disk is full."""
+"""Seconds between two attempts to write to a journal whose disk is full."""
 PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-"""A driver that failed is asked again after the first, doubled with every failure up to the second."""
+"""Back-off in seconds for a driver that failed: the first pause, and the limit up to which each failure doubles it."""
 LARGEST = 2**53
-"""Stands for any epoch and sequence when a report is measured."""
+"""The epoch and seq to use when the size of a report is computed; no real ones are longer."""
 
 
 class Looker(Protocol):
     """One driver in its own process: `drivers.isolation.runner.DriverProcess`."""
 
     async def discover(self) -> DriverReport:
-        """What is there; never raises."""
+        """Return the devices that the driver finds. Never raises: a failure is the report's `error`."""
 
     async def close(self) -> None:
         """End the process."""
 
 
 class Reporter:
-    """Holds the last answer of every driver and keeps the journal's report in step with them."""
+    """Asks the drivers on request, keeps the last answer of each, and keeps the journal's report up to date."""
 
     def __init__(
         self,
@@ -57,7 +58,7 @@ class Reporter:
     ) -> None:
         self._drivers = drivers
         self._told_too = told
-        """What the agent adds to the drivers' answers (`roster`)."""
+        """Completes the drivers' reports with what the agent knows: `driver_set.Roster.told`."""
         self._journal = journal
         self._offer: Callable[[], None] | None = None
         self._max_bytes = max_bytes
@@ -65,7 +66,8 @@ class Reporter:
         self._retry_s = retry_s
         self._pause_s = pause_s
         self._answers: dict[str, DriverReport] = {}
-        # What was settled last, also before a restart: each driver keeps what it had while it names it, or fails.
+        # The last settled reports, from before a restart too. By them a driver keeps a contested device while it still
+        # names that device, and all its devices while it fails.
         known = journal.report.drivers if journal.report else ()
         self._had = {driver.driver: driver for driver in known if driver.driver in drivers}
         self._wanted = {name: asyncio.Event() for name in drivers}
@@ -74,17 +76,17 @@ class Reporter:
         self._answered = asyncio.Event()
         self._idle = asyncio.Event()
         self.marks: dict[tuple[str, str], str] = {}
-        """(driver, device key) → why the agent itself holds the device for failed, whatever its driver sees."""
+        """(driver, device key) → why the agent reports the device as failed, whatever its driver reports."""
         self._looks: dict[str, int] = {}
-        """Looks begun; `_seen` says which of them the answers are of, `_told` which of them the journal holds."""
+        """How many looks were begun, by driver. `_seen` holds the last one answered, `_told` the last one journaled."""
         self._seen: dict[str, int] = {}
         self._told: dict[str, int] = {}
         self._news = asyncio.Event()
 
     def look(self, names: Iterable[str]) -> None:
-        """Have these drivers look again; one that is looking right now does so once more afterwards.
+        """Make these drivers look again; return at once. A driver that is looking now looks once more afterwards.
 
-        One that runs for the first time is asked from then on, and of one that runs no more that is told.
+        A driver that was started since is included from now on; one that was stopped is removed from the report.
         """
         for name in names:
             if name not in self._wanted:
@@ -94,8 +96,11 @@ class Reporter:
             self._wanted[name].set()
 
     async def looked(self, name: str) -> wire.Report:
-        """Have this driver look again; the journal's report as soon as it holds what was seen then."""
-        wanted = self._looks.get(name, 0) + 1  # one that is under way may have begun too early
+        """Make a driver look again, wait until the journal has the answer, and return the journal's report.
+
+        Waits without a time limit, also while the disk takes no write.
+        """
+        wanted = self._looks.get(name, 0) + 1  # a look that runs now may have begun before the change
         self.look([name])
         while self._told.get(name, 0) < wanted or (report := self._journal.report) is None:
             await self._news.wait()
@@ -103,16 +108,16 @@ class Reporter:
 
     @property
     def last(self) -> wire.Report | None:
-        """What the conductor was told last, or is told next."""
+        """The journal's report: the last one that was sent, or the next one to be sent; None when there is none."""
         return self._journal.report
 
     def device(self, driver: str, key: str) -> Device | None:
-        """What was last known of a device, also from before a restart."""
+        """Return a device as last reported, also from before a restart; None when it is not known."""
         devices = self._had[driver].devices if driver in self._had else ()
         return next((device for device in devices if device.key == key), None)
 
     def mark(self, driver: str, key: str, reason: str) -> None:
-        """Report the device as failed for this reason; '' takes that back."""
+        """Report the device as failed with this reason from now on; the reason '' ends that."""
         if reason:
             self.marks[driver, key] = reason
         else:
@@ -120,17 +125,20 @@ class Reporter:
         self._answered.set()
 
     def limit(self, max_bytes: int) -> None:
-        """The gateway takes messages of `max_bytes`: every report from now on fits, the last one too."""
+        """Set the message limit in bytes; if it differs, record the report again so that it fits."""
         if max_bytes != self._max_bytes:
             self._max_bytes = max_bytes
             if not self._record():
                 self._answered.set()  # `_publish` tries again
 
     async def run(self, offer: Callable[[], None]) -> None:
-        """Look with all drivers, then whenever asked; `offer` is called after each look. Ends when cancelled."""
+        """Ask all drivers, then again whenever `look` says so. Runs until it is cancelled.
+
+        `offer` is called each time the journal is up to date with the answers, also when nothing changed.
+        """
         self._offer = offer
         self.look(self._drivers)
-        if not self._drivers:  # that is told as well
+        if not self._drivers:  # a host without drivers sends a report too
             self._idle.set()
             self._answered.set()
         async with asyncio.TaskGroup() as self._group:
@@ -139,6 +147,7 @@ class Reporter:
             self._group.create_task(self._publish())
 
     async def _serve(self, name: str) -> None:
+        """Ask one driver each time it is wanted, and again with back-off while it or one of its backends fails."""
         pause = self._pause_s
         again: asyncio.TimerHandle | None = None
         while True:
@@ -155,12 +164,15 @@ class Reporter:
                 self._idle.set()
             failed = bool(report and (report.error or any(backend.error for backend in report.backends)))
             if again:
-                again.cancel()  # however often it is looked for other reasons, it is asked again once
+                again.cancel()  # at most one retry is scheduled, however often it is asked
             again = asyncio.get_running_loop().call_later(pause, self._wanted[name].set) if failed else None
             pause = min(pause * 2, LONGEST_PAUSE_S) if failed else self._pause_s
 
     async def _answer(self, name: str) -> DriverReport | None:
-        """What the driver says, once it is the one that runs now; None when it runs no more."""
+        """Ask the driver and store its answer; return it, or None and forget the driver when it no longer runs.
+
+        If the driver's process was replaced meanwhile, the new one is asked.
+        """
         while driver := self._drivers.get(name):
             report = await driver.discover()
             if self._drivers.get(name) is driver:
@@ -172,6 +184,7 @@ class Reporter:
         return None
 
     async def _publish(self) -> None:
+        """After each answer wait up to TOGETHER_S for the other drivers, and record; retry while the disk refuses."""
         while True:
             await self._answered.wait()
             try:
@@ -184,9 +197,9 @@ class Reporter:
                 await asyncio.sleep(self._retry_s)
 
     def _record(self) -> bool:
-        """Journal what is known now; False when the disk refused.
+        """Record a report of all last answers in the journal; return False when the disk refused, else True.
 
-        Nothing before every driver has answered once.
+        Does nothing (and returns True) until every running driver has answered once.
         """
         if self._drivers.keys() - self._answers.keys():
             return True
@@ -213,6 +226,7 @@ class Reporter:
         return True
 
     def _tell(self, report: DriverReport, before: DriverReport | None) -> None:
+        """Log errors and faults that the driver's last answer did not have, and that it answers again."""
         was = before.error if before else ""
         if report.error and report.error != was:
             log.error("driver %s: %s", report.driver, report.error.removeprefix(f"{report.driver}: "))
@@ -229,9 +243,9 @@ class Reporter:
 
 
 def canonical(report: DriverReport) -> DriverReport:
-    """The same content in one order, so that the order of a directory listing is no change.
+    """Return the report sorted, so that, for example, another order of a directory listing is not a change.
 
-    A NUL character costs its driver the whole answer: the conductor refuses any report that holds one.
+    A report with a NUL character is replaced by an error, because the conductor would refuse the whole message.
     """
     if b"\\u0000" in msgspec.json.encode(report):
         return DriverReport(report.driver, "its answer holds a NUL character, which cannot be stored")
@@ -245,7 +259,7 @@ def canonical(report: DriverReport) -> DriverReport:
 
 
 def marked(report: DriverReport, marks: Mapping[tuple[str, str], str]) -> DriverReport:
-    """The report with the agent's own reasons in it."""
+    """Return the report with each device in `marks` shown as failed with the reason given there."""
     if not any(driver == report.driver for driver, _ in marks):
         return report
     devices = (
@@ -258,6 +272,7 @@ def marked(report: DriverReport, marks: Mapping[tuple[str, str], str]) -> Driver
 
 
 def _ordered(device: Device) -> Device:
+    """Return the device with its deployables and their handles sorted."""
     deployables = (
         msgspec.structs.replace(
             deployable, handles=tuple(sorted(deployable.handles, key=lambda h: (h.attach_type, h.info)))
@@ -270,9 +285,10 @@ def _ordered(device: Device) -> Device:
 
 
 def fit(drivers: tuple[DriverReport, ...], max_bytes: int) -> tuple[DriverReport, ...]:
-    """The report, or one that fits into `max_bytes`: the biggest drivers' lists are replaced by errors.
+    """Shrink the drivers' reports until a message with all of them has at most `max_bytes` bytes.
 
-    What the conductor knows of those stays and is shown stale; the other drivers' devices go on.
+    The largest report is emptied and gets an error instead, then the next one, until the rest fits. The conductor keeps
+    what it knows of those drivers' devices and shows them as stale; the other drivers are not affected.
     """
     size = whole = _size(drivers)
     left_out: set[str] = set()
@@ -286,10 +302,12 @@ def fit(drivers: tuple[DriverReport, ...], max_bytes: int) -> tuple[DriverReport
 
 
 def _size(drivers: tuple[DriverReport, ...]) -> int:
+    """Return the largest size that a Report message with this content can have, in bytes."""
     return len(wire.encode(wire.Report.of(LARGEST, LARGEST, "0" * 40, drivers)).encode())
 
 
 def _too_large(report: DriverReport, whole: int, max_bytes: int, part: int) -> DriverReport:
+    """Empty a driver's report and set its error, which names the sizes, unless it has an error already."""
     return msgspec.structs.replace(
         report,
         devices=(),

@@ -1,8 +1,8 @@
-"""When the load of this host's devices is read, and what of it is told: once a minute, often while somebody looks.
+"""Sample the load of this host's devices: once a minute, and more often while somebody watches the host.
 
-Run by `main` next to the link. `session` says when there is a gateway, hands on its wishes (`wire.Watch`) and takes
-what was read last. Samples are the first thing to be shed: one that nobody takes before the next is forgotten, a driver
-that does something else or is slow is left out of a round, and without a gateway nothing is read at all.
+The session reports new and lost connections, passes on the gateway's `wire.Watch` messages, and takes the newest
+samples to send them. Samples are the first thing to be dropped under pressure: a round that is not taken before the
+next one is lost, a driver that is busy or slow is left out of a round, and without a connection nothing is read.
 """
 
 from __future__ import annotations
@@ -25,27 +25,33 @@ from drivers.plan import Ask
 log = logging.getLogger("cyborg.meter")
 
 REST_S = 60.0
-"""Between two rounds while nobody looks."""
+"""Seconds between two rounds while nobody watches."""
 SHORTEST_S, LONGEST_WISH_S = 0.5, 300.0
-"""The bounds of a wish: between two rounds, and for how long."""
+"""Limits of a Watch message: the shortest interval between two rounds, and the longest duration, in seconds."""
 QUIET = 4.0
-"""A driver is left alone for so many times as long as it took, so that sampling never fills its days."""
+"""After an answer a driver is not sampled for this many times the duration of that answer.
+
+So sampling takes at most a fifth of its time.
+"""
 MAX_METRICS = 64
-"""What `wire.DeviceLoad` holds of one device."""
+"""Largest number of values that `wire.DeviceLoad` may hold for one device."""
 PAUSE_S, LONGEST_PAUSE_S = 60.0, 3600.0
-"""A driver that failed is left alone for the first, doubled with every failure up to the second."""
+"""Back-off in seconds for a driver that failed: the first pause, and the limit up to which each failure doubles it."""
 
 
 class Metered(Protocol):
     """One driver in its own process: `drivers.isolation.runner.DriverProcess`."""
 
     async def samples(self, asks: Sequence[Ask]) -> tuple[Sample, ...]:
-        """The load of these devices; none when the driver is busy. Raises DriverError."""
+        """Return the load of these devices, an empty tuple while the driver is busy. Raises DriverError."""
 
 
 @dataclass
 class Timetable:
-    """When the next round is due, `due`: arithmetic without a clock. All times are seconds on one clock."""
+    """Computes when the next round is due (`due`, infinity for never) without reading a clock itself.
+
+    All times are seconds on the caller's clock.
+    """
 
     due: float = math.inf
     _phase: float | None = None
@@ -54,18 +60,23 @@ class Timetable:
     _until: float = -math.inf
 
     def connected(self, now: float, spread: float) -> None:
-        """There is a gateway. `spread`, in [0, 1), is this host's place in the minute: a thousand do not send at once,
-        not even after all were watched together."""
+        """Start the schedule on a new connection, and forget the watch of the one before.
+
+        `spread`, in [0, 1), is this host's place in the minute: it keeps a thousand hosts from sending at once, even
+        after all of them were watched at the same time.
+        """
         self._phase, self._until = now + spread * REST_S, -math.inf
         self.due = self._phase
 
     def lost(self) -> None:
-        """There is none any more, and what it wished is forgotten."""
+        """Stop the schedule, because the connection is lost."""
         self._phase, self.due = None, math.inf
 
     def wished(self, now: float, wish: wire.Watch) -> None:
-        """At once, though never sooner than `SHORTEST_S` after the last; the wish takes the place of the one before.
-        Whoever only looks on does not have it read more often."""
+        """Make a round due at once, at the earliest SHORTEST_S after the last one began; replace the former wish.
+
+        A wish that only prolongs the current watch, with the same interval, does not cause an extra round.
+        """
         every, until = min(max(wish.every_s, SHORTEST_S), REST_S), now + min(max(wish.for_s, 0.0), LONGEST_WISH_S)
         looks_on = every == self._every and now <= self._until < until - SHORTEST_S
         self._every, self._until = every, until
@@ -75,11 +86,14 @@ class Timetable:
             self.due = min(self.due, max(now, self._begun + every))
 
     def begins(self, now: float) -> None:
-        """A round begins; until it ends only a wish makes the next one due."""
+        """Note that a round begins; until it ends, only a wish makes another one due."""
         self._begun, self.due = now, math.inf
 
     def ended(self, now: float) -> None:
-        """The next one: what fell into this one's time is left out."""
+        """Schedule the next round after one has ended; times that passed during the round are skipped.
+
+        Rounds follow the watch while it lasts, otherwise this host's place in the minute.
+        """
         if self._phase is None:
             return
         watched = self._begun + self._every * max(1, math.ceil((now - self._begun) / self._every))
@@ -89,17 +103,17 @@ class Timetable:
 
 @dataclass
 class Manners:
-    """How a driver is spared: not asked before `free`, after `failures` in a row."""
+    """Limits how often one driver is sampled: not before `free`; `failures` counts its consecutive failures."""
 
     free: float = -math.inf
     failures: int = 0
 
     def answered(self, began: float, now: float) -> None:
-        """It may be asked as often as its answers are quick."""
+        """Note an answer: pause for QUIET times its duration, and reset the failures."""
         self.free, self.failures = now + QUIET * (now - began), 0
 
     def failed(self, now: float) -> float:
-        """It is left alone; for how many seconds."""
+        """Note a failure; return the back-off in seconds."""
         pause = min(PAUSE_S * 2.0 ** min(self.failures, 16), LONGEST_PAUSE_S)
         self.free, self.failures = now + pause, self.failures + 1
         return pause
@@ -107,7 +121,10 @@ class Manners:
 
 @dataclass
 class Meter:
-    """Reads the devices that `report` shows by the `drivers` that run now; `on_news` is called when there is more."""
+    """Samples the devices in the last report (`report()`) with the drivers that run now (`drivers`).
+
+    `on_news` is called after each round; `draw` returns a random number in [0, 1).
+    """
 
     drivers: Mapping[str, Metered]
     report: Callable[[], wire.Report | None]
@@ -117,34 +134,37 @@ class Meter:
     def __post_init__(self) -> None:
         self._table = Timetable()
         self._manners: WeakKeyDictionary[Metered, Manners] = WeakKeyDictionary()
-        """By process: a driver that is run anew, with other settings, begins anew."""
+        """Limits by driver object, so that a driver that was restarted with other settings has no pause."""
         self._newest: wire.Samples | None = None
         self._moved = asyncio.Event()
         self._cut = False
 
     def connected(self) -> None:
-        """There is a gateway that takes samples from now on."""
+        """Start sampling for a new connection; drop samples from before it."""
         self._newest = None
         self._table.connected(self._now(), self.draw())
         self._moved.set()
 
     def lost(self) -> None:
-        """There is none: nothing is read."""
+        """Stop sampling, because the connection is lost."""
         self._table.lost()
         self._moved.set()
 
     def watch(self, wish: wire.Watch) -> None:
-        """What the gateway wants until the next wish."""
+        """Sample as the gateway's message says, until its end or the next such message."""
         self._table.wished(self._now(), wish)
         self._moved.set()
 
     def take(self) -> wire.Samples | None:
-        """The newest round, once: whoever takes it sends it now or not at all."""
+        """Return the newest round and forget it; None when there is no new one. The caller sends it now or drops it."""
         newest, self._newest = self._newest, None
         return newest
 
     def frame(self, samples: wire.Samples, max_bytes: int) -> str:
-        """The message in at most so many bytes, the last devices left out where they do not fit."""
+        """Encode the samples in at most `max_bytes` bytes (and wire.MAX_SAMPLES); the last devices are cut off to fit.
+
+        Logs a warning when devices are cut off and none were the last time.
+        """
         max_bytes = min(max_bytes, wire.MAX_SAMPLES)
         kept = len(samples.loads)
         while True:
@@ -159,7 +179,7 @@ class Meter:
         return text
 
     async def run(self) -> None:
-        """One round after the other, each when it is due; ends only by being cancelled."""
+        """Run each round when it is due. Runs until it is cancelled."""
         while True:
             self._moved.clear()
             wait = self._table.due - self._now()
@@ -172,7 +192,10 @@ class Meter:
             self.on_news()
 
     async def _round(self) -> wire.Samples:
-        """All drivers at once, each in its own process; also an empty round is told, for somebody may wait for it."""
+        """Sample all drivers that have devices, in parallel; return the result even when it is empty.
+
+        An empty round is sent too, because somebody may be waiting for it.
+        """
         report = self.report()
         told = [one for one in report.drivers if one.devices and one.driver in self.drivers] if report else []
         values: dict[str, dict[str, float]] = {}
@@ -184,6 +207,7 @@ class Meter:
         return wire.Samples(tuple(wire.DeviceLoad(*one) for one in values.items()))
 
     async def _read(self, driver: Metered, told: DriverReport) -> tuple[Sample, ...]:
+        """Sample one driver's devices; return an empty tuple while it pauses, or when it fails (which is logged)."""
         manners = self._manners.setdefault(driver, Manners())
         began = self._now()
         if began < manners.free:
@@ -194,7 +218,8 @@ class Meter:
             log.warning("%s; its load is not asked for in the next %.0f s", error, manners.failed(self._now()))
             return ()
         manners.answered(began, self._now())
-        asked = {one.key for one in told.devices}  # what else its process says would cost this host its connection
+        # Samples of other devices, or infinite ones, are dropped: for them the gateway would close the connection.
+        asked = {one.key for one in told.devices}
         return tuple(one for one in samples if one.key in asked and math.isfinite(one.value))
 
     def _now(self) -> float:

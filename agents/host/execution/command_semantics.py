@@ -1,6 +1,4 @@
-"""What a command of the wire means on this host: which acts, asked how, leaving what behind. Used by `executor` and
-`recovery`.
-"""
+"""Translate a command into acts of a driver and into the notes that the ledger keeps of their effects."""
 
 from __future__ import annotations
 
@@ -17,32 +15,33 @@ from drivers.plan import Act, Ask, Image
 
 ACTS: tuple[str, ...] = get_args(Act)
 OF_HOST = ("rescan", "logs", "report", "placement", "configure")
+"""Commands that need no driver and no device, but may name a driver."""
 OPS = (*ACTS, "health", *OF_HOST)
-"""Every command that this release takes."""
+"""Every command that this release supports."""
 RAW = 256 * 1024
-"""Bytes of a report that are shown: twice as many in JSON still fit into a message."""
+"""Largest part of a report to return, in bytes: even when JSON escapes double its size, it fits into a message."""
 FORGOTTEN: Mapping[str, tuple[str, ...]] = {
     "install": ("partition",),
     "uninstall": ("install", "partition", "program"),
     "reset": ("program",),
 }
-"""Act → what is not so any more when it is done."""
+"""Act → the slots of the ledger that are removed when it has succeeded, because their effect is gone."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """How a command ended. Its driver looks again before it is told, if `look` names it."""
+    """How a command ended. If `look` names a driver, that driver looks again before the result is sent."""
 
     outcome: wire.Outcome
     text: str
     detail: dict[str, str] = field(default_factory=dict)
     look: str = ""
     report: wire.Report | None = None
-    """What shows the host as it is since then, when that is known already."""
+    """The report that shows the host after the command, if there is one already."""
 
 
 def raw(report: wire.Report | None, driver: str) -> Answer:
-    """What was reported last, of one driver or of all, as JSON for people; of more than RAW bytes the first."""
+    """Return the last report as indented JSON: of one driver, or of all for ''. It is cut off after RAW bytes."""
     if report is None:
         return Answer("failed", "nothing was reported yet: the drivers have not answered")
     told = tuple(one for one in report.told if driver in ("", one.driver))
@@ -54,7 +53,10 @@ def raw(report: wire.Report | None, driver: str) -> Answer:
 
 
 def acts_of(command: wire.Command) -> tuple[Act, ...]:
-    """What the driver is asked for: an attachment with an image programs first, and PCI handles need nothing more."""
+    """Return the acts that the driver has to plan, in order.
+
+    `attach` with an image means program, then attach; PCI handles need no act to be attached, so nothing may be left.
+    """
     if command.op != "attach":
         return (cast(Act, command.op),)
     program: tuple[Act, ...] = ("program",) if command.image is not None else ()
@@ -63,7 +65,7 @@ def acts_of(command: wire.Command) -> tuple[Act, ...]:
 
 
 def ask_of(command: wire.Command, image: Image | None, site: Site) -> Ask:
-    """The command as its driver is asked."""
+    """Build the Ask that the driver gets for this command; `image` is the local copy of the command's image."""
     device = site.device(command.driver, command.key)
     return Ask(
         key=command.key,
@@ -79,12 +81,15 @@ def ask_of(command: wire.Command, image: Image | None, site: Site) -> Ask:
 
 
 def slot_of(command: wire.Command) -> str:
-    """Where the ledger keeps what this command makes or takes away."""
+    """Return the ledger's slot for what this command makes or removes."""
     return f"{ATTACH}{command.uuid}" if command.op in ("attach", "detach") else command.op
 
 
 def settle(command: wire.Command, ask: Ask, ledger: Ledger, boot: str) -> None:
-    """Note what a successful act left on the host. Raises sqlite3.OperationalError; may be repeated."""
+    """Note in the ledger what a successful command left on the host, and remove what it ended.
+
+    May be repeated. Raises sqlite3.OperationalError.
+    """
     driver, key = command.driver, command.key
     if command.image is not None:
         ledger.apply(Applied(driver, key, "program", ask, boot))
@@ -98,10 +103,10 @@ def settle(command: wire.Command, ask: Ask, ledger: Ledger, boot: str) -> None:
 
 
 def sentence(text: str) -> str:
-    """Text as the wire and the database take it."""
+    """Replace unprintable characters by spaces and cut to 4096 characters, as messages and the database require."""
     return "".join(char if char.isprintable() else " " for char in text)[:4096]
 
 
 def _is_made(command: wire.Command) -> bool:
-    """Whether its handle is something that has to be made on the host (libvirt does what PCI ones need)."""
+    """Return whether the handle has to be made on the host. PCI handles have not: libvirt prepares those itself."""
     return command.handle is None or command.handle.attach_type not in ("PCI", "TEST_PCI")

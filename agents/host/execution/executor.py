@@ -1,7 +1,8 @@
-"""What the conductor wants done on this host: each command once, in order per device, answered for certain.
+"""Run the conductor's commands on this host: each command at most once, in order per device, and always with a result.
 
-Fed by `link` (`take`), which also carries away `progress` and the ledger's results; run by `main`. An act on a device
-is done by `perform`, with the driver's plan and under the fence; `recovery` goes before everything else.
+Commands come in by `Executor.take`; `progress` and the results in the ledger are sent by the session. An act on a
+device follows the driver's plan: `plan_runner` carries it out and `preflight` checks every step. `recovery` runs before
+any command.
 """
 
 from __future__ import annotations
@@ -44,18 +45,23 @@ from drivers.plan import Ask
 log = logging.getLogger("cyborg.executor")
 
 SIDE_BY_SIDE = 8
-"""Devices that are worked on at the same time."""
+"""Largest number of devices that commands work on at the same time."""
 MAX_WAITING = 1000
+"""Commands are refused while more than this many wait or run."""
 RETRY_S = 5.0
-"""Between two attempts to write to a journal whose disk is full."""
+"""Seconds between two attempts to write to a journal whose disk is full."""
 STUCK_POLL_S = 1.0
+"""Seconds between two checks whether a write still hangs in the kernel."""
 RECOVERY_S = 120.0
-"""What a reboot took away may take so long to be put back; then the first report is made without the rest."""
+"""Seconds for restoring what a reboot removed; after that the first report is made without the rest."""
 Lane = tuple[str, str]
+"""(driver, device key), or (driver, op) for a command without a device: its commands run one after the other."""
 
 
 @dataclass(order=True)
 class _Waiting:
+    """A queued command, ordered by its number; the times are on the event loop's clock."""
+
     number: int
     begin_by: float = field(compare=False)
     end_by: float = field(compare=False)
@@ -63,7 +69,11 @@ class _Waiting:
 
 
 class Executor:
-    """Takes commands and does them. `rules` are the acts that the operator allows, per driver; all without an entry."""
+    """Accepts commands and runs them, the commands of one device in the order of their numbers.
+
+    `rules` are the acts that the operator of this host allows, by driver; the entry EVERY holds for drivers without one
+    of their own, and without either all acts are allowed. `logs` returns the last lines of the agent's log.
+    """
 
     def __init__(
         self,
@@ -82,25 +92,31 @@ class Executor:
         self._rules, self._logs = rules or {}, logs
         self._retry_s = retry_s
         self.progress: dict[int, wire.Progress] = {}
-        """The last of each command, until somebody carries it away."""
+        """The newest progress of each command, until the session takes it out and sends it."""
         self.on_news: Callable[[], None] = lambda: None
-        """Called when there is progress or a result to be told."""
+        """Called when progress, a result or a newly accepted command is to be sent."""
         self._lanes: dict[Lane, list[_Waiting]] = {}
         self._running: set[Lane] = set()
         self._waiting: set[str] = set()
-        """Ids of commands that are in a lane, or being done."""
+        """Ids of the commands that are queued or running."""
         self._begun: dict[tuple[str, str, str], int] = {}
+        """(driver, device key, handle uuid) → the highest number of a command that was begun there."""
         self._acting: Counter[str] = Counter()
-        """How many acts a driver is asked for; it is changed while there is none, and asked for none meanwhile."""
+        """How many acts run, by driver. A driver is reconfigured only while it is 0, and gets no acts meanwhile."""
         self._changing: set[str] = set()
+        """Drivers that are being reconfigured."""
         self._stuck: dict[Lane, Writer] = {}
+        """Devices that get no acts, because a write to them hangs in the kernel."""
         self._open = asyncio.Event()
         self._free = asyncio.Semaphore(SIDE_BY_SIDE)
         self._tasks: set[asyncio.Task[None]] = set()
         self._verdicts: list[tuple[wire.Command, Answer]] = []
 
     def take(self, command: wire.Command) -> None:
-        """Journal a command and have it done in its turn; one that is known already runs no second time."""
+        """Journal a command and queue it; a command whose id is known already is not run a second time.
+
+        If the journal cannot be written, the command is refused; nothing is raised.
+        """
         try:
             if self._ledger.hear(command) in ("new", "received") and command.id not in self._waiting:
                 self._enqueue(command)
@@ -110,7 +126,11 @@ class Executor:
         self.on_news()
 
     async def prepare(self, limit_s: float = RECOVERY_S) -> None:
-        """Before the first report: find out how interrupted commands ended, and put back what a reboot took away."""
+        """Find out how interrupted commands ended, and restore what a reboot removed. Must end before the first report.
+
+        Takes at most about `limit_s` seconds to restore; devices that are not ready by then are marked as failed. The
+        results of the interrupted commands are journaled by `run`.
+        """
         until = asyncio.get_running_loop().time() + limit_s
         try:
             self._ledger.forget_waiting()
@@ -140,7 +160,7 @@ class Executor:
             await asyncio.gather(*tasks.values(), return_exceptions=True)
 
     async def run(self) -> None:
-        """Do what was taken and what is taken; ends by being cancelled."""
+        """Run the commands accepted so far and those that come. Runs until it is cancelled; call `prepare` first."""
         self._open.set()
         for command, answer in self._verdicts:
             self._start(self._finish(command, answer))
@@ -152,7 +172,10 @@ class Executor:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _finish(self, command: wire.Command, answer: Answer) -> None:
-        """Look again where that is wanted, journal the result, have it told."""
+        """Have the driver look again if the answer asks for it, journal the result, and wake the session to send it.
+
+        Retries until the journal takes the result; only a refusal is sent without being journaled.
+        """
         report = await self._reporter.looked(answer.look) if answer.look else answer.report
         result = wire.Result(
             number=command.number,
@@ -170,7 +193,7 @@ class Executor:
             except sqlite3.OperationalError as error:
                 log.error("the journal takes no result (%s): it is told when it does", error)
                 if answer.outcome == "refused":
-                    self._ledger.owed[command.number] = result  # nothing was touched, so nothing can be forgotten
+                    self._ledger.owed[command.number] = result  # nothing was touched, so losing it is harmless
                     break
                 await asyncio.sleep(self._retry_s)
         log.info("command %d, %s %s: %s: %s", command.number, command.op, command.key, result.outcome, result.text)
@@ -178,6 +201,7 @@ class Executor:
         self.on_news()
 
     def _enqueue(self, command: wire.Command) -> None:
+        """Put the command into the queue of its lane, with its deadlines counted from now; start the lane if needed."""
         now = asyncio.get_running_loop().time()
         lane = (command.driver, command.key or command.op)
         one = _Waiting(command.number, now + command.start_s, now + command.end_s, command)
@@ -193,10 +217,11 @@ class Executor:
         task.add_done_callback(self._tasks.discard)
 
     async def _serve(self, lane: Lane) -> None:
+        """Run the commands of one lane until its queue is empty. Waits until `run` has begun."""
         await self._open.wait()
         try:
             while waiting := self._lanes.get(lane):
-                async with self._free if lane[0] else nullcontext():  # what is the host's own waits for no device
+                async with self._free if lane[0] else nullcontext():  # a command without a driver needs no slot
                     one = heapq.heappop(waiting)
                     await self._one(one)
                     self._waiting.discard(one.command.id)
@@ -205,6 +230,7 @@ class Executor:
             self._running.discard(lane)
 
     async def _one(self, one: _Waiting) -> None:
+        """Run one command and store its result, whatever is raised."""
         command = one.command
         try:
             answer = await self._done(one)
@@ -212,14 +238,18 @@ class Executor:
             answer = Answer("refused", str(error))
         except sqlite3.OperationalError as error:
             answer = Answer("refused", f"the agent's journal takes no write ({error})")
-        except Exception as error:  # a fault of ours must not leave anybody waiting
+        except Exception as error:  # after a bug in the agent the conductor must get a result too
             log.exception("command %d (%s) failed in the agent itself", command.number, command.op)
             look = command.driver if command.driver in self._site.drivers else ""
             answer = Answer("unknown", f"the agent itself failed: {type(error).__name__}: {error}", look=look)
         await self._finish(command, answer)
 
     async def _done(self, one: _Waiting) -> Answer:
-        """Do it. Whatever is raised but Ended comes before the first touch, and refuses."""
+        """Check the command, journal that it has begun, and run it. Return how it ended.
+
+        The caller turns DriverError and sqlite3.OperationalError into *refused*, so neither may be raised once the host
+        has been touched.
+        """
         command = one.command
         if problem := self._unfit(one):
             return Answer("refused", problem)
@@ -247,7 +277,7 @@ class Executor:
         return answer
 
     def _unfit(self, one: _Waiting) -> str:
-        """Why it is not begun, '' when it is."""
+        """Return the reason why the command must not be begun, '' when it may."""
         command = one.command
         late = asyncio.get_running_loop().time() > one.begin_by
         if command.op not in OPS:
@@ -264,6 +294,7 @@ class Executor:
         return self._unfit_act(command) if command.op in ACTS else ""
 
     def _unfit_act(self, command: wire.Command) -> str:
+        """Return the reason why an act must not be begun; if there is none, note its number as begun and return ''."""
         slot = (command.driver, command.key, command.uuid)
         if self._begun.get(slot, -1) > command.number:
             return f"a later command ({self._begun[slot]}) was begun here before it"
@@ -281,7 +312,11 @@ class Executor:
         return ""
 
     def _unfit_change(self, command: wire.Command) -> str:
-        """The guard on the host: a driver is left alone while anything that it made is used (promise S3)."""
+        """Return the reason why the driver must not be reconfigured now, '' when it may.
+
+        A driver is not changed while one of its acts runs or hangs, or while one of its handles is attached (promise
+        S3).
+        """
         if self._roster is None or not command.driver or command.wish is None:
             return "it does not say which driver is wanted how, or no driver here can be changed"
         if self._acting[command.driver] or any(driver == command.driver for driver, _ in self._stuck):
@@ -290,10 +325,11 @@ class Executor:
         return f"{attached.ask.uuid} is attached to {attached.ask.consumer}: detach that first" if attached else ""
 
     async def _configure(self, driver: str, wish: wire.Wish, roster: Roster) -> Answer:
+        """Start, stop or reconfigure a driver; when it runs, restore what it had made before a reboot."""
         self._changing.add(driver)
         try:
             said = await roster.configure(driver, wish)
-            if wish.runs:  # a reboot while it was off took away what it had made
+            if wish.runs:  # a reboot while the driver was off may have removed what it had made
                 await self._reporter.looked(driver)
                 for lane in filter(lambda lane: lane[0] == driver, recovery.lost(self._site)):
                     await self._put_back(lane)
@@ -302,6 +338,7 @@ class Executor:
             self._changing.discard(driver)
 
     async def _rescan(self, command: wire.Command) -> Answer:
+        """End the quarantine of one driver or of all (`driver` ''), have them look, and summarise their reports."""
         running = {name: one for name, one in self._site.drivers.items() if command.driver in ("", name)}
         if not running:
             return Answer("succeeded", "no driver runs on this host")
@@ -315,7 +352,7 @@ class Executor:
         return Answer("succeeded", "; ".join(said), {k: text for k, text in lacks.items() if text}, report=report)
 
     async def _lacks(self, driver: str) -> str:
-        """What keeps the driver from using this host to the full, '' for nothing, also of one that runs no more."""
+        """Return why the driver cannot use all features of this host; '' when it can, or when it no longer runs."""
         try:
             return "; ".join(await self._site.drivers[driver].probe()) if driver in self._site.drivers else ""
         except DriverError as error:
@@ -328,7 +365,7 @@ class Executor:
         return Answer("succeeded", f"{vitals.status}: {vitals.reason}".removesuffix(": "), detail)
 
     async def _act(self, command: wire.Command, end_by: float) -> Answer:
-        """An act on a device, with its image."""
+        """Fetch the image if the command names one, and carry out the act on the device. Return how it ended."""
         try:
             async with AsyncExitStack() as stack:
                 image = None
@@ -344,13 +381,17 @@ class Executor:
             return Answer(ended.outcome, ended.text, look="" if ended.outcome == "refused" else command.driver)
 
     async def _perform(self, command: wire.Command, ask: Ask, end_by: float) -> Answer:
+        """Check the device's attachments, run the driver's plans, and note their effects in the ledger.
+
+        Retries until the ledger takes the note. Raises Ended when an act fails, Busy when an attachment forbids it.
+        """
         driver, key = command.driver, command.key
         acts = acts_of(command)
         attachments = self._ledger.attachments(driver, key)
         for act in acts:
             preflight.unattached(act, ask, attachments)
         new = "attach" in acts and ask.uuid not in attachments
-        if new:  # from before its first step on it counts as attached
+        if new:  # the handle counts as attached from before the first step
             self._ledger.apply(Applied(driver, key, slot_of(command), ask, ""))
         performance = Performance(self._site, driver, ask, lambda *told: self._tell(command, *told), end_by)
         try:
@@ -371,25 +412,27 @@ class Executor:
         return Answer("succeeded", said, look=driver)
 
     def _gone(self, driver: str, key: str, slot: str) -> None:
+        """Remove the attachment from the ledger, because the act that failed was undone completely."""
         try:
             self._ledger.remove(driver, key, slot)
         except sqlite3.OperationalError as error:
             log.error("the journal cannot forget %s of %s (%s): it is guarded until it is detached", slot, key, error)
 
     def _tell(self, command: wire.Command, percent: int, text: str) -> None:
+        """Replace the command's progress and wake the session, if it differs from the last one."""
         told = wire.Progress(command.number, min(max(percent, 0), 100), sentence(text)[:500])
         if self.progress.get(command.number) != told:
             self.progress[command.number] = told
             self.on_news()
 
     def _hangs(self, lane: Lane, hand: Writer, reason: str) -> None:
-        """The device is touched no more until the kernel lets go of the worker."""
+        """Mark the device as failed and refuse acts on it until the write that hangs in the kernel has ended."""
 
         async def wait() -> None:
             while hand.stuck:
                 await asyncio.sleep(STUCK_POLL_S)
             await hand.close()
-            await self._put_back(lane)  # that may hang in its turn, and then it has the device
+            await self._put_back(lane)  # if this hangs as well, its writer replaces `hand` in `_stuck`
             if self._stuck.get(lane) is hand:
                 del self._stuck[lane]
             self._reporter.look([lane[0]])
@@ -399,7 +442,7 @@ class Executor:
         self._start(wait())
 
     async def _put_back(self, lane: Lane) -> None:
-        """Have the device as it was before the reboot, or marked with the reason."""
+        """Restore on one device what a reboot removed; mark the device as failed with the reason if that fails."""
         try:
             await recovery.put_back(self._site, recovery.lost(self._site).get(lane, []))
         except Ended as ended:

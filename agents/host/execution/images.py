@@ -1,6 +1,7 @@
-"""Bitstreams and firmware on their way to a device: fetched from the gateway, checked, deleted. Used by `executor`.
+"""Fetch bitstreams and firmware from the gateway, check them, and delete them after use.
 
-An image is in its place only when size and SHA-256 are the command's, so nothing else ever reaches a device.
+An image gets its final file name only when its size and SHA-256 are those in the command, so no other content reaches a
+device.
 """
 
 from __future__ import annotations
@@ -23,15 +24,20 @@ from drivers.errors import DriverError, Failed, Invalid
 from drivers.plan import Image
 
 CHALLENGE_S = 10.0
+"""Time-out in seconds for the challenge of a download."""
 BUSY_S = 120.0
-"""A gateway that has too much to do is asked again for so long, when it says and not more often than PAUSE_S."""
+"""How long, in seconds, a download is retried while the gateway is busy (503)."""
 PAUSE_S = 1.0
+"""Shortest pause in seconds between two such retries; the gateway's Retry-After can make it longer."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _ID = re.compile(r"[A-Za-z0-9-]{1,36}")
 
 
 class Images:
-    """The directory of images. `keys` sign each fetch as they sign a connection, in the journal's `epoch`."""
+    """The directory of downloaded images.
+
+    Each download is authenticated like a connection: signed with the current key, in the journal's epoch (`epoch()`).
+    """
 
     def __init__(self, directory: Path, gateway: http.Gateway, keys: Keyring, epoch: Callable[[], int]) -> None:
         self._directory, self._gateway, self._keys, self._epoch = directory, gateway, keys, epoch
@@ -39,18 +45,19 @@ class Images:
         self._users: Counter[str] = Counter()
 
     def clear(self) -> None:
-        """No command is open: nothing of theirs is kept."""
+        """Delete all images. Call it only while no command uses one."""
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def here(self, ref: wire.ImageRef) -> Image:
-        """The image as a driver is asked about it, whether its file is there or not."""
+        """Describe the image as drivers get it, with the path of its local file, whether that file exists or not."""
         return Image(str(self._directory / ref.sha256), ref.size, ref.sha256, ref.name, dict(ref.properties))
 
     @asynccontextmanager
     async def lent(self, ref: wire.ImageRef, progress: Callable[[int], None]) -> AsyncIterator[Image]:
-        """The image in a private file, which goes with the last who borrowed it.
+        """Download the image if it is not there yet, and yield it; delete its file when the last user leaves.
 
-        Raises Invalid for one that is not what the command says, Failed.
+        One image is downloaded at a time; `progress` gets percent. Raises Invalid when the command's reference or the
+        image's content is wrong, Failed when the image cannot be downloaded or stored.
         """
         if not _SHA256.fullmatch(ref.sha256) or not _ID.fullmatch(ref.id):
             raise Invalid("the command names its image in a way that this agent does not know")
@@ -58,7 +65,7 @@ class Images:
         self._users[ref.sha256] += 1
         try:
             async with self._one_at_a_time:
-                if not os.path.exists(image.path):  # another command may have brought it
+                if not os.path.exists(image.path):  # another command may have downloaded it
                     await self._bring(ref, Path(image.path), progress)
             yield image
         finally:
@@ -69,6 +76,7 @@ class Images:
                     os.unlink(image.path)
 
     async def _bring(self, ref: wire.ImageRef, path: Path, progress: Callable[[int], None]) -> None:
+        """Download the image to `path` if the disk has room for it. Raises Invalid and Failed."""
         try:
             self._directory.mkdir(mode=0o700, exist_ok=True)
             if (free := shutil.disk_usage(self._directory).free) < ref.size:
@@ -82,7 +90,10 @@ class Images:
             raise Failed(f"the image {ref.name} cannot be had: {error}") from None
 
     async def _fetch(self, ref: wire.ImageRef, path: Path, progress: Callable[[int], None]) -> None:
-        """Until the gateway has time for it: while many hosts connect at once, it has none for images."""
+        """Download the image; retry for BUSY_S seconds while the gateway answers 503.
+
+        A gateway is busy, for example, while many hosts connect at once. Raises as `_download`.
+        """
         clock = asyncio.get_running_loop().time
         give_up = clock() + BUSY_S
         while True:
@@ -95,6 +106,10 @@ class Images:
                 await asyncio.sleep(pause)
 
     async def _download(self, ref: wire.ImageRef, path: Path, progress: Callable[[int], None]) -> None:
+        """Download once into a temporary file, check size and SHA-256, and rename it to `path`.
+
+        Raises Invalid, Failed, http.Refused, OSError and wire.Malformed.
+        """
         context = http.tls(self._gateway)
         challenge, gateway = await http.challenge(self._gateway, context, CHALLENGE_S)
         credential = self._keys.current.credential(challenge, self._epoch(), self._gateway.fingerprint, "")
@@ -122,6 +137,7 @@ class Images:
 
 
 def _check(ref: wire.ImageRef, size: int, found: str) -> None:
+    """Raise Failed when the image is too short, Invalid when its SHA-256 (`found`) is not the command's."""
     problem: DriverError | None = None
     if size != ref.size:
         problem = Failed(f"the image {ref.name} ended after {size} of {ref.size} bytes")

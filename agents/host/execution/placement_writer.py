@@ -1,8 +1,7 @@
-"""This host's own hand at Placement: what writes there, if it is installed, and whether it may just now.
+"""Write to Placement from this host for the conductor, if that code is installed and while this host has the authority.
 
-Used by `executor`; `session` says what the gateway has told. The code that writes is found by entry point, since it
-belongs to a room that this one does not import, and is loaded at the agent's start or not at all; what that needs in
-turn it imports at the first command.
+The code that writes is found by its entry point, because it is in a package that this one must not import. It is loaded
+when the agent starts, or not at all; it imports its own dependencies at the first command.
 """
 
 from __future__ import annotations
@@ -23,31 +22,34 @@ log = logging.getLogger("cyborg.placement")
 
 GROUP, NAME = "cyborg.placement", "direct"
 LONGEST_S = 60.0
-"""A host's writing may take so long."""
+"""Largest duration of one `placement` command on this host, in seconds."""
 
 
 @dataclass
 class Authority:
-    """Whether this host may write: only on a connection whose gateway answers, and only for the writer's epoch that it
-    was told on that connection. Set on the event loop, asked by the thread that writes."""
+    """Decides whether this host may write to Placement now.
+
+    It may only while it has a connection whose gateway answers, and only for the highest writer epoch that it received
+    on that connection. The event loop sets the state; the writing thread reads it through `refused`.
+    """
 
     epoch: int = -1
     answers: Callable[[], bool] = field(default=lambda: False)
 
     def connected(self, answers: Callable[[], bool]) -> None:
-        """A new connection, on which nothing was told yet; `answers()`: whether its gateway has answered lately."""
+        """Note a new connection and forget the writer epoch. `answers()`: whether its gateway has answered lately."""
         self.epoch, self.answers = -1, answers
 
     def lost(self) -> None:
-        """There is no connection."""
+        """Note that the connection is lost: nothing may be written until the next one."""
         self.connected(lambda: False)
 
     def told(self, epoch: int) -> None:
-        """The writer's epoch, by a message of its own or with a command; the two may overtake each other."""
+        """Note a writer epoch from a Writer message or a command; an older one, which may arrive later, is ignored."""
         self.epoch = max(self.epoch, epoch)
 
     def refused(self, epoch: int) -> str:
-        """Why nobody may write for a writer of this epoch now, '' when it is allowed."""
+        """Return the reason why this host must not write for this writer epoch now, '' when it may."""
         if not self.answers():
             return "the connection to the conductor is lost, so it may have given the writing to another"
         if epoch != self.epoch:
@@ -56,20 +58,25 @@ class Authority:
 
 
 class Direct:
-    """Writes to Placement for `host`. `module` is `placement_sync.direct`, None where it is not installed."""
+    """Writes to Placement for `host`. It uses `placement_sync.direct`, if that is installed and can be loaded."""
 
     def __init__(self, host: str, environ: Mapping[str, str], authority: Authority) -> None:
         self._host, self._environ, self.authority = host, environ, authority
         self._module = _found()
 
     def lacks(self) -> str:
-        """Why this host cannot write to Placement, '' when it can."""
+        """Return the reason why this host cannot write to Placement, '' when it can; at most 500 characters."""
         if self._module is None:
             return "the host has no package that writes to Placement: install all of cyborgweb there"
         return str(self._module.lacks(self._environ))[:500]
 
     async def write(self, command: wire.Command, end_by: float) -> Answer:
-        """Do what a command says, in a thread that stops before its next call when it may not go on."""
+        """Carry out a `placement` command in a thread and return how it ended.
+
+        Before each call to Placement the thread checks the authority and the deadline, and stops when it may not go on.
+        The deadline is `end_by` on the event loop's clock, and LONGEST_S at most. Return *unknown* when the thread has
+        not ended one second after the deadline.
+        """
         loop = asyncio.get_running_loop()
         until = min(end_by, loop.time() + LONGEST_S)
 
@@ -91,9 +98,10 @@ class Direct:
 
 
 def _found() -> Any | None:
+    """Load and return the module that writes to Placement, None when it is not installed or cannot be loaded."""
     for one in metadata.entry_points(group=GROUP, name=NAME):
         try:
             return one.load()
-        except Exception as error:  # noqa: BLE001 - whatever is wrong with it, the agent goes on without
+        except Exception as error:  # noqa: BLE001 - the agent must run even if this package is broken
             log.error("%s cannot be loaded, so this host does not write to Placement: %s", one.value, error)
     return None

@@ -1,7 +1,7 @@
-"""One act on one device, from the driver's plan to the last step or its undoing. Used by `executor` and `recovery`.
+"""Carry out acts on one device: get the driver's plan, run its steps, and undo them when a later one fails.
 
-The driver only plans; here every step is checked (`fence`), its first state journaled, done by a hand with a deadline,
-looked at, and taken back when a later one fails.
+A driver only plans. Here each plan is checked (`preflight`), the value of each file before its first write is
+journaled, each step is written by a writer process with a deadline, and its effect is checked.
 """
 
 from __future__ import annotations
@@ -26,71 +26,81 @@ from drivers.plan import Act, Ask, Check, Image, Plan, Step, Vitals
 log = logging.getLogger("cyborg.executor")
 
 REPEATED: frozenset[Act] = frozenset({"install", "partition"})
+"""Acts that are planned and run again until the plan is empty; every other act has one round."""
 ROUNDS = 4
-"""How often those are planned and done: what a step makes (virtual functions) is planned for in the next round."""
+"""Rounds of plan and steps that a repeated act gets: what one round makes (virtual functions), the next one uses."""
 READ_S = 10.0
-"""Seconds for a look at a few files: even reading may wait for a lock of the kernel's."""
+"""Seconds for reading a few files of the host: even a read may wait for a lock in the kernel."""
 FIRST_POLL_S, LONGEST_POLL_S = 0.01, 0.25
+"""Seconds between two checks of a step's effect: the first pause, doubled up to the second."""
 
 T = TypeVar("T")
 Tell = Callable[[int, str], None]
 
 
 class Planner(Protocol):
-    """A driver in its own process: `drivers.isolation.runner.DriverProcess`. All raise the errors of
-    `drivers.errors`."""
+    """A driver in its own process: `drivers.isolation.runner.DriverProcess`.
+
+    `plan`, `probe` and `health` raise the errors of `drivers.errors`.
+    """
 
     @property
     def manifest(self) -> Ready:
-        """What it says of itself; known once it has answered."""
+        """What the driver declares about itself, such as the paths it writes; filled in by its first answer."""
 
     async def plan(self, act: Act, ask: Ask) -> Plan:
-        """The steps that are left to do."""
+        """Return the steps that are still needed for the act; none when the device is in that state already."""
 
     async def probe(self) -> tuple[str, ...]:
-        """Why this host cannot be used to the full."""
+        """Return the reasons why the driver cannot use all features of this host."""
 
     async def health(self, ask: Ask) -> Vitals:
-        """How a device is."""
+        """Return the health of a device, with the readings it was derived from."""
 
     def release(self) -> None:
-        """Let it be started again after its quarantine."""
+        """End the quarantine: the next call starts the process again."""
 
 
 class Writer(Protocol):
-    """A hand: `drivers.isolation.host_writer.Hand`."""
+    """A process that writes to the host for one act: `drivers.isolation.host_writer.Hand`."""
 
     @property
     def stuck(self) -> bool:
-        """Whether a write hangs in the kernel and holds the device."""
+        """Whether a write hangs in the kernel, so that its process cannot be ended."""
 
     async def write(self, path: str, value: str, timeout_s: float) -> None:
-        """One value into one file."""
+        """Write one value into one file. Raises DriverError; Timeout when it is unknown whether the write was done."""
 
     async def upload(
         self, path: str, kind: str, image: Image, timeout_s: float, progress: Callable[[int], None]
     ) -> None:
-        """An image."""
+        """Load an image into `path`, in the way that `kind` names; `progress` gets percent. Raises as `write`."""
 
     async def close(self) -> None:
-        """The act is over."""
+        """End the process; one that hangs in the kernel is left alone."""
 
 
 @dataclass(frozen=True)
 class Site:
-    """The host as acts need it. `machine` and `hand` are made for one driver, whose directory is their `/state`."""
+    """Everything of this host that acts need: drivers, file access, devices, ledger and boot id.
+
+    `machine(driver)` reads files and `hand(driver)` writes them; in both, `/state` is that driver's own directory.
+    """
 
     drivers: Mapping[str, Planner]
     machine: Callable[[str], Machine]
     hand: Callable[[str], Writer]
     device: Callable[[str, str], Device | None]
-    """What the last look of a driver said of the device with this key."""
+    """(driver, device key) → the device as last reported, None when it is not known."""
     ledger: Ledger
     boot: str
 
 
 class Ended(Exception):
-    """The act did not come to its end. `undone`: the host is as it was. `hand` is given when it is stuck."""
+    """An act was not completed. `outcome` and `text` go into the command's result.
+
+    `undone`: the host is as it was before. `hand` is the writer whose write hangs in the kernel, else None.
+    """
 
     def __init__(self, outcome: wire.Outcome, text: str, *, undone: bool = False, hand: Writer | None = None) -> None:
         super().__init__(text)
@@ -98,20 +108,24 @@ class Ended(Exception):
 
 
 class Performance:
-    """Some acts on one device, one after the other; all that was done is taken back when one fails."""
+    """One run of some acts on one device, one after the other; when a step fails, the steps done before are undone.
+
+    After a time-out with unknown outcome nothing is undone. `tell` gets the progress: percent and a text.
+    """
 
     def __init__(self, site: Site, driver: str, ask: Ask, tell: Tell, until: float = float("inf")) -> None:
         self._site, self._driver, self._ask, self._tell = site, driver, ask, tell
         self._planner = site.drivers[driver]
         self._machine, self._hand = site.machine(driver), site.hand(driver)
         self._until = until
-        """When nobody waits any more, on the loop's clock: no step is begun after it."""
+        """The deadline on the event loop's clock: no step is begun after it."""
         self._done: list[Step] = []
         self._tried = False
+        """Whether a write to the host was begun, so that the host may have been changed."""
         self._known = site.ledger.first(driver, ask.key)
 
     async def run(self, *acts: Act) -> str:
-        """Do them; what is so then, in words. Raises Ended."""
+        """Carry out the acts in order and return a sentence about the result. Raises Ended. May be called once only."""
         said = []
         try:
             for act in acts:
@@ -122,6 +136,7 @@ class Performance:
         return "; ".join(filter(None, said)) or "nothing had to be done"
 
     async def _act(self, act: Act) -> str:
+        """Plan one act and run its steps, for REPEATED acts until the plan is empty. Raises Ended."""
         said: list[str] = []
         try:
             for number in range(ROUNDS + 1):
@@ -143,6 +158,7 @@ class Performance:
         raise AssertionError("unreachable")
 
     async def _steps(self, plan: Plan) -> None:
+        """Check all paths of the plan, then run its steps. Raises DriverError and sqlite3.OperationalError."""
         device = self._site.device(self._driver, self._ask.key)
         own = await aside(lambda: preflight.owned(self._machine, device.address if device else None))
         await aside(lambda: preflight.check(plan, self._planner.manifest.writes, own, self._machine.resolve))
@@ -154,6 +170,11 @@ class Performance:
                 (n * 100 + part) // len(plan.steps), step.does))  # fmt: skip
 
     async def _step(self, step: Step, progress: Callable[[int], None]) -> None:
+        """Run one step, and wait until its effect is seen. Raises DriverError and sqlite3.OperationalError.
+
+        The order is: check what the step expects, journal the file's first value, write, and poll `seen` until the
+        step's time-out. A write that timed out counts as done when its effect is seen.
+        """
         await self._ready(step)
         path, loop = step.write.path, asyncio.get_running_loop()
         if path.startswith("/sys/") and path not in self._known and not step.image:
@@ -181,6 +202,7 @@ class Performance:
             pause = min(pause * 2, LONGEST_POLL_S)
 
     async def _ready(self, step: Step) -> None:
+        """Raise Busy unless everything that the step expects is so, and none of its device nodes is open."""
         if wrong := await self._missing(step.expect):
             raise Busy(f"{step.does}: not begun, since {wrong}")
         for node in step.idle:
@@ -188,20 +210,25 @@ class Performance:
                 raise Busy(f"{step.does}: not begun, since {node} is open: somebody uses the device")
 
     async def _missing(self, checks: tuple[Check, ...]) -> str:
-        """Why not all of them are so, '' when they are."""
+        """Return the first check that does not hold, as a reason; '' when all hold. Raises Timeout."""
         return await aside(lambda: next(filter(None, (_wrong(self._machine, check) for check in checks)), ""))
 
     async def _note_first(self, path: str) -> None:
+        """Journal what the file holds before its first write for this device; ignore a file that cannot be read."""
         try:
             value = await aside(lambda: self._machine.read(path))
-        except DriverError as error:  # files such as `unbind` are only for writing
+        except DriverError as error:  # some files, such as `unbind`, cannot be read
             log.debug("%s has no first value: %s", path, error)
             return
         self._site.ledger.note_first(self._driver, self._ask.key, path, value)
         self._known[path] = value
 
     async def _unsure(self, act: Act, error: Timeout) -> str:
-        """A write that did not return may have been done: the driver looks before anything else is."""
+        """After a time-out, ask the driver which steps are left. Return its summary if none are, else raise Ended.
+
+        Ended is *refused* when no write was begun. Otherwise it is *unknown*, because the write may have been done, and
+        nothing is undone: also when the write still hangs in the kernel, or when the driver cannot answer.
+        """
         if not self._tried:
             raise await self._over(str(error)) from None
         if self._hand.stuck:
@@ -217,7 +244,10 @@ class Performance:
         return plan.said
 
     async def _over(self, reason: str) -> Ended:
-        """Take back what was done, the last first; how it ended then."""
+        """Undo the steps that were done, the last one first. Return the Ended for the caller to raise.
+
+        It is *refused* when no write was begun, else *failed*; its text lists what was undone and what was not.
+        """
         if not self._tried:
             return Ended("refused", reason, undone=True)
         undone: list[str] = []
@@ -239,6 +269,7 @@ class Performance:
 
 
 def _wrong(machine: Machine, check: Check) -> str:
+    """Return why the check does not hold, '' when it does; a file that is absent counts as ''."""
     try:
         found = machine.link(check.path) if check.link else machine.read(check.path)
     except Gone:
@@ -251,7 +282,10 @@ def _wrong(machine: Machine, check: Check) -> str:
 
 
 async def aside(work: Callable[[], T], timeout_s: float = READ_S) -> T:
-    """A look at the host in a thread that nobody joins, for it may wait in the kernel. Raises Timeout."""
+    """Run blocking `work` in a daemon thread and return its result. Raises Timeout, and whatever `work` raises.
+
+    After a time-out the thread goes on alone and its result is dropped: it may hang in the kernel and is never joined.
+    """
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[T] = loop.create_future()
 
@@ -266,14 +300,14 @@ async def aside(work: Callable[[], T], timeout_s: float = READ_S) -> T:
         value, error = None, None
         try:
             value = work()
-        except Exception as problem:  # noqa: BLE001 - it is raised where the answer is awaited
+        except Exception as problem:  # noqa: BLE001 - raised again where the result is awaited
             error = problem
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, value, error)
 
     threading.Thread(target=run, daemon=True).start()
     try:
-        async with asyncio.timeout(timeout_s):  # wait_for of Python 3.11 forgets a cancellation that meets the answer
+        async with asyncio.timeout(timeout_s):  # wait_for of 3.11 loses a cancellation that comes with the result
             return await answer
     except TimeoutError:
         raise Timeout(f"reading the host took more than {timeout_s:g} s") from None

@@ -1,6 +1,6 @@
-"""What may be touched, looked at right before touching: the guard precedes the act, on the host (promise S3). Pure.
+"""Check on the host, right before an act, that it may touch what its plan names (promise S3).
 
-Used by `perform` for every plan, whoever made it, and by `executor` for every act.
+These functions write nothing. Every act and every plan is checked, whichever driver made it.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from drivers.machine import PCI_ADDRESS, PCI_DEVICES, Machine
 from drivers.plan import DESTRUCTIVE, Act, Ask, Plan, Write, stray
 
 BY_VALUE = frozenset({"bind", "unbind", "drivers_probe", "new_id", "remove_id"})
-"""Files below /sys/bus/pci that concern the device whose address is written into them."""
+"""Files below /sys/bus/pci that act on the device whose address is written into them."""
 
 
 def owned(machine: Machine, address: str | None) -> frozenset[str]:
-    """The PCI addresses that belong to a device: its own and those of its virtual functions."""
+    """Return the PCI addresses of a device: its own and those of its virtual functions; none without an address."""
     if not address:
         return frozenset()
     home = f"{PCI_DEVICES}/{address}"
@@ -24,9 +24,9 @@ def owned(machine: Machine, address: str | None) -> frozenset[str]:
 
 
 def check(plan: Plan, manifest: Sequence[str], own: Collection[str], place: Callable[[str], str]) -> None:
-    """Raise Denied unless every path the plan may write is in the manifest and belongs to the device.
+    """Raise Denied unless every path that the plan may write is in the manifest and belongs to the device.
 
-    `own` are the device's PCI addresses; `place` follows the links of a path (`Machine.resolve`).
+    `own` holds the device's PCI addresses; `place` resolves the symbolic links of a path (`Machine.resolve`).
     """
     if path := stray(plan, manifest):
         raise Denied(f"the driver wants to write {path}, which is none of the paths it says it writes")
@@ -37,7 +37,12 @@ def check(plan: Plan, manifest: Sequence[str], own: Collection[str], place: Call
 
 
 def unattached(act: Act, ask: Ask, attachments: Mapping[str, str]) -> None:
-    """Raise Busy when the act would harm a consumer: `attachments` is handle uuid → consumer, of this device."""
+    """Raise Busy when the act would harm a consumer of the device.
+
+    A destructive act is refused while a handle is attached, other than to the consumer that the act itself names;
+    `attach` and `detach` that name a consumer are refused while their handle is attached to another one. `attachments`
+    is handle uuid → consumer, of this device.
+    """
     others = {uuid: who for uuid, who in attachments.items() if uuid != ask.uuid or who != ask.consumer}
     if act in DESTRUCTIVE and others:
         uuid, who = min(others.items())
@@ -47,7 +52,10 @@ def unattached(act: Act, ask: Ask, attachments: Mapping[str, str]) -> None:
 
 
 def _belongs(write: Write, own: Collection[str], place: Callable[[str], str]) -> bool:
-    """Where the path leads counts, not how it is spelt: `…/iommu_group/devices/…` leads to other devices."""
+    """Return whether a write concerns only this device or the driver's own directory.
+
+    The path is judged with its symbolic links resolved: `…/iommu_group/devices/…`, for example, leads to other devices.
+    """
     if write.path.startswith("/state/"):
         return True  # the driver's own directory, whatever the device
     folder, _, name = write.path.rpartition("/")

@@ -1,7 +1,7 @@
-"""What a restart of the agent or the host left open. Used by `executor` before the first report.
+"""Recover after a restart of the agent or a reboot of the host, before the first report is made.
 
-A command that was begun is never run again: its driver is asked what is left to do. What was made before a reboot is
-asked for again, in the order it was made.
+A command that was begun is never run again: its driver is asked for a plan, and an empty plan means that the command
+was completed. What was made on a device before a reboot is made again, in the same order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ from drivers.errors import DriverError
 
 
 async def verdict(site: Site, images: Images, command: wire.Command, boot: str) -> Answer:
-    """How an interrupted command ended, as far as that can be seen now; `boot` is the one it was begun in."""
+    """Find out how an interrupted command ended; change nothing on the host. `boot` is the boot id at its begin.
+
+    Return *succeeded* when the driver has no steps left, after noting the effects in the ledger; else *unknown*. The
+    driver is not asked when it no longer runs or when the command is not an act. Raises nothing of the driver or the
+    journal.
+    """
     how = "the agent stopped" if boot == site.boot else "the host was rebooted"
     unknown = f"interrupted, since {how} while it ran; outcome unknown"
     planner = site.drivers.get(command.driver)
@@ -39,7 +44,10 @@ async def verdict(site: Site, images: Images, command: wire.Command, boot: str) 
 
 
 def lost(site: Site) -> dict[tuple[str, str], list[Applied]]:
-    """(driver, device) → what was made there before the last reboot and is not known to be there again."""
+    """Return, by (driver, device key), what was made before the last reboot and has not been restored since.
+
+    Entries of drivers that do not run, and of acts that are not known to be completed, are left out.
+    """
     found: dict[tuple[str, str], list[Applied]] = {}
     for one in site.ledger.applied():
         if one.boot not in ("", site.boot) and one.driver in site.drivers:
@@ -48,7 +56,11 @@ def lost(site: Site) -> dict[tuple[str, str], list[Applied]]:
 
 
 async def put_back(site: Site, made: list[Applied]) -> None:
-    """Make it so again; what is so already costs no step. Raises Ended."""
+    """Restore these entries of one device, in order; an entry that still holds costs no step.
+
+    Images are not restored: Ended is raised if the device has lost its image. Raises Ended at the first entry that
+    fails; the later ones are not tried.
+    """
     for one in made:
         act = one.slot.partition(":")[0]
         try:
@@ -66,13 +78,14 @@ async def put_back(site: Site, made: list[Applied]) -> None:
 
 
 async def _still_programmed(site: Site, one: Applied) -> None:
-    """Images are not kept on the host: a device that forgets its own has to be programmed by a new command."""
+    """Raise Ended when the device has lost its image: the host keeps no images, so a new command has to program it."""
     plan = await site.drivers[one.driver].plan("program", one.ask)
     if plan.steps:
         raise Ended("failed", "the device has forgotten it; program the device again")
 
 
 def _what(one: Applied) -> str:
+    """Name the entry in words for an error text."""
     if one.slot == "program":
         return f"the image {one.ask.image.name if one.ask.image else ''}".rstrip()
     if one.ask.uuid:

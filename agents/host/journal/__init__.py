@@ -1,1 +1,1 @@
-"""The local journal: what survives the end of the agent."""
+"""The agent's journal on disk: the state that survives a restart."""

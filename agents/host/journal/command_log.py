@@ -1,8 +1,8 @@
-"""What this agent was told to do and what it did to the host: the journal's tables of commands.
+"""The journal's tables of commands: which commands were received, how they ended, and what they left on the host.
 
-Part of `journal.Journal`; written by `executor` and `recovery`, its results read by `link`. As there, every change is
-one durable transaction and comes before what it speaks of: a command's row before its `Taken`, *started* before the
-first touch, a file's first value before its first write, *done* before the `Result` is sent.
+Every change is one durable transaction, and it is committed before the action that it describes: a command's row before
+its `Taken`, the state *started* before the host is touched, a file's first value before its first write, and the state
+*done* before the `Result` is sent.
 """
 
 from __future__ import annotations
@@ -51,19 +51,24 @@ CREATE TABLE first (
 ) STRICT
 """
 KEPT, LIMIT = 1000, 10_000
-"""Commands that are remembered once they are acknowledged, so that each runs once; and of all kinds."""
+"""How far back commands are kept, counted from the newest one: acknowledged ones, and all others.
+
+An acknowledged command is kept so that it does not run a second time if it comes again. A command that was started and
+has not ended is always kept.
+"""
 ATTACH = "attach:"
-"""The slot of an attachment is this with the handle's uuid; other slots are the names of acts."""
+"""Prefix of an attachment's slot; the handle's uuid follows. The other slots are the names of acts."""
 
 State = Literal["new", "received", "started", "done"]
+"""State of a command; *new* means that it is not in the journal yet."""
 
 
 @dataclass(frozen=True)
 class Applied:
-    """An act that is to stay: asked of the driver again after a reboot, in the order of the list.
+    """An act whose effect must last: after a reboot the driver is asked for it again, in the order of the list.
 
-    `boot` names the boot of the host in which it was done. '' for what was begun and is not known to be done: an
-    attachment counts as one from before its first step until it is surely gone (promise S3).
+    `boot` is the boot id under which the act was last done. It is '' for an attachment that was begun and is not known
+    to be completed: an attachment counts as existing from before its first step until it is surely gone (promise S3).
     """
 
     driver: str
@@ -74,12 +79,15 @@ class Applied:
 
 
 class Ledger:
-    """The open tables. Every writing method raises sqlite3.OperationalError when the disk is full or read-only."""
+    """Access to the tables of commands in an open journal.
+
+    Every writing method raises sqlite3.OperationalError when the disk is full or read-only.
+    """
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
         self.owed: dict[int, wire.Result] = {}
-        """Results that the gateway has not acknowledged yet, by command number."""
+        """Results that the gateway has not acknowledged, by command number."""
         for number, text in connection.execute(
             "SELECT number, result FROM command WHERE state = 'done' AND NOT acknowledged ORDER BY number"
         ):
@@ -87,7 +95,10 @@ class Ledger:
                 self.owed[number] = result
 
     def hear(self, command: wire.Command) -> State:
-        """Keep a command that is not known yet; what it was before. One that is done owes its result once more."""
+        """Store a command if its id is not known yet, and return the state that it had before.
+
+        If the command is done already, its result is put into `owed` once more.
+        """
         row = self._one("SELECT state, result FROM command WHERE id = ?", command.id)
         if row is None:
             self._write(
@@ -101,16 +112,20 @@ class Ledger:
         return state
 
     def begin(self, command: wire.Command, boot: str) -> None:
-        """From here on it is never run again, whatever happens."""
+        """Mark the command as started, in this boot of the host. From now on it is never run again."""
         self._write("UPDATE command SET state = 'started', boot = ? WHERE id = ?", (boot, command.id))
 
     def end(self, command: wire.Command, result: wire.Result) -> None:
-        """It is done, and its result is owed."""
+        """Mark the command as done, store its result, and put the result into `owed`."""
         self._write("UPDATE command SET state = 'done', result = ? WHERE id = ?", (wire.encode(result), command.id))
         self.owed[command.number] = result
 
     def acknowledge(self, number: int) -> None:
-        """The gateway has this result for good. Its id is kept for a while, so that the command is known again."""
+        """Remove a result from `owed`, because the gateway has stored it for good. Does nothing for an unknown number.
+
+        The command's id and result (without `detail`) stay, so that the command is recognised if it comes again. Rows
+        beyond KEPT and LIMIT are deleted.
+        """
         result = self.owed.pop(number, None)
         if result is None:
             return
@@ -126,16 +141,16 @@ class Ledger:
             )
 
     def interrupted(self) -> list[tuple[wire.Command, str]]:
-        """Commands that were begun and never ended, each with the boot it was begun in."""
+        """Return the commands that were started and have not ended, each with the boot id at its start."""
         rows = self._connection.execute("SELECT message, boot FROM command WHERE state = 'started' ORDER BY number")
         return [(command, boot) for text, boot in rows.fetchall() if (command := _decoded(text, wire.Command))]
 
     def forget_waiting(self) -> None:
-        """Drop what was not begun: an agent that has just started is sent that again, with new deadlines."""
+        """Delete the commands that were not started: after a restart the gateway sends them again, with new times."""
         self._write("DELETE FROM command WHERE state = 'received'")
 
     def apply(self, applied: Applied) -> None:
-        """Note what is (about to be) so; the last one noted is put back last."""
+        """Store an effect on the host as the last one in the order; it replaces the entry of the same slot."""
         with self._connection:
             self._drop(applied.driver, applied.key, applied.slot)
             self._connection.execute(
@@ -144,45 +159,45 @@ class Ledger:
             )
 
     def still(self, applied: Applied, boot: str) -> None:
-        """It is so again in this boot; its place in the order stays."""
+        """Note that the effect was restored, or still holds, in this boot. Its place in the order stays."""
         self._write(
             "UPDATE applied SET boot = ? WHERE driver = ? AND key = ? AND slot = ?",
             (boot, applied.driver, applied.key, applied.slot),
         )
 
     def remove(self, driver: str, key: str, *slots: str) -> None:
-        """Not so any more."""
+        """Delete these slots of a device, because their effects are gone from the host."""
         with self._connection:
             for slot in slots:
                 self._drop(driver, key, slot)
 
     def applied(self) -> list[Applied]:
-        """Everything that is to stay, in the order it was done."""
+        """Return all stored effects, in the order in which they were made; unreadable ones are logged and left out."""
         rows = self._connection.execute("SELECT driver, key, slot, ask, boot FROM applied ORDER BY seq").fetchall()
         asked = [(row, _decoded(row[3], Ask)) for row in rows]
         return [Applied(driver, key, slot, ask, boot) for (driver, key, slot, _, boot), ask in asked if ask]
 
     def attachments(self, driver: str, key: str) -> dict[str, str]:
-        """Handle uuid → consumer of this device's handles that somebody has, or may have."""
+        """Return handle uuid → consumer for all handles of the device that are, or may be, attached."""
         slots = (one for one in self.applied() if (one.driver, one.key) == (driver, key))
         return {one.ask.uuid: one.ask.consumer for one in slots if one.slot.startswith(ATTACH)}
 
     def attached(self, driver: str) -> Applied | None:
-        """One of the driver's handles that somebody has, or may have; None when there is none."""
+        """Return one handle of the driver that is, or may be, attached; None when there is none."""
         mine = (one for one in self.applied() if one.driver == driver and one.slot.startswith(ATTACH))
         return next(mine, None)
 
     def note_first(self, driver: str, key: str, path: str, value: str) -> None:
-        """What a file held before it was first written for this device; nothing when that is known."""
+        """Store what a file held before its first write for this device; a value that is stored already stays."""
         self._write("INSERT INTO first VALUES (?, ?, ?, ?) ON CONFLICT DO NOTHING", (driver, key, path, value))
 
     def first(self, driver: str, key: str) -> dict[str, str]:
-        """Path → value before our first write."""
+        """Return path → value before the agent's first write, for this device."""
         rows = self._connection.execute("SELECT path, value FROM first WHERE driver = ? AND key = ?", (driver, key))
         return dict(rows.fetchall())
 
     def forget_first(self, driver: str, key: str) -> None:
-        """The device is as it was found."""
+        """Delete the stored first values of a device, because `uninstall` has restored them."""
         self._write("DELETE FROM first WHERE driver = ? AND key = ?", (driver, key))
 
     def _drop(self, driver: str, key: str, slot: str) -> None:
@@ -198,7 +213,10 @@ class Ledger:
 
 
 def _decoded(text: str, kind: type[T]) -> T | None:
-    """What another release wrote may not be readable; that must not keep the agent from starting."""
+    """Decode JSON from the journal; log and return None when it cannot be decoded.
+
+    Another release may have written it in another form, and that must not keep the agent from starting.
+    """
     try:
         return msgspec.json.decode(text, type=kind)
     except msgspec.DecodeError as error:

@@ -1,6 +1,6 @@
-"""What the conductor wants of this host's drivers: the journal's table of wishes. It holds without the conductor, too.
+"""The journal's table of wishes: which drivers the conductor wants on this host, and with which settings.
 
-Part of `journal.Journal`; read and written by `roster`. A wish is durable before the driver is run by it.
+A wish stays in force while the conductor is away. It is durable before the driver runs according to it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,15 @@ from agents import wire
 log = logging.getLogger("cyborg.journal")
 
 TABLE = "CREATE TABLE IF NOT EXISTS wish (driver TEXT PRIMARY KEY, wish TEXT NOT NULL) STRICT"
-"""No other format of the journal: a release from before it goes on with the rest, the attachments above all."""
+"""SQL that creates the table in any journal.
+
+The journal's version stays the same, so that a release that does not know this table can still open the journal and
+keeps the rest, above all the attachments.
+"""
 
 
 class Wishes:
-    """The open table, by driver in the order in which they were first named."""
+    """Access to the table of wishes: one per driver, in the order in which the drivers were first named."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
@@ -31,15 +35,18 @@ class Wishes:
                 log.error("the journal holds a wish for %s that cannot be read (%s): left aside", driver, error)
 
     def get(self, driver: str) -> wire.Wish | None:
-        """The last one for this driver; None: the host's own configuration decides."""
+        """Return the last wish for the driver; None when there is none and the host's own configuration decides."""
         return self._known.get(driver)
 
     def drivers(self) -> tuple[str, ...]:
-        """Those there is a wish for."""
+        """Return the drivers that have a wish."""
         return tuple(self._known)
 
     def keep(self, driver: str, wish: wire.Wish) -> None:
-        """From here on it is this one. Raises sqlite3.OperationalError when the disk is full or read-only."""
+        """Store the wish in place of the driver's former one; it is durable when this returns.
+
+        Raises sqlite3.OperationalError when the disk is full or read-only.
+        """
         text = msgspec.json.encode(wish).decode()
         with self._connection:
             self._connection.execute(

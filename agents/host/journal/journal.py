@@ -1,11 +1,11 @@
-"""What the agent must not forget, in SQLite on the host: epoch, last report, gateway in one row; commands in `ledger`,
-what is wanted of drivers in `wishes`.
+"""The agent's durable state, in an SQLite file on the host.
 
-Owned by `main`: `report` writes what was seen, `link` what the gateway acknowledged. Every change is one transaction in
-WAL mode with synchronous=FULL, so a restart, kill -9 or power cut at any write leaves the row as some commit left it.
-Calls block for one fsync; they are rare (a changed inventory, its acknowledgement, a new gateway, a command's steps).
+One row holds the epoch, the last report and the gateway; other tables hold the commands (`ledger`) and the drivers that
+the conductor wants (`wishes`). Every change is one transaction in WAL mode with synchronous=FULL, so after a restart,
+kill -9 or power cut at any write the row is as some commit left it. Each write blocks for one fsync; writes are rare (a
+changed inventory, its acknowledgement, a new gateway, a command's steps).
 
-(`epoch`, `seq`) never names two contents: the epoch goes up at every start, the sequence at every change.
+One pair (`epoch`, `seq`) never names two contents: the epoch rises at every start, the seq at every change.
 """
 
 from __future__ import annotations
@@ -30,9 +30,12 @@ log = logging.getLogger("cyborg.journal")
 
 FILE = "journal.sqlite3"
 SCHEMA = 2
-"""1 had no commands; it is brought up in place. A table that an older release may ignore (`wishes`) needs no other."""
+"""Version of the file's format. Version 1 had no tables of commands; such a file is upgraded in place.
+
+A new table that an older release may ignore, such as the one of wishes, does not need a new version.
+"""
 EPOCH_LIMIT = 2**53
-"""The wire's bound for an epoch; nobody gets there honestly."""
+"""Upper bound of an epoch in messages; only a faulty gateway names one as high as that."""
 
 _TABLE = """
 CREATE TABLE journal (
@@ -52,7 +55,7 @@ _contents = msgspec.json.Decoder(tuple[DriverReport, ...])
 
 
 class Corrupt(Exception):
-    """The file is not a journal any more, or was written by another release."""
+    """The file is damaged, is not a journal, or has the format of a later release."""
 
 
 class WrongHost(Exception):
@@ -60,9 +63,10 @@ class WrongHost(Exception):
 
 
 class Journal:
-    """The open journal.
+    """The open journal; `ledger` and `wishes` give access to its other tables.
 
-    Every writing method raises sqlite3.OperationalError when the disk is full or read-only.
+    `report` is the last report, None when there is none or it cannot be read; `acknowledged` says whether the gateway
+    has it. Every writing method raises sqlite3.OperationalError when the disk is full or read-only.
     """
 
     def __init__(self, connection: sqlite3.Connection, row: dict[str, Any]) -> None:
@@ -80,11 +84,14 @@ class Journal:
         self.report = self._stamped(row["hash"], drivers) if drivers is not None else None
 
     def close(self) -> None:
-        """Ends the connection; what was committed stays."""
+        """Close the file; everything committed stays."""
         self._connection.close()
 
     def record(self, drivers: tuple[DriverReport, ...]) -> bool:
-        """A new report under the next seq, durable on return; False when the content is the last one's."""
+        """Store a new report under the next seq, unacknowledged; it is durable when this returns True.
+
+        Return False, and store nothing, when the content is the same as in the last report.
+        """
         digest = wire.content_hash(drivers)
         if self.report is not None and self.report.hash == digest:
             return False
@@ -94,25 +101,28 @@ class Journal:
         return True
 
     def offer_again(self, report: wire.Report) -> wire.Report:
-        """The last report's content under the next seq: it was acknowledged once and is no longer applied."""
+        """Store the last report's content under the next seq, unacknowledged, and return that report.
+
+        Needed when the report was acknowledged and the gateway no longer has its content as the applied one.
+        """
         self._write(seq=self.seq + 1, acknowledged=0)
         self._became(self.seq + 1, report.hash, report.told)
         return self._stamped(report.hash, report.told)
 
     def acknowledge(self, seq: int) -> None:
-        """The gateway will not lose report `seq` of this epoch. Nothing when a newer one has been recorded.
+        """Note that the gateway has stored report `seq` of this epoch for good; ignore it if a newer one is recorded.
 
-        Known in memory even when the disk refuses: forgetting it costs one more report after a restart, no
-        more.
+        Memory is changed even when the disk refuses: if this is lost, one report more is sent after a restart, and
+        nothing else happens.
         """
         if self.report is not None and self.report.seq == seq and not self.acknowledged:
             self.acknowledged = True
             self._write(acknowledged=1)
 
     def raise_epoch(self, at_least: int) -> None:
-        """Move above an epoch that the gateway has seen.
+        """Raise this journal's epoch above `at_least`, an epoch that the gateway has seen.
 
-        Raises ValueError for one that cannot be moved above.
+        Raises ValueError when `at_least` is too close to EPOCH_LIMIT.
         """
         if at_least + 1 >= EPOCH_LIMIT:
             raise ValueError(f"the gateway claims to have seen epoch {at_least}, which is out of range")
@@ -123,14 +133,17 @@ class Journal:
             self.report = self._stamped(self.report.hash, self.report.told)
 
     def joined(self, address: str, fingerprint: str, secret: str) -> None:
-        """The gateway at `address` let us in with this secret ('' when none was needed): remember the way."""
+        """Store the gateway's address and fingerprint, and a digest of the token's secret that it accepted.
+
+        `secret` is '' when no token was needed; the former digest then stays. Writes only when something differs.
+        """
         digest = _digest(secret) if secret else self._joined_with
         if (address, fingerprint, digest) != (self.address, self.fingerprint, self._joined_with):
             self._write(address=address, fingerprint=fingerprint, joined_with=digest)
             self.address, self.fingerprint, self._joined_with = address, fingerprint, digest
 
     def has_joined_with(self, secret: str) -> bool:
-        """Whether this very join token has done its work."""
+        """Return whether this join token is the one that was used last, so that it need not be sent again."""
         return self._joined_with == _digest(secret)
 
     def _became(self, seq: int, digest: str, drivers: tuple[DriverReport, ...]) -> None:
@@ -147,10 +160,10 @@ class Journal:
 
 
 def open_journal(directory: Path, host: str, clock: Callable[[], float] = time.time) -> Journal:
-    """Open or begin the journal of `host` in an epoch above all earlier ones, which is then on disk.
+    """Open or create the journal of `host`, with a new epoch above all earlier ones; that epoch is then on disk.
 
-    A corrupt file is kept under another name and a new journal begun: its epoch comes from the clock, so it
-    lies above the lost one's. Raises WrongHost, and sqlite3.OperationalError while the disk takes no write.
+    A corrupt file is renamed and kept, and a new journal is created. Its epoch comes from the clock (seconds), so that
+    it is above the lost one. Raises WrongHost, and sqlite3.OperationalError while the disk takes no write.
     """
     path = directory / FILE
     try:
@@ -162,7 +175,7 @@ def open_journal(directory: Path, host: str, clock: Callable[[], float] = time.t
 
 
 def known_host(directory: Path) -> str:
-    """The host that the journal in `directory` belongs to, '' when there is none or it cannot be read."""
+    """Return the host that the journal in `directory` belongs to, '' when there is no readable journal."""
     path = directory / FILE
     if not path.exists():
         return ""
@@ -179,13 +192,14 @@ def known_host(directory: Path) -> str:
 
 
 def _open(path: Path, host: str, clock: Callable[[], float]) -> Journal:
+    """Open or create the file and store its new epoch. Raises Corrupt, WrongHost and sqlite3.OperationalError."""
     _touch(path)
     connection = sqlite3.connect(path, isolation_level="IMMEDIATE")
     try:
         with connection:
             _prepare(connection)
             row = _row(connection)
-            if row and row["host"] != host and row["address"]:  # never joined: the name was not used yet
+            if row and row["host"] != host and row["address"]:  # without an address it never joined: it may be renamed
                 raise WrongHost(
                     f"the state directory {path.parent} belongs to the host {row['host']}, this one is "
                     f"{host}: give each host its own CYBORG_AGENT_STATE_DIR, or move that one away and join anew"
@@ -212,6 +226,7 @@ def _open(path: Path, host: str, clock: Callable[[], float]) -> Journal:
 
 
 def _prepare(connection: sqlite3.Connection) -> None:
+    """Check the file, create or upgrade its tables, and leave the transaction open. Raises Corrupt."""
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")
     (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
@@ -239,7 +254,7 @@ def _row(connection: sqlite3.Connection) -> dict[str, Any] | None:
 
 
 def _decoded(row: dict[str, Any]) -> tuple[DriverReport, ...] | None:
-    # Another release may have other fields, and so another hash: forgetting costs one report more, no more.
+    # Another release may have other fields, and so another hash. Losing the report only costs sending one more.
     try:
         drivers = _contents.decode(row["content"])
     except msgspec.DecodeError as error:
@@ -249,7 +264,7 @@ def _decoded(row: dict[str, Any]) -> tuple[DriverReport, ...] | None:
 
 
 def _touch(path: Path) -> None:
-    # SQLite gives its -wal and -shm files the mode of the database: it must be private before the first byte.
+    # SQLite gives its -wal and -shm files the mode of the database file, so that must be private from the beginning.
     try:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
     except FileExistsError:
@@ -259,6 +274,7 @@ def _touch(path: Path) -> None:
 
 
 def _move_aside(path: Path, now: int) -> Path:
+    """Rename the file, with its -wal and -shm, to a free name; return that name."""
     kept = path.with_name(f"{path.name}.corrupt-{now}")
     count = 0
     while kept.exists():
