@@ -1,4 +1,4 @@
-"""Typed configuration: a frozen dataclass per program, filled from `CYBORG_…` variables and a TOML file.
+"""Read typed configuration: each program has a frozen dataclass, filled from `CYBORG_…` variables and a TOML file.
 
 The environment overrides the file that `CYBORG_CONFIG` names. The agent's keys are declared in `agents.host.settings`,
 the conductor's in `cyborgweb.settings.keys`; `docs/configuration.md` is generated from the same fields.

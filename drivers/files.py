@@ -9,8 +9,9 @@ from pathlib import Path
 def write_private(path: Path, content: bytes) -> None:
     """Replace the file atomically with the content, readable and writable by its owner only (mode 0600).
 
-    The content is first written to a file with the suffix `.new`, which has the same mode from its creation, and then
-    renamed. When this function returns, content and name are on disk. Raises OSError.
+    The content is first written to a file in the same directory, which has the same mode from its creation and the
+    suffix `.new` in place of the file's own, and then renamed. When this function returns, content and name are on
+    disk. Raises OSError.
     """
     unfinished = path.with_suffix(".new")
     unfinished.unlink(missing_ok=True)

@@ -54,7 +54,7 @@ class Step(Struct, frozen=True, omit_defaults=True):
     """One change of the host; `does` describes it for people.
 
     Before the write, every check in `expect` must hold, and no process may have a device node of `idle` open; otherwise
-    the step is not begun.
+    the step is not begun, and the act fails.
     `image` writes the command's image instead of `write.value`. With `copy` it becomes the content of the file
     `write.path` below `/state`. With `firmware` it is uploaded through the kernel's firmware upload class
     (Documentation/ABI/testing/sysfs-class-firmware), and `write.path` is the directory of the class device.

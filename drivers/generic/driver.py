@@ -152,6 +152,10 @@ class GenericDriver(Driver):
         raise Gone(f"no backend of generic_driver has {ask.key} (any more)")
 
     def _look(self, name: str, kind: Kind, machine: Machine, wait_s: float) -> Look:
+        """Start a look of a backend and wait for it at most `wait_s` seconds; return it, ended or not.
+
+        If the last look of this backend has not ended, it is returned at once.
+        """
         look = self._looks.get(name)
         if look is None or not look.is_alive():
             look = self._looks[name] = Look(kind, machine, look)

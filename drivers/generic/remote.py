@@ -1,7 +1,7 @@
 """Backends of kind `remote`: devices elsewhere that an operator describes; they are shown and never changed.
 
 Their health and load come from a file that another program on this host writes: `{"NAME": {"status": "ok", "reason":
-"", "load": {"utilization_percent": 12.5}}}`.
+"", "load": {"utilization_percent": 12.5}}}`. The file may have at most `drivers.machine.MAX_READ` bytes.
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ class Remote(Kind, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="r
         return tuple(Sample(ask.key, metric, value) for metric, value in said.load.items())
 
     def _said(self, machine: Machine) -> dict[str, Status]:
+        """Return the content of the status file by device name; empty if there is no file. Raises Invalid, Failed …."""
         try:
             return msgspec.json.decode(machine.read_bytes(self.status_file), type=dict[str, Status])
         except Gone:

@@ -1,7 +1,7 @@
 """The parent's end of the pipes to a child process: send lines, receive lines in bounded memory, and kill the child.
 
 The child is a driver (`drivers.isolation.runner`) or a write worker (`drivers.isolation.host_writer`). A child that
-sends too much is killed, so its output cannot fill the parent's memory.
+sends too much is killed: at most MAX_LINES unread lines are kept, each of at most the size of one answer.
 """
 
 from __future__ import annotations
@@ -101,9 +101,9 @@ class Pipe(asyncio.SubprocessProtocol):
             cast(asyncio.WriteTransport, stdin).write(line + b"\n")
 
     async def line(self) -> bytes:
-        """Wait for the next line that the process wrote and return it. Raises Broken if it ended or sent too much.
+        """Wait for the next line that the process wrote and return it. There is no deadline; the caller sets one.
 
-        There is no deadline here; the caller sets one.
+        Raises Broken if the process sent too much, or if it ended and all its lines are read.
         """
         while not self._lines or self._broken.startswith("it flooded"):
             if self._broken:

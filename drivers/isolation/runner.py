@@ -47,8 +47,9 @@ _warned: set[str] = set()
 
 
 class DriverProcess:
-    """Runs one driver in its own process, which starts with the first call, and starts again after a failure.
+    """Runs one driver in its own process.
 
+    The process starts with the first call, keeps running between calls, and starts again after a failure.
     Calls are executed one at a time, in the order they were made; `samples` never waits for its turn. `deadline_s`
     limits one call, including the start of the process, from the moment it has its turn. `max_answer` is the maximum
     size of an answer in bytes. `state` is the driver's directory, to which `/state` leads. `command` replaces the
@@ -180,6 +181,10 @@ class DriverProcess:
             self._not_before, self._broken = float("inf"), "it was stopped"
 
     async def _asked(self, call: Call, ask: Ask | None = None) -> Answer:
+        """Wait for the turn of this call, send the request and return the answer. Raises DriverError.
+
+        If the process breaks or does not answer in time, it is killed, and back-off or quarantine begins.
+        """
         async with self._one_at_a_time:
             if time.monotonic() < self._not_before:
                 raise self._error(Failed, self._broken)
@@ -199,6 +204,7 @@ class DriverProcess:
         return answer
 
     async def _ask(self, call: Call, deadline_s: float, **about: object) -> Answer:
+        """Send one request to a running process, started if needed, and return its answer. Raises Broken."""
         if self._given_up:
             await self._catch_up()
         pipe = await self._running()
@@ -239,6 +245,10 @@ class DriverProcess:
         return pipe
 
     async def _answer(self, pipe: Pipe, wanted: str) -> Answer:
+        """Return the next answer, which must belong to the last request and have the field `wanted` or an error.
+
+        Raises Broken for any other line; a manifest before it is stored.
+        """
         while True:
             answer = _decoded(await pipe.line())
             if answer.ready is not None:

@@ -63,9 +63,9 @@ def confine() -> tuple[str, ...]:
 
 
 def _no_writes(libc: ctypes.CDLL) -> None:
-    """Refuse writes with Landlock, using every right that the kernel supports; only /dev/null stays writable.
+    """Refuse writes with Landlock, and TCP and signals if the kernel's version supports that.
 
-    Raises OSError if the kernel has no Landlock.
+    Only /dev/null stays writable. Raises OSError if the kernel has no Landlock.
     """
     abi = _did(libc.syscall(LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), VERSION))
     files = CHANGE | (REFER if abi >= 2 else 0) | (TRUNCATE if abi >= 3 else 0) | (IOCTL_DEV if abi >= 5 else 0)

@@ -98,6 +98,7 @@ def firmware(path: str, image: str, say: Callable[..., None]) -> None:
 
 
 def _replace(path: str, fill: Callable[[str], object]) -> None:
+    """Replace a file atomically: `fill` writes `path` + `.new`, which is synced and renamed. Raises Refused."""
     new = f"{path}.new"
     try:
         os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
@@ -126,6 +127,7 @@ def _text(path: str) -> str:
 
 
 def _do(order: dict[str, Any], say: Callable[..., None]) -> dict[str, object]:
+    """Execute one order and return the answer to send."""
     work: dict[str, Callable[[], None]] = {
         "attribute": lambda: attribute(order["path"], order["value"]),
         "own": lambda: own(order["path"], order["value"]),

@@ -92,7 +92,7 @@ def refuse_unable(machine: Machine, address: str, wanted: str) -> None:
 
 
 def plan(look: Look, address: str, wanted: str) -> list[Step]:
-    """Return the steps that bind one function to the driver `wanted`, '' for none; no steps if it is so already.
+    """Return the steps that bind one function to the driver `wanted` ('' for none); no steps if `is_bound` is true.
 
     Raises Busy if the host or a guest uses the function, or the host uses another function of its IOMMU group and
     vfio-pci is wanted. Raises Unsupported if the kernel cannot bind it.
@@ -156,6 +156,7 @@ def back(look: Look, address: str, first: Mapping[str, str]) -> list[Step]:
 
 
 def _unbound(machine: Machine, address: str, driver: str, undo: tuple[Write, ...]) -> Step:
+    """Return a step that unbinds a function from its kernel driver."""
     link = f"{PCI_DEVICES}/{address}/driver"
     return Step(
         does=f"unbind {address} from {driver}",

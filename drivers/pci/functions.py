@@ -223,6 +223,7 @@ def _rule_over(rule: Rule, layout: dict[str, str]) -> Rule:
 
 
 def _lacks(machine: Machine, rules: list[Rule]) -> Iterator[str]:
+    """Yield a sentence for each thing that the driver needs and this host or process lacks."""
     status = dict(line.split(":", 1) for line in machine.text("/proc/self/status").splitlines() if ":" in line)
     user, capabilities = status.get("Uid", "0").split()[:1], int(status.get("CapEff", "2").strip(), 16)
     if user != ["0"] and not capabilities & CAP_DAC_OVERRIDE:
@@ -323,6 +324,7 @@ def _to_install(look: binding.Look, address: str, rule: Rule) -> str:
 
 
 def _said(rule: Rule) -> str:
+    """Describe the state that the rule wants; '' if it sets neither `vfs` nor `bind`."""
     bound = "" if rule.bind is None else f"bound to {rule.bind or 'no driver of the host'}"
     return ", ".join(filter(None, ("" if rule.vfs is None else f"{rule.vfs} virtual functions", bound)))
 

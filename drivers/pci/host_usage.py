@@ -36,6 +36,7 @@ def _addresses(machine: Machine, node: str) -> set[str]:
 
 
 def _block_uses(machine: Machine) -> Iterator[tuple[str, str]]:
+    """Yield (sysfs path, reason) for each block device in use, and for the devices below it."""
     for name, reason in _used_blocks(machine).items():
         for below in _beneath(machine, name, set()):
             yield below, f"the host uses it: {reason}"
@@ -106,6 +107,7 @@ def _beneath(machine: Machine, name: str, seen: set[str]) -> Iterator[str]:
 
 
 def _network_uses(machine: Machine) -> Iterator[tuple[str, str]]:
+    """Yield (sysfs path, reason) for each interface that a default route uses, and for the interfaces below it."""
     for interface in sorted({*_ipv4_routes(machine), *_ipv6_routes(machine)}):
         for below in _ports(machine, interface, set()):
             yield f"/sys/class/net/{below}", f"the host uses it: {_carries(below, interface)}"
@@ -136,6 +138,7 @@ def _table(machine: Machine, path: str) -> list[list[str]]:
 
 
 def _usable(flags: str) -> bool:
+    """Return whether a route with these flags is up and does not reject packets."""
     return int(flags, 16) & (RTF_UP | RTF_REJECT) == RTF_UP
 
 

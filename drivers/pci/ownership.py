@@ -62,6 +62,10 @@ def _failed(report: DriverReport) -> set[str]:
 
 
 def _settled(report: DriverReport, owners: dict[str, str], taken: set[str]) -> DriverReport:
+    """Return the report with a Fault in place of each device that is invalid or belongs to another owner.
+
+    The claims of the devices that stay are added to `owners` (claim → owner) and `taken`.
+    """
     keys = Counter((_owner(report, device), device.key) for device in report.devices)
     devices, faults = [], list(report.faults)
     for device in report.devices:

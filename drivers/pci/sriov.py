@@ -83,6 +83,7 @@ def back(look: Look, address: str, first: Mapping[str, str]) -> list[Step]:
 
 
 def _refuse_without_driver(machine: Machine, address: str) -> None:
+    """Raise Unsupported if the card is bound to no driver or to vfio-pci: neither can create virtual functions."""
     driver = driver_of(machine, address)
     if driver in ("", VFIO):
         raise Unsupported(
@@ -92,6 +93,7 @@ def _refuse_without_driver(machine: Machine, address: str) -> None:
 
 
 def _probing(address: str, value: str, before: str) -> Step:
+    """Return a step that sets whether the kernel binds drivers to new virtual functions (`sriov_drivers_autoprobe`)."""
     path = f"{PCI_DEVICES}/{address}/sriov_drivers_autoprobe"
     return Step(
         does=f"{'bind drivers' if value == '1' else 'bind no drivers'} to new virtual functions of {address}",
@@ -102,6 +104,7 @@ def _probing(address: str, value: str, before: str) -> Step:
 
 
 def _number(machine: Machine, address: str, before: int, wanted: int) -> Step:
+    """Return a step that changes the number of virtual functions; one of `before` and `wanted` must be 0."""
     path = f"{PCI_DEVICES}/{address}"
     looked_at = dict.fromkeys([*range(min(wanted, LOOKED_AT)), wanted - 1] if wanted else [])
     links = (Check(f"{path}/virtfn{number}/physfn", address, link=True) for number in looked_at)
