@@ -1,4 +1,4 @@
-"""Hardware: words (`inventory`) and hands (everything else).
+"""Hardware drivers: the data types that describe hardware (`inventory`), and the code that reads and changes it.
 
-Ships to compute hosts, so it imports the standard library, msgspec and pyudev only.
+This package is installed on compute hosts, so it imports only the standard library, msgspec and pyudev.
 """

@@ -1,8 +1,8 @@
-"""What a driver is. Written to by driver authors; read by `drivers.isolation.driver_main`, which runs them.
+"""The interface that every driver implements: the `Driver` base class and the result of its `discover` method.
 
-A driver knows one kind of hardware and does nothing itself: it reads through the Machine it is given, and what is to be
-changed it plans as steps. Its process cannot write (`drivers.isolation.sandbox`).
-docs/writing-a-driver.md teaches it with an example.
+A driver knows one kind of hardware and never changes the host itself. It reads the host through the Machine that it is
+given, and it returns every change as the steps of a Plan; the agent executes them. The process that runs a driver
+cannot write to the host (`drivers.isolation.sandbox`). docs/writing-a-driver.md explains this with an example.
 """
 
 from __future__ import annotations
@@ -16,16 +16,20 @@ from drivers.machine import Machine
 from drivers.plan import Act, Ask, Plan, Vitals
 
 API = 1
-"""The version of this protocol."""
+"""Version of the protocol between the agent and a driver's process."""
 MAX_FAULTS = 256
-"""The bound of `DriverReport.faults`."""
+"""Maximum length of `DriverReport.faults`."""
 
 Settings = dict[str, object]
 
 
 class Findings(NamedTuple):
-    """Everything a driver sees: its complete list of devices, what it could not take for one, and how its backends
-    are, if it has any: of one with an error it lists no devices, and those known before are kept."""
+    """The result of `Driver.discover`: all devices, all faults, and the state of each backend.
+
+    `devices` is the complete list: a device that is not in it counts as missing. `faults` name what the driver could
+    not use as a device. `backends` is empty for a driver that has none. A backend with an error lists no devices; the
+    agent then keeps the devices that this backend had before.
+    """
 
     devices: tuple[Device, ...] = ()
     faults: tuple[Fault, ...] = ()
@@ -33,76 +37,92 @@ class Findings(NamedTuple):
 
 
 class Driver:
-    """Knowledge of one kind of hardware, made without arguments, run in a process of its own. Subclass it.
+    """Base class of all drivers; a subclass supports one kind of hardware.
 
-    All methods look at the machine as it is now and change nothing. They raise the errors of `drivers.errors`, whose
-    sentences the operator reads: Busy before anything is touched when somebody uses the device.
+    The class is instantiated without arguments, and the instance runs in a process of its own. All methods read the
+    present state of the machine and change nothing. They raise the errors of `drivers.errors`, whose texts are shown to
+    the operator. A method that plans a change raises Busy if somebody uses the device, so nothing is touched.
     """
 
     name: ClassVar[str]
     version: ClassVar[str] = "1"
     subsystems: ClassVar[tuple[str, ...]] = ()
-    """Kernel subsystems whose uevents may change what it sees."""
+    """Kernel subsystems whose uevents may change the result of `discover`; the agent then calls it again."""
     watched: ClassVar[tuple[str, ...]] = ()
-    """Keys of its settings that name files which, when changed, do the same."""
+    """Keys of the driver's settings whose values are file paths; a change of such a file also causes a `discover`."""
     writes: ClassVar[tuple[str, ...]] = ()
-    """Globs of every path its steps may write. `*` does not match a slash."""
+    """Globs that cover every path its steps may write. `*` does not match a slash."""
     acts: ClassVar[tuple[Act, ...]] = ()
-    """What it can plan; nothing else is asked of it."""
+    """Acts that the driver can plan. Any other act is refused with Unsupported before the driver is called."""
 
     def probe(self, machine: Machine, settings: Settings) -> tuple[str, ...]:
-        """Why this host cannot be used to the full (a kernel module, a privilege is missing); nothing when it can."""
+        """Return what this host lacks for full use of the driver, such as a kernel module or a privilege.
+
+        Each reason is a sentence; the tuple is empty if nothing is missing.
+        """
         return ()
 
     def discover(self, machine: Machine, settings: Settings) -> Findings:
-        """Look at the whole machine. One bad device is a Fault, never an exception for all.
+        """Return all devices of this driver on the machine. Subclasses must implement this method.
 
-        Raises DriverError when nothing at all can be said, such as for unusable settings.
+        One unusable device becomes a Fault; it must not raise an exception, which would hide all other devices. Raise a
+        DriverError only if no result is possible at all, for example because the settings are unusable.
         """
         raise NotImplementedError
 
     def health(self, machine: Machine, settings: Settings, ask: Ask) -> Vitals:
-        """How the device `ask.key` is, with what was read; at most a second. Raises Gone when it is not there."""
+        """Return the health of the device `ask.key` and the readings behind it. Must take at most one second.
+
+        Raises Gone if the device is absent, and Unsupported if the driver has no readings (the default).
+        """
         raise Unsupported(f"{self.name} has no readings of health beyond what it reports")
 
     def stats(self, machine: Machine, settings: Settings, ask: Ask) -> tuple[Sample, ...]:
-        """The load of the device `ask.key` now: asked once a minute, every second while somebody looks.
+        """Return the present load of the device `ask.key`; the default is no samples.
 
-        Of `ask` only the key and the backend count. A second for all devices together; one that takes longer is left
-        out, as is a number that is none.
+        It is called once a minute for each device, and every second while somebody watches. In `ask` only `key` and
+        `backend` are set. All devices together have about one second: a device that is not read in that time has no
+        samples in this round. Values that are NaN or infinite are dropped.
         """
         return ()
 
     def install(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
-        """Make the device ready to be offered as the settings, or `ask.layout` over them, want it.
+        """Plan how to make the device ready to be offered, as the settings describe it; `ask.layout` overrides them.
 
-        A plan is made from what is there now, so what rests on its outcome comes in the next one: `install` and
-        `partition` are asked again when their plan is done until no step is left, at most four times in all.
+        A plan can use only what exists now. Steps that depend on the result of other steps belong into the next plan:
+        after the steps of `install` or `partition` are executed, the method is called again, until its plan has no
+        steps. At most four plans with steps are executed; if more are needed, the act fails.
         """
         return Plan()
 
     def uninstall(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
-        """Back to how the device was before it was first touched (`ask.first`)."""
+        """Plan how to restore the state that the device had before the agent first changed it (`ask.first`).
+
+        Raises Unsupported unless the driver overrides it.
+        """
         raise self._unable("uninstall")
 
     def attach(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
-        """Prepare `ask.handle` for `ask.consumer`; done already for this consumer: no step."""
+        """Plan how to prepare `ask.handle` for `ask.consumer`; no steps if it is already prepared for this consumer."""
         return Plan()
 
     def detach(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
-        """Take back what `attach` made; not there any more: no step."""
+        """Plan how to remove what `attach` created; no steps if it no longer exists."""
         return Plan()
 
     def program(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
-        """Put `ask.image` into the device. Raises Invalid for an image that is not for it."""
+        """Plan how to load `ask.image` into the device.
+
+        Raises Invalid if the image is made for other hardware, and Unsupported unless the driver overrides it.
+        """
         raise self._unable("program")
 
     def partition(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
-        """Divide the device as `ask.layout` says."""
+        """Plan how to divide the device as `ask.layout` describes. Raises Unsupported unless overridden."""
         raise self._unable("partition")
 
     def reset(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
-        """Put the device back into its power-on state."""
+        """Plan how to return the device to its power-on state. Raises Unsupported unless the driver overrides it."""
         raise self._unable("reset")
 
     def _unable(self, act: str) -> Unsupported:
@@ -110,7 +130,10 @@ class Driver:
 
 
 def at_most(faults: Iterable[Fault]) -> tuple[Fault, ...]:
-    """The faults, each once, bounded as a report bounds them: the last one then counts the rest."""
+    """Return the faults without duplicates, at most MAX_FAULTS of them.
+
+    If there are more, the last fault of the result states how many were left out.
+    """
     known = tuple(dict.fromkeys(faults))
     if len(known) <= MAX_FAULTS:
         return known

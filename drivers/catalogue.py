@@ -1,6 +1,7 @@
-"""Which drivers are installed, by entry points. Asked by the agent for names, and by a driver's own process to load it.
+"""Find and load the installed drivers by their Python entry points.
 
-The group is upstream's and so are the names, so an operator's `enabled_drivers` keeps working.
+The entry point group and the driver names are upstream's, so an operator's `enabled_drivers` keeps working. Only a
+driver's own process loads it; other processes need the names only.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ GROUP = "cyborg.accelerator.driver"
 
 
 def names() -> tuple[str, ...]:
-    """All installed drivers, sorted."""
+    """Return the names of all installed drivers, sorted; no driver is imported."""
     return tuple(sorted({point.name for point in entry_points(group=GROUP)}))
 
 
 def load(name: str) -> Driver:
-    """Import a driver and make it. Invalid: the name is unknown or ambiguous; Failed: its code does not load."""
+    """Import a driver and return an instance of it.
+
+    Raises Invalid if the name is unknown or ambiguous, and Failed if the driver's code cannot be loaded.
+    """
     point = _find(name)
     try:
         return cast(Driver, point.load()())

@@ -1,7 +1,7 @@
-"""Typed configuration: a frozen dataclass per program, filled from `CYBORG_…` variables and a TOML file.
+"""Read typed configuration: each program has a frozen dataclass, filled from `CYBORG_…` variables and a TOML file.
 
-The environment wins over the file named by `CYBORG_CONFIG`. Used by the agent (`agents.host.settings`) and by the
-conductor (`cyborgweb.settings.keys`); `docs/configuration.md` is generated from the same fields.
+The environment overrides the file that `CYBORG_CONFIG` names. The agent's keys are declared in `agents.host.settings`,
+the conductor's in `cyborgweb.settings.keys`; `docs/configuration.md` is generated from the same fields.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ T = TypeVar("T")
 
 
 class ConfigurationError(ValueError):
-    """A value that cannot be used; the message names the key and says what is wanted."""
+    """A configuration value or file is unusable; the message names the key or file and the reason."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """One documented key: `shown` is the default as the manual prints it."""
+    """One documented key: `shown` is its default as printed in the manual, `effect` one sentence for the manual."""
 
     name: str
     shown: str
@@ -31,18 +31,25 @@ class Key:
 
 
 def key(name: str, default: Any, effect: str, shown: str | None = None) -> Any:
-    """Declare a field: its `CYBORG_…` name, its default and one sentence for the manual."""
+    """Return a dataclass field for one configuration key.
+
+    `name` is its `CYBORG_…` name and `effect` one sentence for the manual, which prints `shown` in place of the default
+    if it is given.
+    """
     text = shown if shown is not None else f"`{default}`"
     return field(default=default, metadata={"key": Key(name, text, effect)})
 
 
 def keys_of(cls: type) -> list[Key]:
-    """The documented keys of a configuration class, in order."""
+    """Return the documented keys of a configuration class, in the order of its fields."""
     return [cast(Key, f.metadata["key"]) for f in fields(cls)]
 
 
 def load(cls: type[T], environ: Mapping[str, str]) -> T:
-    """Read `cls` from the environment and the TOML file; raises ConfigurationError with one clear sentence."""
+    """Create a `cls` from the environment and the TOML file; keys that are in neither keep their defaults.
+
+    Raises ConfigurationError if a value or the file is unusable. Unknown keys of the file are ignored.
+    """
     stored = _file(environ.get("CYBORG_CONFIG"))
     values = {f.name: _value(f, environ, stored) for f in fields(cast(Any, cls)) if _given(f, environ, stored)}
     return cls(**values)

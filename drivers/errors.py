@@ -1,4 +1,4 @@
-"""How drivers fail: one taxonomy, so that nobody else need know errno. Raised by drivers and `machine`."""
+"""The errors of drivers and of `machine`. They replace errno, so that no other code has to interpret it."""
 
 from __future__ import annotations
 
@@ -6,41 +6,41 @@ import errno
 
 
 class DriverError(Exception):
-    """Why something could not be done, as a sentence for an operator."""
+    """Base class of all driver errors; the text is a sentence for the operator that states the reason."""
 
 
 class Invalid(DriverError):
-    """The request or the settings make no sense: do not repeat."""
+    """The request or the settings are not valid; a retry cannot succeed."""
 
 
 class Unsupported(DriverError):
-    """This device, driver or kernel cannot do it."""
+    """This device, driver or kernel does not support the request."""
 
 
 class Busy(DriverError):
-    """Somebody uses it: may be repeated."""
+    """Somebody uses the device; a later retry may succeed."""
 
 
 class Denied(DriverError):
-    """A privilege is missing."""
+    """The process lacks a privilege."""
 
 
 class Gone(DriverError):
-    """The device or the attribute is not there (any more)."""
+    """The device or the attribute does not exist, or no longer exists."""
 
 
 class Failed(DriverError):
-    """The hardware or the kernel refused."""
+    """The hardware or the kernel refused, or an error of any other kind occurred."""
 
 
 class Timeout(DriverError):
-    """No answer in time: the outcome is unknown, look before anything else."""
+    """There was no answer in time. The outcome is unknown: read the real state before any other change."""
 
 
 KINDS: dict[str, type[DriverError]] = {
     kind.__name__: kind for kind in (Invalid, Unsupported, Busy, Denied, Gone, Failed, Timeout)
 }
-"""By the names under which they travel from a driver's process to the agent."""
+"""Error classes by the names that a driver's process sends to the agent."""
 
 _MEANING: dict[int, type[DriverError]] = {
     **dict.fromkeys((errno.EINVAL, errno.ERANGE), Invalid),
@@ -53,11 +53,14 @@ _MEANING: dict[int, type[DriverError]] = {
 
 
 def from_os(error: OSError, subject: str) -> DriverError:
-    """The kernel's errno in our words (a sysfs attribute that is not there is Gone); what is unknown is Failed."""
+    """Convert an OSError to a DriverError about `subject`, by its errno; return it, do not raise it.
+
+    A missing sysfs attribute becomes Gone. An unknown errno becomes Failed.
+    """
     kind = _MEANING.get(error.errno or 0, Failed)
     return kind(f"{subject}: {error.strerror or error}")
 
 
 def kind_of(error: BaseException) -> str:
-    """The name of the error's kind in `KINDS`; what is none of them is a failure."""
+    """Return the name of the error's class in `KINDS`; `Failed` for any exception that is not one of them."""
     return next((kind.__name__ for kind in type(error).__mro__ if kind in KINDS.values()), Failed.__name__)

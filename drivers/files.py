@@ -1,4 +1,4 @@
-"""Files that outlive a power cut: keys and journals of agents, images, backups."""
+"""Write files so that they survive a power failure: keys and journals of agents, images, backups."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from pathlib import Path
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Readable by its owner alone from its first byte on, whole or not at all; what was there is replaced.
+    """Replace the file atomically with the content, readable and writable by its owner only (mode 0600).
 
-    On disk when this returns. Raises OSError.
+    The content is first written to a file in the same directory, which has the same mode from its creation and the
+    suffix `.new` in place of the file's own, and then renamed. When this function returns, content and name are on
+    disk. Raises OSError.
     """
     unfinished = path.with_suffix(".new")
     unfinished.unlink(missing_ok=True)
@@ -22,7 +24,7 @@ def write_private(path: Path, content: bytes) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Names in a directory outlive a power cut only after this. Raises OSError."""
+    """Flush a directory to disk: file names created or renamed in it survive a power failure. Raises OSError."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)

@@ -1,9 +1,9 @@
-"""The words for hardware that every room shares: frozen structs, no behaviour.
+"""The data types that describe hardware in all packages: frozen structs without behaviour.
 
-Drivers make them, the agent sends them (`agents.wire`), the conductor stores them (`accelerators.domain.diff`).
-Sizes are bounded here because a report comes from a host that may be hostile (promise X5).
-Shapes follow upstream's driver objects (contract sections 5.1, 6.3, 8.1), plus health `status`. What has its default is
-not sent: that makes a report a fifth smaller.
+Drivers create them, the agent sends them (`agents.wire`), and the conductor stores them (`accelerators.domain.diff`).
+All sizes are bounded here because a report comes from a host that may be hostile (promise X5). The fields follow
+upstream's driver objects (contract sections 5.1, 6.3, 8.1), with health `status` added. Fields that have their default
+value are not sent, which makes a report a fifth smaller.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from msgspec.json import Decoder
 _info = Decoder(dict[str, str])
 WORD = r"^[A-Za-z0-9_.:-]+$"
 Word = Annotated[str, Meta(min_length=1, max_length=64, pattern=WORD)]
-"""An identifier: driver name, attribute key."""
+"""An identifier, such as a driver name or a metric."""
 Name = Annotated[str, Meta(min_length=1, max_length=255)]
-"""A name people read: host, deployable, model, device key."""
+"""A name that people read, such as a host, a deployable, a model or a device key."""
 Text = Annotated[str, Meta(max_length=4096)]
-"""Free text or a JSON document as a string: board info, reasons."""
+"""Free text, such as a reason, or a JSON document as a string, such as board info."""
 Count = Annotated[int, Meta(ge=0, le=65_535)]
 
 PciAddress = Annotated[str, Meta(max_length=32, pattern=r"^[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$")]
@@ -35,7 +35,10 @@ ServiceName = Literal["passthrough", "sriov", "mdev", "program", "firmware", "re
 
 
 class Attribute(Struct, frozen=True, omit_defaults=True, gc=False):
-    """`rc` names the resource class; keys that start with `trait` name traits (contract 6.3)."""
+    """One attribute of a deployable.
+
+    The value of the key `rc` is the resource class; values of keys that start with `trait` are traits (contract 6.3).
+    """
 
     key: Annotated[str, Meta(min_length=1, max_length=64)]
     value: Annotated[str, Meta(max_length=1024)]
@@ -47,12 +50,19 @@ class Attribute(Struct, frozen=True, omit_defaults=True, gc=False):
 
 @lru_cache(maxsize=4096)
 def _is_word(key: str) -> bool:
-    """Keys repeat in every deployable of every report: a regular expression for each was a third of its decoding."""
+    """Return whether the key is a valid identifier.
+
+    Results are cached because the same keys occur in every deployable of every report; matching the regular expression
+    for each took a third of the decoding time.
+    """
     return re.search(WORD, key) is not None
 
 
 class AttachHandle(Struct, frozen=True, omit_defaults=True, gc=False):
-    """One assignable unit. `info` is canonical JSON (sorted keys, string values): its bytes are its identity."""
+    """One assignable unit of a deployable.
+
+    `info` is canonical JSON (sorted keys, string values), because two handles are the same if their bytes are equal.
+    """
 
     attach_type: HandleType
     info: Annotated[str, Meta(min_length=2, max_length=255)]
@@ -64,7 +74,7 @@ class AttachHandle(Struct, frozen=True, omit_defaults=True, gc=False):
 
 @lru_cache(maxsize=4096)
 def _is_info(text: str) -> bool:
-    """A report names the same handles again and again."""
+    """Return whether the text is a JSON object of strings; cached because reports repeat the same handles."""
     try:
         _info.decode(text)
     except ValueError:
@@ -73,7 +83,7 @@ def _is_info(text: str) -> bool:
 
 
 class Deployable(Struct, frozen=True, omit_defaults=True, gc=False):
-    """The part of a device that is a resource provider; `name` is the provider's name (contract 6.2)."""
+    """The part of a device that is a resource provider in Placement; `name` is the provider's name (contract 6.2)."""
 
     name: Name
     num_accelerators: Count
@@ -83,15 +93,17 @@ class Deployable(Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 class Device(Struct, frozen=True, omit_defaults=True, gc=False):
-    """A card. `key` is its identity on the host: `serial:…`, else `pci:dddd:bb:dd.f`, else `<driver>:…`.
+    """A card.
 
-    `address` is the PCI address of the management function, None for what is not on PCI.
-    `vendor` and `model` are the exact strings that upstream shows for the same hardware. `to_install` is what its
-    driver would do to make it ready, a line a step, '' when nothing has to be done; `acts` what can be asked of its
-    driver, words with blanks between them. `changeable` are the words of a layout that its driver takes, in the same
-    form, and `sized_by` the one of them whose value is the number of handles; '' where that cannot be chosen.
-    `backend` names the part of its driver that found it, '' for a driver that has no backends. `bridges` are the
-    addresses of the PCI bridges above it, root first, blanks between them.
+    `key` identifies it on the host: `serial:…`, else `pci:dddd:bb:dd.f`, else `<driver>:…`.
+    `address` is the PCI address of its management function, None for a device that is not on PCI.
+    `vendor` and `model` are the exact strings that upstream shows for the same hardware.
+    `to_install` lists what the driver would do to make it ready, one step per line; '' if nothing has to be done.
+    `acts` lists what the driver can be asked to do with it, separated by blanks.
+    `changeable` lists the layout keys that the driver accepts for it, separated by blanks; `sized_by` is the layout key
+    whose value is the number of handles, '' if that number cannot be chosen.
+    `backend` names the backend that found it, '' if the driver has no backends.
+    `bridges` lists the addresses of the PCI bridges above it, root first, separated by blanks.
     """
 
     key: Name
@@ -115,18 +127,19 @@ class Device(Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 class Fault(Struct, frozen=True, omit_defaults=True, gc=False):
-    """Something a driver or the agent could not take for a device, said so that a person can act on it."""
+    """Something that the driver or the agent could not use as a device; the reason tells a person what to do."""
 
     subject: Name
     reason: Text
 
 
 class Sample(Struct, frozen=True, omit_defaults=True, gc=False):
-    """Load of one device at one moment: broadcast, never stored. Units are part of the metric's name.
+    """One metric of one device's load at one moment; samples are broadcast and never stored.
 
-    `utilization_percent` (0 to 100), `memory_used_bytes`, `memory_total_bytes`, `temperature_celsius` (of further
-    sensors `temperature_celsius_1` …), `power_watts`; counters since the device's start: `errors_correctable_total`,
-    `errors_nonfatal_total`, `errors_fatal_total`. Others are numbers to show.
+    The unit is part of the metric's name. Known metrics: `utilization_percent` (0 to 100), `memory_used_bytes`,
+    `memory_total_bytes`, `temperature_celsius` (further sensors: `temperature_celsius_1` …), `power_watts`, and the
+    counters since the device's start `errors_correctable_total`, `errors_nonfatal_total`, `errors_fatal_total`. Other
+    metrics are allowed and are only displayed.
     """
 
     key: Name
@@ -135,8 +148,11 @@ class Sample(Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 class Service(Struct, frozen=True, omit_defaults=True, gc=False):
-    """Something a backend can do, as found at run time: `version` of the interface it has for it, `reason` why it is
-    unavailable, `limits` in words and numbers of its own (`total_vfs`, `methods`)."""
+    """Something a backend can do on this host, as found at run time.
+
+    `version` is the version of the interface, `reason` states why the service is unavailable, and `limits` holds keys
+    and values that each service defines (`total_vfs`, `methods`).
+    """
 
     name: ServiceName
     version: Annotated[str, Meta(max_length=64)] = "1"
@@ -146,8 +162,11 @@ class Service(Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 class Backend(Struct, frozen=True, omit_defaults=True, gc=False):
-    """A part of a driver that answers by itself. With an `error` the driver names none of its devices; the agent tells
-    those it had before (shown stale)."""
+    """A part of a driver that succeeds or fails on its own.
+
+    If it has an `error`, the driver lists none of its devices; the agent reports the devices it had before, which are
+    shown as stale.
+    """
 
     name: Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.-]+$")]
     kind: BackendKind
@@ -157,12 +176,15 @@ class Backend(Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 class DriverReport(Struct, frozen=True, omit_defaults=True, gc=False):
-    """What one driver answered. `error` empty means *ok*: `devices` is then its complete list, but for those of
-    `backends` with an error.
+    """The result of one driver's `discover`.
 
-    With an error the driver names no devices; the agent tells those it had before (shown stale). The last three fields
-    are the agent's: the driver's own version, why it does not answer ('' when it is asked, else `quarantined`,
-    `disabled` or `absent`), and the generation of the wish it runs by, 0 where the host's own configuration decides.
+    If `error` is empty, the driver is *ok* and `devices` is its complete list, without the devices of `backends` that
+    have an error. If `error` is set, the driver lists no devices, and the agent reports those it had before, which are
+    shown as stale.
+
+    The agent fills the last three fields. `version` is the driver's version. `state` is '' if the agent asks the
+    driver, else the reason why it does not: `quarantined`, `disabled` or `absent`. `generation` is the generation of
+    the desired driver set that the host applies, 0 if the host's own configuration decides.
     """
 
     driver: Word

@@ -1,8 +1,8 @@
-"""The only code that reads the host. Drivers get a Machine and touch nothing themselves; here it is read-only.
+"""Read-only access to the host. Drivers read through a `Machine`, never directly.
 
-Paths are written as on a host (`/sys/…`, `/proc/…`, `/dev/…`, and `/state/…`, the driver's own directory in the agent's
-state); where they lead is injected, so a driver runs unchanged on a directory tree, under umockdev and on the real
-kernel. Nothing is cached: attributes change under us.
+Paths are written as on a host: `/sys/…`, `/proc/…`, `/dev/…`, and `/state/…` for the driver's own directory in the
+agent's state. The directories behind them are arguments, so a driver runs unchanged on a directory tree, under umockdev
+and on the real kernel. Nothing is cached, because attributes may change at any time.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from fnmatch import fnmatchcase
 from drivers.errors import DriverError, Failed, Gone, from_os
 
 PCI_ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
-"""A PCI function: domain (VMD has five digits), bus, device, function."""
+"""The address of a PCI function: domain (five digits with VMD), bus, device, function."""
 MAX_READ = 64 * 1024
 MAX_TABLE = 8 * 1024 * 1024
-"""Bytes of one attribute, and of one table of the kernel such as its mounts."""
+"""Maximum bytes of one attribute (MAX_READ), and of one kernel table such as the list of mounts (MAX_TABLE)."""
 PCI_DEVICES = "/sys/bus/pci/devices"
 
 
 class Machine:
-    """One look at one host. `node` is its name in deployable names."""
+    """Reads files, links and directories of one host; `node` is the host's name in deployable names."""
 
     deadline_s: float = 20.0
-    """How long the caller waits for the driver's answer."""
+    """How long the caller of the driver waits for its answer, in seconds."""
 
     def __init__(
         self,
@@ -42,7 +42,10 @@ class Machine:
         self._roots = {name: root.rstrip("/") for name, root in roots.items()}
 
     def read_bytes(self, path: str, limit: int = MAX_READ) -> bytes:
-        """The whole content; raises Gone, Denied, … and Failed when it is longer than `limit` bytes."""
+        """Return the whole content of a file.
+
+        Raises Failed if it is longer than `limit` bytes, and Gone, Denied … as `errors.from_os` converts an OSError.
+        """
         try:
             with open(self._real(path), "rb", buffering=0) as file:
                 return _drain(file.fileno(), path, limit)
@@ -50,36 +53,39 @@ class Machine:
             raise from_os(error, path) from None
 
     def read(self, path: str, limit: int = MAX_READ) -> str:
-        """The text without surrounding white space; raises as `read_bytes`."""
+        """Return the text of a file without surrounding white space. Raises the same errors as `read_bytes`."""
         return self.read_bytes(path, limit).decode(errors="replace").strip()
 
     def read_int(self, path: str, default: int) -> int:
-        """A number, decimal or 0x…; `default` when the attribute cannot be read or is no number."""
+        """Return a number, decimal or 0x…; return `default` if the attribute cannot be read or is not a number."""
         try:
             return int(self.read(path), 0)
         except (DriverError, ValueError):
             return default
 
     def text(self, path: str, default: str = "") -> str:
-        """An optional attribute: `default` when it is absent."""
+        """Return the text of an optional attribute, or `default` if it is absent. Raises all other errors of `read`."""
         try:
             return self.read(path)
         except Gone:
             return default
 
     def exists(self, path: str) -> bool:
-        """Whether the path leads anywhere."""
+        """Return whether the path exists; False for a broken symbolic link."""
         return os.path.exists(self._real(path))
 
     def link(self, path: str) -> str:
-        """The last name a symbolic link points to (`driver` → `vfio-pci`), '' when there is none."""
+        """Return the last component of a symbolic link's target (`driver` → `vfio-pci`); '' if there is no link."""
         try:
             return os.path.basename(os.readlink(self._real(path)))
         except OSError:
             return ""
 
     def resolve(self, path: str) -> str:
-        """The path with all links followed, again as on a host: a device's place in the tree of buses."""
+        """Return the path with all links resolved, again written as on a host.
+
+        For a device in /sys this is its position in the tree of buses.
+        """
         real = os.path.realpath(self._real(path))
         for name, root in self._roots.items():
             top = os.path.realpath(root)
@@ -88,16 +94,17 @@ class Machine:
         return real
 
     def names(self, path: str, pattern: str = "*") -> list[str]:
-        """The names in a directory that match a glob, sorted; none when it is absent."""
+        """Return the sorted names in a directory that match a glob; an empty list if the directory cannot be read."""
         try:
             return sorted(name for name in os.listdir(self._real(path)) if fnmatchcase(name, pattern))
         except OSError:
             return []
 
     def is_open(self, path: str) -> bool:
-        """Whether somebody holds a node that only one may open, such as `/dev/vfio/12`. Absent: False.
+        """Return whether a process has opened a device node that allows only one opener, such as `/dev/vfio/12`.
 
-        Raises Denied, … when the node cannot be asked.
+        It opens the node itself for a moment and checks for EBUSY. Returns False for a node that does not exist. Raises
+        Denied or another DriverError if the node cannot be opened for a different reason.
         """
         try:
             os.close(os.open(self._real(path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
@@ -109,11 +116,14 @@ class Machine:
         return False
 
     def pci_functions(self) -> list[str]:
-        """The addresses of all PCI functions, sorted. libudev knows only the real /sys; other trees are listed."""
+        """Return the addresses of all PCI functions, sorted.
+
+        libudev is used for the real /sys only, because it knows no other tree; any other tree is listed as a directory.
+        """
         if self._roots["/sys"] != "/sys":
             names = self.names(PCI_DEVICES)
         else:
-            import pyudev  # here: most drivers do without its megabytes
+            import pyudev  # imported here because it takes megabytes and most drivers do not need it
 
             names = [device.sys_name for device in pyudev.Context().list_devices(subsystem="pci")]
         return sorted(name for name in names if PCI_ADDRESS.fullmatch(name))

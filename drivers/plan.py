@@ -1,9 +1,9 @@
-"""What a driver wants done to the host: plain data. A driver only says it; the agent's core checks it and does it.
+"""Plans: the changes that a driver wants made to the host, as plain data.
 
-Made by drivers (`drivers.base`), carried by `drivers.isolation.driver_main` and `drivers.isolation.runner`, done by
-`agents.host.execution.executor`
-through `drivers.isolation.host_writer`. A path is written as on a host: `/sys/…`, or `/state/…`, the driver's own
-directory in the agent's state.
+A driver only returns a plan. Its process sends the plan to the agent (`drivers.isolation.driver_main` and
+`drivers.isolation.runner`); the agent checks it and executes it (`agents.host.execution.executor`), writing through
+`drivers.isolation.host_writer`. Paths are written as on a host: `/sys/…`, or `/state/…` for the driver's own directory
+in the agent's state.
 """
 
 from __future__ import annotations
@@ -17,19 +17,23 @@ from msgspec import Meta, Struct
 from drivers.inventory import AttachHandle, Fault, Health, Name, Sample, Text
 
 Path = Annotated[str, Meta(max_length=512, pattern=r"^/(sys|state|dev)(/(?!\.\.?(/|$))[^/\x00]+)+$")]
-"""Absolute, without `.` and `..`."""
+"""An absolute path below /sys, /state or /dev, without `.` and `..`."""
 Value = Annotated[str, Meta(max_length=4096)]
 
 Act = Literal["install", "uninstall", "attach", "detach", "program", "partition", "reset"]
-"""What a driver may be asked to plan. All are idempotent: what is so already needs no step."""
+"""The acts that a driver may be asked to plan. All are idempotent: if the wanted state exists, the plan is empty."""
 DESTRUCTIVE: frozenset[Act] = frozenset({"uninstall", "program", "partition", "reset"})
-"""Refused while anybody holds the device (promise S1)."""
+"""Acts that are refused while the device has a holder (promise S1)."""
 MAX_SAMPLES = 8192
-"""Numbers in one answer; which devices they are of goes round."""
+"""Maximum samples in one answer. If devices have more, later rounds start with the devices that were left out."""
 
 
 class Check(Struct, frozen=True, omit_defaults=True):
-    """Something that is so: a file's text without white space around it, or a link's last name; '' when absent."""
+    """A condition: the path has this value.
+
+    The value is the text of a file without surrounding white space or, with `link`, the last component of a symbolic
+    link's target. An empty value means that the file or link is absent or empty.
+    """
 
     path: Path
     value: Value
@@ -37,22 +41,27 @@ class Check(Struct, frozen=True, omit_defaults=True):
 
 
 class Write(Struct, frozen=True, omit_defaults=True):
-    """One value into one file. Files of `/state` are made when they are not there, elsewhere they must be; an empty
-    value removes a file of `/state`."""
+    """Write one value to one file.
+
+    A file below `/state` is created if it does not exist, and an empty value removes it. Elsewhere the file must exist.
+    """
 
     path: Path
     value: Value
 
 
 class Step(Struct, frozen=True, omit_defaults=True):
-    """One touch of the host. `does` says it to people.
+    """One change of the host; `does` describes it for people.
 
-    Before it, every one of `expect` must be so and none of the nodes in `idle` be open anywhere, else nothing is
-    touched.
-    `image` puts the command's image at `write.path`: `copy` as the content of that file of `/state`, `firmware` by the
-    kernel's upload class (Documentation/ABI/testing/sysfs-class-firmware), of which it is the directory.
-    After it, every one of `seen` must become so within `timeout_s` seconds, which also bounds the write itself.
-    `undo` takes it back, in order, when a later step fails.
+    Before the write, every check in `expect` must hold, and no process may have a device node of `idle` open; otherwise
+    the step is not begun, and the act fails.
+    `image` writes the command's image instead of `write.value`. With `copy` it becomes the content of the file
+    `write.path` below `/state`. With `firmware` it is uploaded through the kernel's firmware upload class
+    (Documentation/ABI/testing/sysfs-class-firmware), and `write.path` is the directory of the class device.
+    After the write, every check in `seen` must hold within `timeout_s` seconds, counted from the start of the write;
+    the write itself has the same limit.
+    `undo` holds the writes that revert the step, in order. They are executed when a check of `seen` does not come true
+    or a later step fails.
     """
 
     does: Annotated[str, Meta(min_length=1, max_length=500)]
@@ -66,14 +75,17 @@ class Step(Struct, frozen=True, omit_defaults=True):
 
 
 class Plan(Struct, frozen=True, omit_defaults=True):
-    """The steps in order; none when everything is as wanted. `said` tells the operator what will be so then."""
+    """The steps of an act, in order; empty if the device is already as wanted.
+
+    `said` is a text for the operator that describes the state after the last step.
+    """
 
     steps: Annotated[tuple[Step, ...], Meta(max_length=256)] = ()
     said: Text = ""
 
 
 def within(path: str, globs: Iterable[str]) -> bool:
-    """Whether one of the globs takes the path. `*` does not match a slash: each part is matched by itself."""
+    """Return whether one of the globs matches the path. `*` does not match a slash: each component matches alone."""
     parts = path.split("/")
     return any(
         len(patterns) == len(parts) and all(map(fnmatchcase, parts, patterns))
@@ -82,13 +94,13 @@ def within(path: str, globs: Iterable[str]) -> bool:
 
 
 def stray(plan: Plan, globs: Iterable[str]) -> str:
-    """The first path that the plan, or its undoing, would write outside the globs; '' when there is none."""
+    """Return the first path that a step or its `undo` would write and that no glob matches; '' if there is none."""
     writes = (write for step in plan.steps for write in (step.write, *step.undo))
     return next((write.path for write in writes if not within(write.path, globs)), "")
 
 
 class Image(Struct, frozen=True, omit_defaults=True):
-    """A bitstream or firmware as the agent has it: checked bytes in a local file. `properties` are Glance's."""
+    """A bitstream or firmware in a local file of the agent, with verified content; `properties` come from Glance."""
 
     path: Annotated[str, Meta(max_length=4096)]
     size: Annotated[int, Meta(ge=0)]
@@ -98,12 +110,13 @@ class Image(Struct, frozen=True, omit_defaults=True):
 
 
 class Ask(Struct, frozen=True, omit_defaults=True):
-    """What an act is about. `key` is the device's, `backend` the one that has it ('' of a driver without any); the rest
-    as the act needs it.
+    """The arguments of a call about one device: its `key`, its `backend` ('' if the driver has none), and more per act.
 
-    attach, detach: `handle`, its `uuid` (an mdev gets it) and the `consumer` (an instance's uuid).
-    program: `image`, `deployable` (a name). install, partition: `layout`, words of the driver's (`vfs`: `4`).
-    uninstall: `first`, what the files that were written for this device held before (path → value).
+    attach, detach: `handle`, its `uuid` (a mediated device gets this uuid) and the `consumer` (an instance's uuid).
+    program: `image` and `deployable` (a name).
+    install, partition: `layout`, keys and values that the driver defines (`vfs`: `4`).
+    uninstall: `first`, the values that files below /sys had before the agent first wrote them for this device (path →
+    value).
     """
 
     key: Name
@@ -118,7 +131,10 @@ class Ask(Struct, frozen=True, omit_defaults=True):
 
 
 class Signal(Struct, frozen=True, omit_defaults=True):
-    """One reading behind a verdict of health; `limit` is where it becomes bad, `source` the file it was read from."""
+    """One reading that explains a device's health.
+
+    `limit` is the critical or best possible value to compare with; `source` is the file that was read.
+    """
 
     name: Annotated[str, Meta(max_length=64)]
     value: Annotated[str, Meta(max_length=255)]
@@ -128,7 +144,7 @@ class Signal(Struct, frozen=True, omit_defaults=True):
 
 
 class Vitals(Struct, frozen=True, omit_defaults=True):
-    """How a device is, and why one thinks so."""
+    """The health of a device, its reason, the readings behind it, and samples of its load."""
 
     status: Health
     reason: Text = ""
@@ -137,7 +153,7 @@ class Vitals(Struct, frozen=True, omit_defaults=True):
 
 
 class Load(Struct, frozen=True, omit_defaults=True):
-    """What many devices have to do now; `unread` says which of them could not be asked, and why."""
+    """The present load of many devices; `unread` names the devices whose load could not be read, with the reason."""
 
     samples: Annotated[tuple[Sample, ...], Meta(max_length=MAX_SAMPLES)] = ()
     unread: Annotated[tuple[Fault, ...], Meta(max_length=256)] = ()

@@ -1,1 +1,1 @@
-"""A driver with simulated hardware. `python -m drivers.fake` changes that hardware."""
+"""The fake driver, which has simulated hardware; `python -m drivers.fake` changes that hardware."""

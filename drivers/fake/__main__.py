@@ -1,4 +1,4 @@
-"""`python -m drivers.fake`: plug, unplug and break simulated hardware."""
+"""Run `python -m drivers.fake`: plug, unplug and break simulated hardware."""
 
 from drivers.fake.cli import main
 

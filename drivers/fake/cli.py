@@ -1,4 +1,4 @@
-"""`python -m drivers.fake`: changes the script of a running fake driver. For people who try things, and for tests."""
+"""The command `python -m drivers.fake`: change the simulated hardware of a running fake driver, by hand or in tests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ The driver reads its control file at every call, and looks again at once when it
 
 
 def main() -> None:
-    """Change the script as the command line says."""
+    """Change the control file as the command line states. Exits with a message if that is not possible."""
     arguments = _parser().parse_args()
     try:
         script = Script() if arguments.verb == "reset" else _changed(read_script(arguments.control), arguments)
@@ -95,7 +95,7 @@ def _changed(script: Script, arguments: argparse.Namespace) -> Script:
 
 
 def _write(path: Path, script: Script) -> None:
-    """In one step: the driver never reads half a file."""
+    """Write the control file atomically, so that the driver never reads an incomplete file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         file.write(msgspec.json.encode(script))

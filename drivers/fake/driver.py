@@ -1,8 +1,8 @@
-"""The fake driver: upstream's fake FPGA to the byte, and a script for everything that can go wrong with hardware.
+"""The fake driver: simulated FPGAs that look exactly like upstream's fake device and can simulate hardware failures.
 
-Loaded by `drivers.isolation.driver_main`. Settings: `control_file`, a JSON file read at every call: the Script, which
-`python -m drivers.fake` changes. Its hardware is files: `/state/<boot id>/<n>/…` is what device n was made into, and
-like real hardware it forgets at a reboot.
+Settings: `control_file`, the path of a JSON file that contains a Script and is read at every call; `python -m
+drivers.fake` changes it. The state of device n is stored in the files of `/state/<boot id>/<n>/`; like the state of
+real hardware, it is lost at a reboot.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from drivers.plan import Act, Ask, Check, Plan, Signal, Step, Vitals, Write
 
 HANDLES, MAX_HANDLES = 16, 128
 MEMORY = 16 * 2**30
-"""Bytes that a device says it has."""
+"""The memory of each device in bytes."""
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
 UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 MADE = re.compile(r"[a-z0-9_-]+")
@@ -39,12 +39,14 @@ Seconds = Annotated[float, Meta(ge=0, le=3600)]
 
 
 class Script(Struct, forbid_unknown_fields=True):
-    """What the control file may say. Devices go by their numbers, which JSON writes as strings where they are keys.
+    """The content of the control file. Devices are identified by their numbers; as JSON keys these are strings.
 
-    `failing`, `degraded`: number → why. `install`: words, each of which takes a step. `handle_type` MDEV makes handles
-    that have to be attached. `refuse`: act → kind and text of the error. `wrong`: acts whose last step is never seen to
-    have worked. `slow_s`: act, or stats → seconds of thought. `busy`: numbers in use by somebody else. `signals`: what
-    health shows. `stats`: every device's load, which moves by itself (`moving`) while nothing is said here.
+    `count`: number of devices, without those in `unplugged`. `handles`: handles per device. `failing`, `degraded`:
+    number → reason. `delay_s`: how long `discover` sleeps. `misbehave`: how the driver itself fails (see `_misbehave`).
+    `install`: names, each of which takes one step to install. `handle_type`: MDEV handles must be attached. `refuse`:
+    act → kind and text of the error it raises. `wrong`: acts that get a last step whose check never succeeds. `slow_s`:
+    act or `stats` → seconds that it sleeps. `busy`: numbers of devices that another program uses. `signals`: the
+    readings of `health`. `stats`: the load of every device; if it is None, the load changes by itself (`moving`).
     """
 
     count: Annotated[int, Meta(ge=0, le=4096)] = 1
@@ -65,7 +67,7 @@ class Script(Struct, forbid_unknown_fields=True):
 
 
 class FakeDriver(Driver):
-    """One FPGA with 16 `TEST_PCI` handles, as upstream's; more of them, other handles, and faults, by script."""
+    """Simulates one FPGA with 16 `TEST_PCI` handles like upstream's; the Script can change that and cause failures."""
 
     name: ClassVar[str] = "fake_driver"
     watched: ClassVar[tuple[str, ...]] = ("control_file",)
@@ -73,7 +75,7 @@ class FakeDriver(Driver):
     acts: ClassVar[tuple[Act, ...]] = get_args(Act)
 
     def discover(self, machine: Machine, settings: Settings) -> Findings:
-        """The scripted devices; raises Invalid for an unusable control file."""
+        """Return the devices of the Script. Raises Invalid for an unusable control file."""
         script = _script(settings)
         time.sleep(script.delay_s)
         _misbehave(script.misbehave)
@@ -81,24 +83,27 @@ class FakeDriver(Driver):
         return Findings(tuple(FakeDevice(machine, script, n, home).shown() for n in _numbers(script)))
 
     def health(self, machine: Machine, settings: Settings, ask: Ask) -> Vitals:
-        """The scripted verdict and signals."""
+        """Return the health and signals of the Script. Raises Gone."""
         device = _device(machine, _script(settings), ask)
         return Vitals(*device.status(), signals=device.script.signals)
 
     def stats(self, machine: Machine, settings: Settings, ask: Ask) -> tuple[Sample, ...]:
-        """The scripted numbers, or those of this moment."""
+        """Return the load of the Script or, if it has none, the simulated load of this moment."""
         script = _script(settings)
         time.sleep(script.slow_s.get("stats", 0))
         load = moving(ask.key, time.time()) if script.stats is None else script.stats
         return tuple(Sample(ask.key, metric, value) for metric, value in load.items())
 
     def install(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
-        """The script's words, and the parts that `ask.layout` wants."""
+        """Plan a step for each missing name of the Script's `install`, and the division that `ask.layout` wants."""
         device = _begin("install", machine, settings, ask)
         return device.plan("install", [*device.to_install(), *device.to_divide(ask.layout)])
 
     def uninstall(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
-        """All that was written is as it was before, or gone."""
+        """Plan to restore the first values of all written files, or to remove the files.
+
+        Raises Busy if a handle is attached.
+        """
         device = _begin("uninstall", machine, settings, ask)
         device.refuse_if_attached()
         first = {name: ask.first.get(device.path(name), "") for name in device.made}
@@ -106,19 +111,22 @@ class FakeDriver(Driver):
         return device.plan("uninstall", steps)
 
     def attach(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
-        """An MDEV handle is made for its consumer, under the handle's uuid; TEST_PCI handles need nothing."""
+        """Plan to create an MDEV handle for its consumer under the handle's uuid; TEST_PCI handles need no steps."""
         device = _begin("attach", machine, settings, ask)
         return device.plan("attach", device.to_attach(ask) if _is_mdev(ask) else [])
 
     def detach(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
-        """What `attach` made for this consumer is taken away; what is another's stays."""
+        """Plan to remove what `attach` created for this consumer; a handle of another consumer stays."""
         device = _begin("detach", machine, settings, ask)
         holder = device.made.get(MDEV + ask.uuid, "")
         mine = holder and ask.consumer in ("", holder)
         return device.plan("detach", [device.set(MDEV + ask.uuid, "")] if mine else [])
 
     def program(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
-        """The image becomes a file, its checksum a second one that tells what is loaded."""
+        """Plan to copy the image to a file and its checksum to a second file, which shows what is loaded.
+
+        Raises Invalid without an image or for an image of other hardware, and Busy if a handle is attached.
+        """
         device = _begin("program", machine, settings, ask)
         if ask.image is None:
             raise Invalid("there is no image to program")
@@ -134,7 +142,10 @@ class FakeDriver(Driver):
         return device.plan("program", [*forget, copy, device.set("loaded", ask.image.sha256, now="")])
 
     def partition(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
-        """`parts`: so many handles."""
+        """Plan to give the device as many handles as `parts` of the layout states.
+
+        Raises Invalid for an unusable layout, and Busy if a handle is attached.
+        """
         device = _begin("partition", machine, settings, ask)
         if not ask.layout:
             raise Invalid('the layout does not say into how many parts: {"parts": "4"}')
@@ -142,7 +153,7 @@ class FakeDriver(Driver):
         return device.plan("partition", device.to_divide(ask.layout))
 
     def reset(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
-        """What was programmed is gone; `resets` counts."""
+        """Plan to remove the loaded image and to increment the file `resets`. Raises Busy if a handle is attached."""
         device = _begin("reset", machine, settings, ask)
         device.refuse_if_attached()
         count = device.made.get("resets", "0")
@@ -151,7 +162,10 @@ class FakeDriver(Driver):
 
 
 class FakeDevice:
-    """Device `n` as it is now. Device 0 is upstream's (contract section 6.3); others have buses, names of their own."""
+    """Device `n` in its present state, which is read once, when this object is created.
+
+    Device 0 equals upstream's (contract section 6.3); the others have their own PCI buses and names.
+    """
 
     def __init__(self, machine: Machine, script: Script, n: int, home: str) -> None:
         self.n, self.script, self._node = n, script, machine.node
@@ -164,16 +178,16 @@ class FakeDevice:
         self.made = {name: "…" if name == "image" else machine.text(self.path(name)) for name in names}
 
     def path(self, name: str) -> str:
-        """Of one of its files."""
+        """Return the path of one of the device's files."""
         return f"{self._folder}/{name}"
 
     def status(self) -> tuple[Literal["ok", "degraded", "failed"], str]:
-        """And why."""
+        """Return the health of the Script and its reason."""
         failed, degraded = (reasons.get(str(self.n), "") for reasons in (self.script.failing, self.script.degraded))
         return "failed" if failed else "degraded" if degraded else "ok", failed or degraded
 
     def shown(self) -> Device:
-        """As it is reported."""
+        """Return the device as it is reported."""
         name = re.sub(r"[^a-zA-Z0-9_-]", "_", f"{self._node}_FakeDevice" + (f"_{self.n}" if self.n else ""))
         attributes = (Attribute("traits1", "CUSTOM_FAKE_DEVICE"), Attribute("rc", "FPGA"))
         handles = self._handles()
@@ -196,7 +210,10 @@ class FakeDevice:
         )
 
     def set(self, name: str, value: str, now: str | None = None) -> Step:
-        """One of its files, which holds `now`, becomes `value`; '' is its absence."""
+        """Return a step that sets one of the device's files to `value`; '' removes it.
+
+        `now` is the value that the step expects before the write; None stands for the value read at creation.
+        """
         path = self.path(name)
         before = self.made.get(name, "") if now is None else now
         does = f"set {name} of device {self.n} to {value}" if value else f"take {name} of device {self.n} away"
@@ -206,7 +223,10 @@ class FakeDevice:
         return Step(does, Write(path, value), expect=checks[0], seen=checks[1], undo=(Write(path, before),))
 
     def plan(self, act: Act, steps: list[Step]) -> Plan:
-        """The steps; as scripted, with a last one that is never seen to have worked."""
+        """Return a plan of the steps.
+
+        If the Script's `wrong` is true for the act, a step whose check never succeeds is appended.
+        """
         if self.script.wrong.get(act):
             path = self.path("wrong")
             never = (Check(self.path("never"), "so"),)
@@ -214,11 +234,14 @@ class FakeDevice:
         return Plan(tuple(steps), "; ".join(step.does for step in steps)[:4096])
 
     def to_install(self) -> list[Step]:
-        """What the script wants and is not so."""
+        """Return a step for each name of the Script's `install` that is not set."""
         return [self.set(word, "on") for word in dict.fromkeys(self.script.install) if self.made.get(word) != "on"]
 
     def to_divide(self, layout: dict[str, str]) -> list[Step]:
-        """So many handles as `parts` says; raises Invalid for another layout."""
+        """Return the steps to as many handles as `parts` states; none for an empty layout.
+
+        Raises Invalid for any other layout, and Busy if a handle is attached.
+        """
         parts = layout.get("parts", "1")
         if layout.keys() - {"parts"} or not re.fullmatch("[1-9][0-9]{0,2}", parts) or int(parts) > MAX_HANDLES:
             raise Invalid(
@@ -230,7 +253,11 @@ class FakeDevice:
         return [self.set("parts", parts)]
 
     def to_attach(self, ask: Ask) -> list[Step]:
-        """Raises Busy when the handle is somebody else's."""
+        """Return the steps that attach an MDEV handle; none if it is attached to this consumer.
+
+        Raises Busy if it is attached to another consumer, Gone if there is no such handle, and Invalid without a valid
+        uuid and a consumer.
+        """
         if not UUID.fullmatch(ask.uuid) or not ask.consumer:
             raise Invalid(f"an MDEV handle needs a uuid and a consumer, not {ask.uuid!r} and {ask.consumer!r}")
         if ask.handle not in self._handles():
@@ -243,7 +270,7 @@ class FakeDevice:
         return [self.set(MDEV + ask.uuid, ask.consumer)]
 
     def refuse_if_attached(self) -> None:
-        """Raises Busy."""
+        """Raise Busy if an MDEV handle of the device is attached."""
         for name, holder in self.made.items():
             if name.startswith(MDEV):
                 raise Busy(f"handle {name.removeprefix(MDEV)} is attached to {holder}: detach it first")
@@ -258,8 +285,11 @@ class FakeDevice:
 
 
 def moving(key: str, at: float) -> dict[str, float]:
-    """The load of a device at a unix time: a job of minutes with a flicker of seconds over it, each key at its own
-    pace; memory, heat and power follow."""
+    """Return the simulated load of a device at a Unix time: metric → value.
+
+    Utilization changes over minutes, with smaller changes over seconds, at a different pace for each key. Memory
+    follows the slow change; temperature and power follow utilization.
+    """
     own = zlib.crc32(key.encode()) / 2**32
     job = 0.5 + 0.5 * math.sin(math.tau * (at / (400 + 400 * own) + own))
     busy = min(100.0, max(0.0, 90 * job + 8 * math.sin(math.tau * (at / 23 + 7 * own))))
@@ -274,7 +304,10 @@ def moving(key: str, at: float) -> dict[str, float]:
 
 
 def _begin(act: Act, machine: Machine, settings: Settings, ask: Ask) -> FakeDevice:
-    """The device an act is about, after what the script says about all acts and this one."""
+    """Return the device of an act, after the delays and failures that the Script defines for it.
+
+    Raises the error of `refuse`, Gone for an unknown device, and Busy for a device in `busy`.
+    """
     script = _script(settings)
     _misbehave(script.misbehave)
     time.sleep(script.slow_s.get(act, 0))
@@ -311,7 +344,10 @@ def _address(n: int) -> str:
 
 
 def _misbehave(how: str) -> None:
-    """Every way in which a driver can fail its host."""
+    """Fail in one of the ways in which a driver can fail: raise, hang, flood, send wrong data or exit; '' does nothing.
+
+    Raises Invalid for an unknown way.
+    """
     if how == "raise":
         raise RuntimeError("told to raise")
     if how == "fail":
@@ -336,7 +372,7 @@ def _script(settings: Settings) -> Script:
 
 
 def read_script(path: str) -> Script:
-    """The control file, or the default where there is none; raises Invalid."""
+    """Return the Script of the control file, or the default if there is no such file. Raises Invalid."""
     try:
         return msgspec.json.decode(Path(path).read_bytes(), type=Script) if path else Script()
     except FileNotFoundError:

@@ -1,6 +1,7 @@
-"""The generic driver: hardware by an operator's words alone, one backend for each section of its settings.
+"""The generic driver: hardware that an operator describes in the settings, with one backend for each section.
 
-`driver.py` is the driver, which asks its backends; `kind.py` is what a backend can do, a file for each kind beside it.
+`driver.py` is the driver, which calls its backends. `backend.py` defines what a backend can do, and each kind of
+backend has its own module beside it.
 """
 
 from __future__ import annotations

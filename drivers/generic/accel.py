@@ -1,7 +1,8 @@
-"""Backends of kind `accel-class`: functions that a kernel driver shows in /sys/class/accel, handed out as device nodes.
+"""Backends of kind `accel-class`: PCI functions with a device node in /dev/accel, which is handed out.
 
-A node with its permissions is what a container takes, a handle of kind `DEV`; Nova gives a guest no such thing, so it
-is never offered one. Source: Documentation/accel/introduction.rst.
+A handle of type `DEV` names a device node and its permissions, for use in a container. Nova cannot give a device node
+to a guest, so these devices have no resource class and are not offered to Nova. Source:
+Documentation/accel/introduction.rst.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ CLASS = "/sys/class/accel"
 
 
 class Desired(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a consumer may do with the node: read, write, or both."""
+    """The permissions that a consumer gets on the node: read, write, or both."""
 
     permissions: Literal["r", "w", "rw"] = "rw"
 
 
 class Accel(Matched, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="accel-class"):
-    """One handle a function: its node."""
+    """Offers one handle for each function: its device node."""
 
     kind: ClassVar[BackendKind] = "accel-class"
 
     desired: Desired = Desired()
 
     def discover(self, machine: Machine) -> Findings:
-        """Functions without a node are faults."""
+        """Return the functions that have a device node; those without one become faults."""
         found = self.functions(machine)
         nodes = {device.key: node_of(machine, device.address or "") for device in found.devices}
         bare = [device for device in found.devices if not nodes[device.key]]
@@ -49,14 +50,17 @@ class Accel(Matched, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=
         return Findings(tuple(devices), (*found.faults, *faults))
 
     def services(self, machine: Machine, devices: tuple[Device, ...]) -> tuple[Service, ...]:
-        """Its readings. What Nova cannot have is said where one looks for it."""
+        """Return health and stats, and `passthrough` as unavailable with the reason why Nova cannot use the devices."""
         return (
             service("passthrough", "it hands out device nodes (DEV), which Nova gives no guest: not offered to Nova"),
             *readings(machine, devices),
         )
 
     def plan(self, act: Act, machine: Machine, ask: Ask) -> Plan:
-        """Nothing is changed; what is attached must be there."""
+        """Return a plan without steps for install, attach and detach.
+
+        For attach, raises Gone if the handle's node does not exist. Raises Unsupported for all other acts.
+        """
         if act == "attach":
             address = functions.find(machine, ask.key)
             if ask.handle is None or ask.handle != self._handle(node_of(machine, address)):
@@ -75,7 +79,7 @@ class Accel(Matched, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=
 
 
 def node_of(machine: Machine, address: str) -> str:
-    """`/dev/accel/accel0`, '' when the function has none."""
+    """Return the device node of a function, such as `/dev/accel/accel0`; '' if it has none."""
     for name in machine.names(f"{PCI_DEVICES}/{address}/accel"):
         if machine.exists(f"{CLASS}/{name}") and machine.exists(f"/dev/accel/{name}"):
             return f"/dev/accel/{name}"

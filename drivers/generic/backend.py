@@ -1,6 +1,7 @@
-"""What every kind of backend says and does. Subclassed in this folder; asked by `drivers.generic.driver`.
+"""The base class of all kinds of backends of the generic driver.
 
-A backend is its section of the settings: the fields of the struct are the words an operator may write there.
+A backend is an instance of its section of the settings: the fields of the struct are the keys that an operator may
+write in that section.
 """
 
 from __future__ import annotations
@@ -18,55 +19,64 @@ from drivers.plan import Act, Ask, Plan, Vitals
 
 
 class Limits(Struct, frozen=True, forbid_unknown_fields=True):
-    """How much a backend offers in all: devices, and the attach handles of all of them. None: what there is."""
+    """The maximum of devices that a backend offers, and of attach handles of all its devices; None means no limit."""
 
     max_devices: Annotated[int, Meta(ge=0, le=4096)] | None = None
     max_handles: Annotated[int, Meta(ge=0, le=65_535)] | None = None
 
 
 class Kind(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="kind"):
-    """One backend. All methods look at the machine as it is now, change nothing, and raise the errors of
-    `drivers.errors`, which are this backend's alone."""
+    """Base class of all backends; a subclass is one kind.
+
+    All methods read the present state of the machine and change nothing. They raise the errors of `drivers.errors`; an
+    error of `discover` affects this backend only.
+    """
 
     kind: ClassVar[BackendKind]
     writes: ClassVar[tuple[str, ...]] = ()
-    """Globs of the paths its steps may write."""
+    """Globs that cover every path its steps may write."""
 
     limits: Limits = Limits()
     labels: Annotated[dict[Word, Annotated[str, Meta(max_length=255)]], Meta(max_length=64)] = {}
 
     def problem(self) -> str:
-        """Why these words, each of which may be written, make no sense together; '' when they do."""
+        """Return why these settings, each of which is valid by itself, are invalid together; '' if they are valid."""
         return ""
 
     def probe(self, machine: Machine) -> tuple[str, ...]:
-        """Why this host cannot be used to the full by this backend."""
+        """Return what this host lacks for full use of this backend, one sentence each."""
         return ()
 
     def discover(self, machine: Machine) -> Findings:
-        """Its complete list of devices, and what it could not take for one."""
+        """Return the complete list of its devices, and a fault for each thing that cannot be used as one."""
         raise NotImplementedError
 
     def services(self, machine: Machine, devices: tuple[Device, ...]) -> tuple[Service, ...]:
-        """What can be done with these devices."""
+        """Return the services that the backend has for these devices, available or not."""
         raise NotImplementedError
 
     def health(self, machine: Machine, ask: Ask) -> Vitals:
-        """How a device of this backend is."""
+        """Return the health of a device of this backend."""
         raise NotImplementedError
 
     def stats(self, machine: Machine, ask: Ask) -> tuple[Sample, ...]:
-        """The load of a device of this backend."""
+        """Return the load of a device of this backend; the default is no samples."""
         return ()
 
     def plan(self, act: Act, machine: Machine, ask: Ask) -> Plan:
-        """The steps of an act, none where the kind needs none for it."""
+        """Return the plan of an act; the default has no steps for install, attach and detach.
+
+        Raises Unsupported for an act that the kind cannot do.
+        """
         if act in ("install", "attach", "detach"):
             return Plan()
         raise Unsupported(f"a backend of kind {self.kind} cannot {act} a device")
 
 
 def service(name: ServiceName, missing: str = "", limits: Mapping[str, str] | None = None) -> Service:
-    """A service that is ready unless something is `missing` for it, which is said in words."""
+    """Return a service that is ready or, if `missing` is not empty, unavailable for that reason.
+
+    Texts are shortened to the sizes that a report allows.
+    """
     said = {word: value[:255] for word, value in (limits or {}).items()}
     return Service(name, state="unavailable" if missing else "ready", reason=missing[:1024], limits=said)

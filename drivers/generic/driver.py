@@ -1,9 +1,8 @@
-"""The driver itself: it asks each backend for itself and puts the answers together. Loaded by
-`drivers.isolation.driver_main`.
+"""The generic driver: it calls each backend separately and combines their results.
 
-What locks what: the agent does one act at a time on a device, and asks this process one question at a time. A backend
-is looked at in a thread, and while that has not ended (the kernel holds it) it is not looked at again: its answer is
-an error, the others' answers are not touched by it.
+Concurrency: the agent executes one act at a time on a device and sends one request at a time to this process. Each
+backend's `discover` runs in a thread. While that thread has not ended, for example because it hangs in the kernel, the
+backend is not called again and reports an error; the results of the other backends are not affected.
 """
 
 from __future__ import annotations
@@ -23,26 +22,29 @@ from drivers.machine import Machine
 from drivers.plan import Act, Ask, Plan, Vitals
 
 FOR_LOOKS = 0.6
-"""The part of a call's deadline that all looks together may take; the rest is for the start and for what follows."""
+"""The part of a call's deadline that all looks together may take; the rest is for starting and for the answer."""
 LEAST_S = 0.5
-"""A backend has at least this, as long as there is any time at all."""
+"""The minimum time of a backend in seconds, unless the remaining time of all backends is shorter."""
 SLOW = "it did not answer in its share of the time (CYBORG_DRIVER_DEADLINE_S): is a device stuck?"
 
 
 class Look(threading.Thread):
-    """One backend looking, once: its devices, faults and services, or the error that ended it."""
+    """One `discover` of one backend, in a thread: its devices, faults and services, or its error.
+
+    `error` is SLOW until the thread has ended, and then '' or the reason of the failure.
+    """
 
     def __init__(self, kind: Kind, machine: Machine, before: Look | None = None) -> None:
         super().__init__(daemon=True)
         self._kind, self._machine = kind, machine
         self.keys: frozenset[str] = before.keys if before else frozenset()
-        """Of the devices it saw, or of those before while it has seen none."""
+        """The keys of the devices that it found; those of the previous look until this one succeeds."""
         self.findings = Findings()
         self.services: tuple[Service, ...] = ()
         self.error = SLOW
 
     def run(self) -> None:
-        """threading: the thread's work."""
+        """Call the backend and store its results or its error. threading calls it."""
         try:
             findings = self._kind.discover(self._machine)
             devices, faults = within(self._kind, findings.devices, self.keys)
@@ -51,12 +53,12 @@ class Look(threading.Thread):
             self.findings, self.error = Findings(devices, (*findings.faults, *faults)), ""
         except DriverError as error:
             self.error = str(error) or "it gave no reason"
-        except Exception as error:  # noqa: BLE001 - it is this backend's alone
+        except Exception as error:  # noqa: BLE001 - an error of one backend must not affect the others
             self.error = f"it raised {type(error).__name__}: {error}"
 
 
 class GenericDriver(Driver):
-    """Devices of all backends in the settings; each is its backend's, whose kind plans what is done to it."""
+    """Offers the devices of all backends in the settings. The kind of a device's backend plans all acts on it."""
 
     name: ClassVar[str] = "generic_driver"
     subsystems: ClassVar[tuple[str, ...]] = ("pci", "mdev", "accel", "firmware")
@@ -65,17 +67,18 @@ class GenericDriver(Driver):
 
     def __init__(self) -> None:
         self._looks: dict[str, Look] = {}
-        """The last look of each backend: one that has not ended is waited for, not begun again."""
+        """The last look of each backend by name; a new one is started only after it has ended."""
 
     def probe(self, machine: Machine, settings: Settings) -> tuple[str, ...]:
-        """What each backend lacks here."""
+        """Return what each backend lacks on this host, at most 64 reasons. Raises Invalid for unusable settings."""
         backends = words.read(settings).items()
         return tuple(f"{name}: {reason}" for name, backend in backends for reason in backend.probe(machine))[:64]
 
     def discover(self, machine: Machine, settings: Settings) -> Findings:
-        """Look with one backend after the other; one that takes too long is left behind. Raises Invalid.
+        """Call one backend after the other and return all devices; a backend that takes too long reports an error.
 
-        A device that several of them see is said of each: the agent knows which had it (`drivers.pci.ownership`).
+        A device that several backends find is reported for each of them; the agent decides which one owns it
+        (`drivers.pci.ownership`). Raises Invalid for unusable settings.
         """
         backends = words.read(settings)
         end = time.monotonic() + FOR_LOOKS * machine.deadline_s
@@ -96,43 +99,47 @@ class GenericDriver(Driver):
         return Findings(tuple(devices), at_most(faults), tuple(answers))
 
     def health(self, machine: Machine, settings: Settings, ask: Ask) -> Vitals:
-        """As its kind reads it."""
+        """Return the health of the device as its backend reads it. Raises Gone if no backend has it."""
         return self._backend(machine, settings, ask).health(machine, ask)
 
     def stats(self, machine: Machine, settings: Settings, ask: Ask) -> tuple[Sample, ...]:
-        """As its kind reads it."""
+        """Return the load of the device as its backend reads it. Raises Gone if no backend has it."""
         return self._backend(machine, settings, ask).stats(machine, ask)
 
     def install(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
-        """As the backend's `desired`, or the layout over it, wants the device."""
+        """Plan how to bring the device into the state of the backend's `desired`; the layout overrides it."""
         return self._backend(machine, settings, ask).plan("install", machine, ask)
 
     def uninstall(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
-        """As it was before it was first touched."""
+        """Plan how to restore the state that the device had before it was first changed."""
         return self._backend(machine, settings, ask).plan("uninstall", machine, ask)
 
     def attach(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
-        """What the handle needs on the host."""
+        """Plan what the handle needs on the host for its consumer."""
         return self._backend(machine, settings, ask).plan("attach", machine, ask)
 
     def detach(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
-        """Take that back."""
+        """Plan how to remove what `attach` created."""
         return self._backend(machine, settings, ask).plan("detach", machine, ask)
 
     def program(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
-        """Load the image by the kernel's upload class."""
+        """Plan how to load the image through the kernel's firmware upload class."""
         return self._backend(machine, settings, ask).plan("program", machine, ask)
 
     def partition(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
-        """Divide it as the layout says."""
+        """Plan how to divide the device as the layout describes."""
         return self._backend(machine, settings, ask).plan("partition", machine, ask)
 
     def reset(self, machine: Machine, settings: Settings, ask: Ask) -> Plan:
-        """By the kernel's own method."""
+        """Plan a reset by the kernel's own method."""
         return self._backend(machine, settings, ask).plan("reset", machine, ask)
 
     def _backend(self, machine: Machine, settings: Settings, ask: Ask) -> Kind:
-        """The backend that has the device, or the first that saw it; raises Gone. It looks if none has seen it yet."""
+        """Return the backend `ask.backend`, or else the first one that found the device.
+
+        If no backend has found the device yet, all backends are called (`discover`) once. Raises Gone, and Invalid for
+        unusable settings.
+        """
         backends = words.read(settings)
         if ask.backend in backends:
             return backends[ask.backend]
@@ -145,6 +152,10 @@ class GenericDriver(Driver):
         raise Gone(f"no backend of generic_driver has {ask.key} (any more)")
 
     def _look(self, name: str, kind: Kind, machine: Machine, wait_s: float) -> Look:
+        """Start a look of a backend and wait for it at most `wait_s` seconds; return it, ended or not.
+
+        If the last look of this backend has not ended, it is returned at once.
+        """
         look = self._looks.get(name)
         if look is None or not look.is_alive():
             look = self._looks[name] = Look(kind, machine, look)
@@ -154,7 +165,7 @@ class GenericDriver(Driver):
 
 
 def services_of(kind: Kind, machine: Machine, devices: tuple[Device, ...]) -> tuple[Service, ...]:
-    """The backend's services; without a device none of them is available."""
+    """Return the backend's services; if it has no devices, all of them are unavailable."""
     services = kind.services(machine, devices)
     if devices:
         return services
@@ -165,8 +176,11 @@ def services_of(kind: Kind, machine: Machine, devices: tuple[Device, ...]) -> tu
 def within(
     kind: Kind, devices: tuple[Device, ...], known: frozenset[str]
 ) -> tuple[tuple[Device, ...], tuple[Fault, ...]]:
-    """What the limits leave of the devices and their handles, those that are `known` first, each in the order of
-    addresses; what is over is said."""
+    """Return the devices and handles that the backend's limits allow, and a fault for everything that is left out.
+
+    Devices whose keys are `known` come first, so that a new device does not displace them; within both groups the order
+    is by address.
+    """
     most_devices, most_handles = kind.limits.max_devices, kind.limits.max_handles
     ordered = sorted(devices, key=lambda device: (device.key not in known, device.address or "", device.key))
     kept = ordered[:most_devices]
@@ -190,7 +204,7 @@ def within(
 
 
 def _first(part: Deployable, count: int) -> Deployable:
-    """The deployable with the first handles only."""
+    """Return the deployable with at most `count` handles, its first ones."""
     if len(part.handles) <= count:
         return part
     return msgspec.structs.replace(part, handles=part.handles[:count], num_accelerators=count)

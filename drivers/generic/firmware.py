@@ -1,7 +1,8 @@
-"""Backends of kind `firmware`: functions that take an image by the kernel's firmware upload class; nothing is attached.
+"""Backends of kind `firmware`: PCI functions that can be programmed and have no handles.
 
-Such a class device lies below the function it belongs to, at any depth (an FPGA's management controller, say).
-Source: Documentation/ABI/testing/sysfs-class-firmware. `drivers.generic.pci` programs what it hands out the same way.
+They are programmed through the kernel's firmware upload class, whose class device is somewhere below the function in
+sysfs (for example below an FPGA's management controller). `drivers.generic.pci` uses the functions of this module for
+the devices that it hands out. Source: Documentation/ABI/testing/sysfs-class-firmware.
 """
 
 from __future__ import annotations
@@ -28,29 +29,32 @@ NO_LOADER = "its kernel driver takes no firmware: there is no directory of it in
 
 
 class Firmware(Matched, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="firmware"):
-    """Functions that can be programmed and are not handed out."""
+    """Offers functions that can be programmed; they have no handles."""
 
     kind: ClassVar[BackendKind] = "firmware"
     writes: ClassVar[tuple[str, ...]] = WRITES
 
     def discover(self, machine: Machine) -> Findings:
-        """Functions without an upload directory are faults."""
+        """Return the functions that have an upload directory; those without one become faults."""
         found = self.functions(machine)
         devices = [programmable(machine, device) for device in found.devices]
         faults = [Fault(device.address or device.key, NO_LOADER) for device in devices if not _takes(device)]
         return Findings(tuple(map(_unattachable, filter(_takes, devices))), (*found.faults, *faults))
 
     def services(self, machine: Machine, devices: tuple[Device, ...]) -> tuple[Service, ...]:
-        """Programming, and its readings."""
+        """Return program and firmware, and health and stats."""
         return (*services(machine, devices), *readings(machine, devices))
 
     def plan(self, act: Act, machine: Machine, ask: Ask) -> Plan:
-        """Only program has steps."""
+        """Return the upload for program, and a plan without steps for install, attach and detach.
+
+        Raises Unsupported for other acts; for program, raises the errors of the function `plan` of this module.
+        """
         return plan(machine, ask) if act == "program" else super().plan(act, machine, ask)
 
 
 def loaders(machine: Machine, address: str) -> list[str]:
-    """The upload directories of a function, as paths below it."""
+    """Return the upload directories of a function, as paths below the function in PCI_DEVICES."""
     home = f"{PCI_DEVICES}/{address}"
     top = machine.resolve(home) + "/"
     real = (machine.resolve(f"{CLASS}/{name}") for name in machine.names(CLASS))
@@ -58,14 +62,14 @@ def loaders(machine: Machine, address: str) -> list[str]:
 
 
 def programmable(machine: Machine, device: Device) -> Device:
-    """The device, with `program` among its acts when it takes firmware."""
+    """Return the device; `program` is added to its acts if it has an upload directory."""
     if not device.address or not loaders(machine, device.address):
         return device
     return msgspec.structs.replace(device, acts=" ".join(sorted({*device.acts.split(), "program"})))
 
 
 def services(machine: Machine, devices: tuple[Device, ...]) -> tuple[Service, Service]:
-    """program and firmware, of the devices that take it."""
+    """Return the services program and firmware, unavailable if none of the devices has an upload directory."""
     names = sorted(path.rpartition("/")[2] for device in devices for path in loaders(machine, device.address or ""))
     missing = "" if names else NO_LOADER
     limits = {"loaders": " ".join(names)} if names else {}
@@ -73,7 +77,11 @@ def services(machine: Machine, devices: tuple[Device, ...]) -> tuple[Service, Se
 
 
 def plan(machine: Machine, ask: Ask) -> Plan:
-    """Upload the image. Raises Busy when the host or a guest uses the function or a part of it, Unsupported."""
+    """Return the plan that uploads the image to the function.
+
+    Raises Gone, Busy if the host or a guest uses the function or one of its virtual functions, Unsupported if it has no
+    upload directory, and Failed if it has several.
+    """
     address = functions.find(machine, ask.key)
     found = loaders(machine, address)
     if not found:

@@ -1,7 +1,8 @@
-"""Backends of kind `mdev`: mediated devices of PCI functions, each made when it is attached and gone when it is not.
+"""Backends of kind `mdev`: mediated devices of PCI functions, created at attach and removed at detach.
 
-Source: Documentation/ABI/testing/sysfs-bus-vfio-mdev. A mediated device has the uuid of its attach handle. Who has it
-is noted in `/state/mdev`, since the kernel does not know; how handles look is upstream's (contract section 6.3).
+A mediated device has the uuid of its attach handle. Its consumer is stored in a file in `/state/mdev`, because the
+kernel does not know it. The format of handles is upstream's (contract section 6.3). Source:
+Documentation/ABI/testing/sysfs-bus-vfio-mdev.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ MAKE_S = 30.0
 
 
 class Desired(Struct, frozen=True, forbid_unknown_fields=True):
-    """A type as the kernel names it, such as `nvidia-223`."""
+    """The wanted type of mediated devices, as the kernel names it, such as `nvidia-223`."""
 
     mdev_type: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=64)]
 
 
 class Mdev(Matched, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="mdev"):
-    """A handle for each mediated device of the wanted type that there is room for, and for each that we made."""
+    """Offers a handle for each mediated device of the wanted type that can be created or that this agent created."""
 
     kind: ClassVar[BackendKind] = "mdev"
     writes: ClassVar[tuple[str, ...]] = (
@@ -46,7 +47,7 @@ class Mdev(Matched, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="
     desired: Desired
 
     def discover(self, machine: Machine) -> Findings:
-        """Functions that do not have the wanted type are faults."""
+        """Return the functions that support the wanted type; those that do not become faults."""
         found = self.functions(machine)
         devices, faults = [], list(found.faults)
         for device in found.devices:
@@ -60,14 +61,17 @@ class Mdev(Matched, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="
         return Findings(tuple(devices), tuple(faults))
 
     def services(self, machine: Machine, devices: tuple[Device, ...]) -> tuple[Service, ...]:
-        """Mediated devices, with how many may still be made."""
+        """Return `mdev`, with the number of devices that can still be created in its limits, and health and stats."""
         left = sum(self._left(machine, device.address or "") for device in devices)
         types = sorted({name for device in devices for name in types_of(machine, device.address or "")})
         limits = {"type": self.desired.mdev_type, "types": " ".join(types), "available": str(left)}
         return service("mdev", limits=limits), *readings(machine, devices)
 
     def plan(self, act: Act, machine: Machine, ask: Ask) -> Plan:
-        """attach makes the mediated device, detach takes it away."""
+        """Plan to create the mediated device at attach and to remove it at detach; install has no steps.
+
+        Raises Invalid without a valid uuid or consumer, Gone, Busy, and Unsupported for any other act.
+        """
         if act not in ("attach", "detach"):
             return super().plan(act, machine, ask)
         if not UUID.fullmatch(ask.uuid) or (act == "attach" and not UUID.fullmatch(ask.consumer)):
@@ -80,7 +84,10 @@ class Mdev(Matched, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="
         return max(0, machine.read_int(f"{path}/available_instances", 0))
 
     def _handles(self, machine: Machine, address: str) -> tuple[AttachHandle, ...]:
-        """What others made of this type (with mdevctl, say) is not counted: it is not ours to give."""
+        """Return the handles of a function: as many as can be created plus those that this agent created.
+
+        Mediated devices that others created, for example with mdevctl, are not counted: they are not ours to offer.
+        """
         name = self.desired.mdev_type
         ours = {*machine.names(f"{_types(address)}/{name}/devices")} & {*machine.names(NOTES)}
         count = min(1024, self._left(machine, address) + len(ours))
@@ -106,7 +113,10 @@ class Mdev(Matched, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="
         return msgspec.structs.replace(device, deployables=(part,), acts=acts, changeable="", sized_by="")
 
     def _attach(self, machine: Machine, address: str, ask: Ask) -> list[Step]:
-        """Raises Gone, and Busy when the device is another consumer's or there is no room."""
+        """Return the steps that create the mediated device; none if it exists for this consumer.
+
+        Raises Busy if it belongs to another consumer or no more can be created, and Gone for an unknown handle.
+        """
         name, holder = self.desired.mdev_type, machine.text(f"{NOTES}/{ask.uuid}")
         if _made(machine, address, ask.uuid):
             if holder == ask.consumer:
@@ -136,7 +146,7 @@ class Mdev(Matched, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="
 
 
 def types_of(machine: Machine, address: str) -> list[str]:
-    """The types of mediated devices that a function can have."""
+    """Return the types of mediated devices that a function supports."""
     return machine.names(_types(address))
 
 
@@ -149,7 +159,10 @@ def _made(machine: Machine, address: str, uuid: str) -> bool:
 
 
 def _detach(machine: Machine, address: str, ask: Ask) -> list[Step]:
-    """What is another consumer's stays. Raises Busy while a guest has it open: the kernel would wait for its end."""
+    """Return the steps that remove the mediated device and its note; none if it belongs to another consumer.
+
+    Raises Busy while a guest has it open, because the kernel would wait until the guest ends.
+    """
     device, note = f"{PCI_DEVICES}/{address}/{ask.uuid}", f"{NOTES}/{ask.uuid}"
     holder = machine.text(note)
     if holder and ask.consumer not in ("", holder):

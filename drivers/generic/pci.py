@@ -1,5 +1,4 @@
-"""Backends of kind `pci`: functions handed out whole or as their virtual functions, as `drivers.pci.functions` does
-it."""
+"""Backends of kind `pci`: functions handed out whole or as their virtual functions, with `drivers.pci.functions`."""
 
 from __future__ import annotations
 
@@ -20,14 +19,14 @@ from drivers.plan import Act, Ask, Plan
 
 
 class Desired(Struct, frozen=True, forbid_unknown_fields=True):
-    """What a function is to be made of; what is not said is left as it is."""
+    """The wanted state of each function: number of virtual functions and kernel driver; None leaves it unchanged."""
 
     vfs: functions.Vfs | None = None
     bind: functions.Bind | None = None
 
 
 class Pci(Matched, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="pci"):
-    """Passthrough and SR-IOV; a function that takes firmware can be programmed, too."""
+    """Offers functions for passthrough and SR-IOV; those with a firmware upload directory can also be programmed."""
 
     kind: ClassVar[BackendKind] = "pci"
     writes: ClassVar[tuple[str, ...]] = (*functions.PciDriver.writes, *firmware.WRITES)
@@ -35,16 +34,16 @@ class Pci(Matched, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="p
     desired: Desired = Desired()
 
     def probe(self, machine: Machine) -> tuple[str, ...]:
-        """Privileges, an IOMMU, the driver that is to be bound."""
+        """Return what is missing: privileges, a writable /sys, an IOMMU, the kernel driver of `desired.bind`."""
         return functions.PciDriver().probe(machine, self._settings())
 
     def discover(self, machine: Machine) -> Findings:
-        """The functions with what is handed out of them."""
+        """Return the functions with their handles; programmable ones have `program` among their acts."""
         found = self.functions(machine)
         return found._replace(devices=tuple(firmware.programmable(machine, device) for device in found.devices))
 
     def services(self, machine: Machine, devices: tuple[Device, ...]) -> tuple[Service, ...]:
-        """As the kernel offers them for these functions."""
+        """Return passthrough, sriov, reset, program, firmware, health and stats; some may be unavailable."""
         paths = [f"{PCI_DEVICES}/{device.address}" for device in devices]
         groups = machine.names("/sys/kernel/iommu_groups")
         total = sum(machine.read_int(f"{path}/sriov_totalvfs", 0) for path in paths)
@@ -67,7 +66,10 @@ class Pci(Matched, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="p
         )
 
     def plan(self, act: Act, machine: Machine, ask: Ask) -> Plan:
-        """As `drivers.pci.functions` plans it, within the limits."""
+        """Return the plan of `drivers.pci.functions`, or the upload of `drivers.generic.firmware` for program.
+
+        Raises Invalid if the layout wants more virtual functions than `limits.max_handles`.
+        """
         if act == "program":
             return firmware.plan(machine, ask)
         wanted, most = ask.layout.get("vfs", ""), self.limits.max_handles

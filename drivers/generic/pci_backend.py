@@ -1,6 +1,6 @@
-"""What all kinds have in common whose devices are PCI functions: which functions, of what type, and how they are.
+"""The base class of backends whose devices are PCI functions: it selects functions and reads their health and load.
 
-`drivers.pci.functions` knows the functions; what the host itself uses is nobody's here either.
+It is based on `drivers.pci.functions`, so functions that the host itself uses are not offered here either.
 """
 
 from __future__ import annotations
@@ -19,27 +19,30 @@ from drivers.plan import Ask, Vitals
 
 
 class Matched(Kind, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Functions that one of `match` takes; `type` where their PCI class does not tell it."""
+    """Selects the functions that one of `match` matches.
+
+    `type` is their device type; it is needed if their PCI class does not tell it.
+    """
 
     match: Annotated[list[pci.Match], Meta(min_length=1, max_length=64)]
     type: DeviceType | None = None
 
     def problem(self) -> str:
-        """A match that takes everything is a mistake."""
+        """Return a reason if a match selects every function, which is a mistake; '' otherwise."""
         if pci.Match() in self.match:
             return "one of its match takes everything: state vendor, product, class or address"
         return ""
 
     def functions(self, machine: Machine) -> Findings:
-        """The devices that they are for `drivers.pci.functions`, handed out whole."""
+        """Return the devices and faults that `drivers.pci.functions` finds for the matches."""
         return pci.take(machine, [self._rule(match) for match in self.match])
 
     def health(self, machine: Machine, ask: Ask) -> Vitals:
-        """Link, errors, power, temperatures."""
+        """Return the health of a function, with its link, errors, power state and temperatures. Raises Gone."""
         return pci.PciDriver().health(machine, {}, ask)
 
     def stats(self, machine: Machine, ask: Ask) -> tuple[Sample, ...]:
-        """Utilization, memory, temperatures, power, errors: what sysfs has of them."""
+        """Return the load that sysfs shows: utilization, memory, temperatures, power, errors. Raises Gone."""
         return pci.PciDriver().stats(machine, {}, ask)
 
     def _rule(self, match: pci.Match) -> pci.Rule:
@@ -47,6 +50,6 @@ class Matched(Kind, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def readings(machine: Machine, devices: tuple[Device, ...]) -> tuple[Service, Service]:
-    """The services health and stats of functions."""
+    """Return the services health and stats; stats is unavailable if none of the devices has samples."""
     measured = any(device.address and pci_health.samples(machine, "", device.address) for device in devices)
     return service("health"), service("stats", "" if measured else "its devices have no sensor and count no errors")

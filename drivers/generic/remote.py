@@ -1,7 +1,7 @@
-"""Backends of kind `remote`: devices that an operator describes, somewhere else; they are shown and never touched.
+"""Backends of kind `remote`: devices elsewhere that an operator describes; they are shown and never changed.
 
-How they are is read from a file that something else on this host writes: `{"NAME": {"status": "ok", "reason": "",
-"load": {"utilization_percent": 12.5}}}`.
+Their health and load come from a file that another program on this host writes: `{"NAME": {"status": "ok", "reason":
+"", "load": {"utilization_percent": 12.5}}}`. The file may have at most `drivers.machine.MAX_READ` bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KEY = "remote:"
 
 
 class Described(Struct, frozen=True, forbid_unknown_fields=True):
-    """A device as its operator knows it."""
+    """A device as the operator describes it in the settings."""
 
     name: Word
     type: DeviceType
@@ -31,7 +31,7 @@ class Described(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Status(Struct, frozen=True):
-    """How one of them is, and what it has to do: metrics as `drivers.inventory.Sample` names them."""
+    """The health and load of one device in the status file; metrics are named as in `drivers.inventory.Sample`."""
 
     status: Health
     reason: Text = ""
@@ -39,7 +39,7 @@ class Status(Struct, frozen=True):
 
 
 class Remote(Kind, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="remote"):
-    """They have no handles: nothing of them is attached here."""
+    """Shows the described devices. They have no handles, because nothing of them can be attached on this host."""
 
     kind: ClassVar[BackendKind] = "remote"
 
@@ -47,23 +47,23 @@ class Remote(Kind, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="r
     status_file: Annotated[str, Meta(max_length=512, pattern=r"^/[^\x00]+$")] = ""
 
     def problem(self) -> str:
-        """Names are identities."""
+        """Return a reason if two devices have the same name, because the name is a device's identity; '' otherwise."""
         names = [device.name for device in self.devices]
         return "two of its devices have the same name" if len(set(names)) < len(names) else ""
 
     def discover(self, machine: Machine) -> Findings:
-        """As described, and as the file says that they are. Raises Invalid for a file that cannot be understood."""
+        """Return the described devices with their health from the status file. Raises Invalid for an unusable file."""
         said = self._said(machine)
         return Findings(tuple(self._device(device, said) for device in self.devices))
 
     def services(self, machine: Machine, devices: tuple[Device, ...]) -> tuple[Service, ...]:
-        """Only what the file says is known."""
+        """Return health and stats, which are unavailable if the status file does not exist."""
         there = self.status_file and machine.exists(self.status_file)
         missing = "" if there else f"there is no status file {self.status_file}".rstrip()
         return service("health", missing), service("stats", missing)
 
     def health(self, machine: Machine, ask: Ask) -> Vitals:
-        """As the file says."""
+        """Return the health from the status file, `unknown` if it has none. Raises Gone, and Invalid for the file."""
         for device in self.devices:
             if ask.key == f"{KEY}{device.name}":
                 said = self._said(machine).get(device.name, self._unknown())
@@ -71,11 +71,12 @@ class Remote(Kind, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="r
         raise Gone(f"there is no {ask.key} (any more)")
 
     def stats(self, machine: Machine, ask: Ask) -> tuple[Sample, ...]:
-        """As the file says."""
+        """Return the load from the status file; no samples if it has none. Raises Invalid for an unusable file."""
         said = self._said(machine).get(ask.key.removeprefix(KEY), self._unknown())
         return tuple(Sample(ask.key, metric, value) for metric, value in said.load.items())
 
     def _said(self, machine: Machine) -> dict[str, Status]:
+        """Return the content of the status file by device name; empty if there is no file. Raises Invalid, Failed …."""
         try:
             return msgspec.json.decode(machine.read_bytes(self.status_file), type=dict[str, Status])
         except Gone:

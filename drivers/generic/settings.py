@@ -1,4 +1,4 @@
-"""The settings of the generic driver: `backends`, a table of named sections. Read by `drivers.generic.driver`."""
+"""Parse the settings of the generic driver: `backends`, a table of named sections."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KINDS: tuple[type[Kind], ...] = (Pci, Mdev, Accel, Firmware, Remote)
 
 
 def read(settings: Settings) -> dict[str, Kind]:
-    """The backends by name, in the order they are written. Raises Invalid with a sentence about the first mistake."""
+    """Return the backends by name, in the order of the settings. Raises Invalid, which describes the first mistake."""
     if unknown := sorted(settings.keys() - {"backends"}):
         raise Invalid(f"generic_driver has no setting {unknown[0]!r}: it has backends")
     sections = settings.get("backends", {})

@@ -1,1 +1,1 @@
-"""Run each driver in a process of its own, with few rights on the host."""
+"""Run each driver in a process of its own that has few rights on the host."""

@@ -1,10 +1,10 @@
-"""The process a driver lives in: `python -I -m drivers.isolation.driver_main NAME`, started by
-`drivers.isolation.runner`; by hand, to look.
+"""The main program of a driver's process: `python -I -m drivers.isolation.driver_main NAME`.
 
-JSON lines. It first says `{"ready": {manifest}}`, then answers each line of stdin, a Request, with an Answer that has
-exactly one of `report`, `reasons`, `vitals`, `load`, `plan` and `error`. It can read the host and nothing else
-(`drivers.isolation.sandbox`), so its answers go to a terminal or a pipe, never to a file (docs/writing-a-driver.md).
-Small on purpose: no asyncio, no logging, pyudev only for those who use it.
+The agent starts it (`drivers.isolation.runner`); for inspection it can be started by hand. It speaks JSON lines: it
+first writes `{"ready": {manifest}}`, then answers each line of stdin, a Request, with an Answer that has exactly one of
+`report`, `reasons`, `vitals`, `load`, `plan` and `error`. The process can only read the host
+(`drivers.isolation.sandbox`), so its stdout must be a terminal or a pipe, not a file (docs/writing-a-driver.md).
+To keep the process small it uses no asyncio and no logging, and imports pyudev only for drivers that need it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from drivers.machine import Machine
 from drivers.plan import Act, Ask, Load, Plan, Vitals
 
 MAX_DEVICES, MAX_STEPS = 4096, 256
-"""The bounds of `DriverReport.devices` and `Plan.steps`, looked at before anything is encoded."""
+"""Maximum lengths of `DriverReport.devices` and `Plan.steps`, checked before anything is encoded."""
 MAX_TEXT = 4096
 
 T = TypeVar("T")
@@ -41,8 +41,11 @@ Globs = Annotated[tuple[Annotated[str, Meta(max_length=512)], ...], Meta(max_len
 
 
 class Request(Struct, frozen=True):
-    """One line of stdin. `state` is where `/state` leads; the answer is waited for `deadline_s` seconds; `ask` is there
-    for health and the acts, `asks` for samples: of each only the key and the backend count."""
+    """One line of stdin.
+
+    `state` is the directory to which `/state` leads. The caller waits `deadline_s` seconds for the answer. `ask` is set
+    for health and the acts, `asks` for samples, where only `key` and `backend` of each are used.
+    """
 
     id: int
     call: Call
@@ -55,9 +58,9 @@ class Request(Struct, frozen=True):
 
 
 class Ready(Struct, frozen=True):
-    """A driver's manifest: what it is, what the agent should watch, which paths its steps may write, what it can plan.
+    """A driver's manifest: its identity, what the agent should watch, the paths its steps may write, its acts.
 
-    `unconfined` says which of `drivers.isolation.sandbox`'s walls this kernel does not have.
+    `unconfined` lists the restrictions of `drivers.isolation.sandbox` that this kernel does not support.
     """
 
     name: str = ""
@@ -71,7 +74,7 @@ class Ready(Struct, frozen=True):
 
 
 class Answer(Struct, frozen=True, omit_defaults=True):
-    """One line of stdout; exactly one of the fields after `id` is there, `kind` (`errors.KINDS`) beside `error`."""
+    """One line of stdout. Exactly one field after `id` is set; `kind` (a key of `errors.KINDS`) accompanies `error`."""
 
     id: int = 0
     ready: Ready | None = None
@@ -85,14 +88,17 @@ class Answer(Struct, frozen=True, omit_defaults=True):
 
 
 def main() -> int:
-    """Run the driver named on the command line until stdin ends."""
+    """Run the driver that the command line names, until stdin ends; return the exit status.
+
+    Returns 1 if the driver cannot be loaded or needs more than the memory limit.
+    """
     die_with_parent()
     name, pipe = sys.argv[1], _private_stdout()
     unconfined = confine()
     try:
         driver = catalogue.load(name)
         _say(pipe, Answer(ready=_manifest(name, driver, unconfined)))
-    except Exception as error:  # noqa: BLE001 - a driver without its attributes is one that does not load
+    except Exception as error:  # noqa: BLE001 - a driver that lacks required attributes counts as not loadable
         _say(pipe, _refusal(0, error))
         return 1
     gauge = Gauge(driver, lambda samples: _checked(samples, tuple[Sample, ...], "its load"))
@@ -106,7 +112,10 @@ def main() -> int:
 
 
 def _private_stdout() -> BinaryIO:
-    """Our end of the pipe; whatever a driver or its libraries print goes to stderr instead of into our answers."""
+    """Return a private copy of stdout for answers, and redirect stdout itself to stderr.
+
+    Output that a driver or its libraries print therefore does not mix with the answers.
+    """
     pipe = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     return pipe
@@ -165,12 +174,16 @@ def _refusal(number: int, error: Exception) -> Answer:
 
 
 def _clean(text: str) -> str:
-    """What can be sent and stored of a driver's words."""
+    """Return the text so that it can be sent and stored: shortened, without NUL characters and lone surrogates."""
     return text[:MAX_TEXT].replace("\0", " ").encode(errors="replace").decode()
 
 
 def _report(name: str, findings: object) -> DriverReport:
-    """Bound and check what the driver says, device by device, so that one bad device costs only itself."""
+    """Check the findings and turn them into a report.
+
+    Devices are checked one by one: an invalid device becomes a Fault, and the others stay. Raises Failed if the
+    findings have the wrong type, too many devices, or invalid backends.
+    """
     if not isinstance(findings, Findings):
         raise Failed(f"it answered rubbish: {type(findings).__name__} in place of devices")
     if len(findings.devices) > MAX_DEVICES:
@@ -193,7 +206,10 @@ def _fault(subject: str, reason: str) -> Fault:
 
 
 def _vitals(driver: Driver, machine: Machine, settings: dict[str, object], ask: Ask, gauge: Gauge) -> Vitals:
-    """With what can be read of the load in the time that is left: how a device is can be said without."""
+    """Return the driver's health of a device, with the load added that can be read in the remaining time.
+
+    A load that cannot be read does not make the health fail.
+    """
     end = time.monotonic() + machine.deadline_s
     vitals = _checked(driver.health(machine, settings, ask), Vitals, "its health")
     machine.deadline_s = max(0.0, end - time.monotonic())
@@ -212,7 +228,10 @@ def _plan(plan: object) -> Plan:
 
 
 def _checked(thing: object, kind: type[T], what: str) -> T:
-    """Structs do not check themselves when they are made; decoding does. Raises Failed."""
+    """Return `thing` as a validated `kind`; `what` names it in the error. Raises Failed if it is not valid.
+
+    The value is encoded and decoded again, because msgspec structs validate their fields only when decoded.
+    """
     try:
         data = msgspec.json.encode(thing)
         if rb"\u0000" in data:

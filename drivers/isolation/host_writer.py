@@ -1,9 +1,8 @@
-"""Writing to the host, from the agent's side. Used by `agents.host.execution.executor` for the steps of one act at a
-time.
+"""The agent's side of writing to the host: a `Hand` writes for the steps of one act at a time.
 
-The write itself is done by a worker (`drivers.isolation.write_worker`), which starts with the first one and is
-killed when one does not
-return in time. What even SIGKILL does not end hangs in the kernel and holds the device: the hand is *stuck* until then.
+The write itself is done by a worker process (`drivers.isolation.write_worker`), which is started at the first write and
+killed when a write does not return in time. If not even SIGKILL ends the worker, it hangs in the kernel and holds the
+device: the hand is *stuck* until the worker ends.
 """
 
 from __future__ import annotations
@@ -24,14 +23,15 @@ from drivers.plan import Image
 
 MAX_ANSWER = 64 * 1024
 START_S = 30.0
-"""Seconds for a worker to be ready; they are not the write's."""
+"""How many seconds a worker may take to start; they do not count as time of the write."""
 WORKER = (sys.executable, "-I", "-m", "drivers.isolation.write_worker")
 
 
 class Hand:
-    """Writes where `roots` lead (`/sys`, `/state`); all methods raise the errors of `drivers.errors`.
+    """Writes below the directories in `roots` (`/sys`, `/state` → real directory), through one worker process.
 
-    Timeout: the outcome is unknown. After the last use, `close`.
+    All methods raise the errors of `drivers.errors`; after Timeout the outcome of the write is unknown. Call `close`
+    after the last write.
     """
 
     def __init__(self, roots: Mapping[str, str], command: tuple[str, ...] = WORKER) -> None:
@@ -41,23 +41,29 @@ class Hand:
 
     @property
     def stuck(self) -> bool:
-        """Whether a write outlived its worker's killing."""
+        """Whether the worker was killed but has not ended, because its write hangs in the kernel."""
         return self._pipe is not None and self._pipe.killed and not self._pipe.exited.is_set()
 
     async def write(self, path: str, value: str, timeout_s: float) -> None:
-        """One value into one file. Below /state it is made as needed, and removed by an empty value."""
+        """Write one value to one file. A file below /state is created if needed, and removed by an empty value.
+
+        Raises Timeout if the write takes longer than `timeout_s` or the worker dies, Denied for a path outside `roots`.
+        """
         do = "own" if path.startswith("/state/") else "attribute"
         await self._ask({"do": do, "path": self._real(path), "value": value}, path, timeout_s, lambda _: None)
 
     async def upload(
         self, path: str, kind: str, image: Image, timeout_s: float, progress: Callable[[int], None]
     ) -> None:
-        """The image to `path`, as `drivers.plan.Step.image` says; `progress` is told percent."""
+        """Write the image to `path`; `kind` is `copy` or `firmware`, as described in `drivers.plan.Step`.
+
+        `progress` is called with the percentage during a firmware upload. Raises the same errors as `write`.
+        """
         order = {"do": kind, "path": self._real(path), "image": image.path}
         await self._ask(order, path, timeout_s, progress)
 
     async def close(self) -> None:
-        """End the worker. One that is stuck is left; it ends by itself as soon as the kernel lets it."""
+        """Kill the worker. A stuck worker is left behind; it ends by itself when its write returns in the kernel."""
         if self._pipe and await self._pipe.kill():
             self._pipe = None
 
@@ -80,14 +86,14 @@ class Hand:
         except Broken as error:
             await self.close()
             raise Timeout(f"{path}: the worker that wrote it is gone ({error}); the outcome is unknown") from None
-        except BaseException:  # cancelled, or it did not start: nobody waits for its answer any more
+        except BaseException:  # cancelled, or the worker did not start: nobody waits for an answer any more
             await self.close()
             raise
         if problem := _problem(answer, path):
             raise problem
 
     async def _running(self) -> Pipe:
-        """The worker, ready. Raises Failed: nothing was touched."""
+        """Return a ready worker, started if needed. Raises Failed if it cannot be started; nothing is written then."""
         if self._pipe is not None and not self._pipe.exited.is_set():
             return self._pipe
         environment = {key: os.environ[key] for key in PASSED_ON if key in os.environ}
@@ -111,7 +117,7 @@ async def _talk(pipe: Pipe, order: dict[str, Any], progress: Callable[[int], Non
 
 
 def _problem(answer: Mapping[str, Any], path: str) -> DriverError | None:
-    """The worker's answer in our words."""
+    """Return the error that the worker's answer describes, or None if the write succeeded."""
     for kind, word in ((Busy, "busy"), (Failed, "failed")):
         if word in answer:
             return kind(str(answer[word]))
@@ -122,6 +128,6 @@ def _problem(answer: Mapping[str, Any], path: str) -> DriverError | None:
         return Denied(f"{path}: it is mounted read-only for this agent (a container without write access?)")
     if code in (errno.EACCES, errno.EPERM):
         return Denied(f"{path}: {os.strerror(code)}; run the agent as root, or with CAP_DAC_OVERRIDE")
-    if code == errno.ENOENT and answer["at"] == "write":  # the file is there: its driver has no such function
+    if code == errno.ENOENT and answer["at"] == "write":  # the file exists, but its kernel driver lacks the function
         return Unsupported(f"{path}: the kernel's driver of this device cannot do that")
     return from_os(OSError(code, os.strerror(code)), path)

@@ -1,6 +1,7 @@
-"""The parent's end of a driver's pipe: lines in bounded memory, complaints kept short, an end that is certain.
+"""The parent's end of the pipes to a child process: send lines, receive lines in bounded memory, and kill the child.
 
-Used by `drivers.isolation.runner` alone. Nothing that a driver writes can make this hold more than one answer's bytes.
+The child is a driver (`drivers.isolation.runner`) or a write worker (`drivers.isolation.host_writer`). A child that
+sends too much is killed: at most MAX_LINES unread lines are kept, each of at most the size of one answer.
 """
 
 from __future__ import annotations
@@ -13,24 +14,25 @@ from collections import deque
 from typing import cast
 
 MAX_STDERR = 1024 * 1024
-"""Bytes a driver may complain per call before that is a flood; of them the last `TAIL` are kept for the reason."""
+"""Maximum bytes on stderr per request; more counts as a flood. The last TAIL bytes are kept for the error message."""
 TAIL = 2048
 MAX_LINES = 16
-"""Unread lines of answers; a well-behaved driver has one, or two at its start."""
+"""Maximum unread lines of answers; a correct driver has one, or two when it starts."""
 LAST_WORDS_S = 0.2
-"""How long the end of a process waits for what is still in its pipe: the kernel tells of both in any order."""
+"""How long output is still read after the process has ended: the end of a process may be reported before its output."""
 REAP_S = 2.0
-"""How long SIGKILL may take before the process counts as stuck in the kernel."""
+"""How long after SIGKILL, in seconds, a process that has not ended counts as stuck in the kernel."""
 
 
 class Broken(Exception):
-    """The process can no longer be talked to; the text says why."""
+    """Communication with the process is no longer possible; the text states the reason."""
 
 
 class Pipe(asyncio.SubprocessProtocol):
-    """One process of one driver. `begin` before each question; `line` gives the answers or raises Broken.
+    """The connection to one child process. Call `begin` before each request, `send` it, and read answers with `line`.
 
-    `introduced` is its user's: whether the process has said what it is.
+    `max_line` is the maximum size of an answer in bytes. `introduced` is for the owner of this object: whether the
+    process has sent its manifest.
     """
 
     def __init__(self, max_line: int) -> None:
@@ -49,12 +51,12 @@ class Pipe(asyncio.SubprocessProtocol):
         self._closed: set[int] = set()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """asyncio: the process has started."""
+        """Store the transport and the process id. asyncio calls it when the process has started."""
         self._transport = cast(asyncio.SubprocessTransport, transport)
         self.pid = self._transport.get_pid()
 
     def pipe_data_received(self, fd: int, data: bytes | str) -> None:
-        """asyncio: it wrote something."""
+        """Collect output of the process; kill the process if it sends too much. asyncio calls it."""
         piece = cast(bytes, data)
         if fd == 2:
             self._tail = (self._tail + piece)[-TAIL:]
@@ -73,8 +75,8 @@ class Pipe(asyncio.SubprocessProtocol):
         self._arrived.set()
 
     def process_exited(self) -> None:
-        """asyncio: it is gone and reaped."""
-        self._kill_group()  # what it started; now, while its number is surely nobody else's
+        """Kill the processes it started, and mark the pipe as ended. asyncio calls it when the process is reaped."""
+        self._kill_group()  # done at once, while no other process can have got the same id
         self.exited.set()
         if self._closed >= {1, 2}:
             self._ended()
@@ -82,24 +84,27 @@ class Pipe(asyncio.SubprocessProtocol):
             asyncio.get_running_loop().call_later(LAST_WORDS_S, self._ended)
 
     def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
-        """asyncio: nothing more comes out of this pipe."""
+        """Note that this output has ended. asyncio calls it."""
         self._closed.add(fd)
         if self._closed >= {1, 2} and self.exited.is_set():
             self._ended()
 
     def begin(self) -> None:
-        """A new question: complaints and stray answers of the last one do not count against it."""
+        """Prepare for a new request: forget what was written to stderr before it."""
         self._complained = 0
         self._tail = b""
 
     def send(self, line: bytes) -> None:
-        """Write one line; a process that does not read shows by not answering."""
+        """Write one line to the process without waiting; nothing is raised if the process does not read it."""
         stdin = self._transport.get_pipe_transport(0) if self._transport else None
         if stdin is not None:
             cast(asyncio.WriteTransport, stdin).write(line + b"\n")
 
     async def line(self) -> bytes:
-        """The next line it wrote; raises Broken when it ended or flooded."""
+        """Wait for the next line that the process wrote and return it. There is no deadline; the caller sets one.
+
+        Raises Broken if the process sent too much, or if it ended and all its lines are read.
+        """
         while not self._lines or self._broken.startswith("it flooded"):
             if self._broken:
                 raise Broken(self._broken)
@@ -108,12 +113,12 @@ class Pipe(asyncio.SubprocessProtocol):
         return self._lines.popleft()
 
     def complaint(self) -> str:
-        """The last line of what it wrote to stderr."""
+        """Return the last line that the process wrote to stderr since `begin`, printable and at most 500 characters."""
         lines = self._tail.decode(errors="replace").strip().splitlines()
         return "".join(char if char.isprintable() else " " for char in lines[-1][-500:]) if lines else ""
 
     async def kill(self) -> bool:
-        """SIGKILL it and all it started; False when the kernel does not let it go in time."""
+        """Send SIGKILL to the process and its process group; return False if it has not ended within REAP_S."""
         self.killed = True
         if not self.exited.is_set():
             self._kill_group()
@@ -131,7 +136,7 @@ class Pipe(asyncio.SubprocessProtocol):
         self._break(f"it ended by itself ({_how(code)})")
 
     def _break(self, reason: str) -> None:
-        """The first reason is the true one. A flood is stopped at its source at once."""
+        """Mark the pipe as broken and kill a process that still runs. The first reason is kept, for it is the cause."""
         self._broken = self._broken or reason
         self._arrived.set()
         if not self.exited.is_set() and not self.killed:

@@ -1,7 +1,8 @@
-"""Processes that die with their parent, also when the parent is killed with SIGKILL.
+"""Make a process end when its parent ends, even if the parent is killed with SIGKILL.
 
-Called first thing by every process we start: the supervisor's children, the clusters' workers, the drivers.
-Linux only (prctl(2) PR_SET_PDEATHSIG); elsewhere it does nothing and pipes closing must do.
+Every process that this product starts must call `die_with_parent` first: the supervisor's children, the clusters'
+workers, the drivers. It works on Linux only (prctl(2) PR_SET_PDEATHSIG). On other systems it does nothing, and a
+process ends only when its pipes are closed.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ _parent = 0
 
 
 def die_with_parent(sig: int = signal.SIGKILL, *, forks_too: bool = False) -> None:
-    """Ask the kernel for `sig` when the parent's starting thread ends; `forks_too` extends it to every later fork.
+    """Make the kernel send `sig` to this process when the thread of the parent that started it ends.
 
-    PR_SET_PDEATHSIG is cleared in a fork, so children made by os.fork() (django-q2's) ask again for themselves.
-    Who starts us may put its process id into `CYBORG_PARENT`: then we also notice that it was gone before we asked.
+    With `forks_too`, every later fork of this process does the same for itself: the kernel clears PR_SET_PDEATHSIG in a
+    child of os.fork() (django-q2 uses it). The parent may put its process id into `CYBORG_PARENT`, which is removed
+    from the environment; then this process also signals itself if the parent ended before this call.
     """
     if sys.platform != "linux":
         return
@@ -43,5 +45,5 @@ def _remember() -> None:
 
 def _again(sig: int) -> None:
     _ask(sig)
-    if os.getppid() != _parent:  # the parent was gone before the kernel knew of our wish
+    if os.getppid() != _parent:  # the parent ended before prctl was called
         os.kill(os.getpid(), sig)

@@ -1,8 +1,8 @@
-"""A driver in its own process, seen from the agent (`agents.host`): asked in JSON lines, never trusted.
+"""The agent's side of a driver process: start it, send it requests as JSON lines, and check its answers.
 
-Whatever the driver does - raise, hang, flood, lie, die - the agent gets an answer in bounded time and memory: a
-DriverReport with the reason in `error` (promise L6), or an error of `drivers.errors`. The other end of the pipe is
-`drivers.isolation.driver_main`.
+The driver is not trusted. If it raises, hangs, sends too much, sends wrong data or dies, the agent still gets an answer
+in bounded time and memory: a DriverReport with the reason in `error` (promise L6), or an error of `drivers.errors`. The
+other end of the pipe is `drivers.isolation.driver_main`.
 """
 
 from __future__ import annotations
@@ -28,26 +28,32 @@ from drivers.plan import Act, Ask, Load, Plan, Vitals, stray
 log = logging.getLogger("cyborg.driver")
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+"""The back-off before a broken driver is started again: it doubles from the first to the longest pause."""
 BREAKS, WITHIN_S = 5, 600.0
-"""A driver that broke so often in so many seconds is started no more until `release`."""
+"""A driver that broke BREAKS times within WITHIN_S seconds is quarantined: not started again until `release`."""
 PASSED_ON = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "LD_PRELOAD", "UMOCKDEV_DIR")
-"""The environment a driver sees: none of the agent's secrets; the last two are how a simulated /sys is put under it."""
+"""Environment variables that a driver's process inherits; none of the agent's secrets are among them.
+
+LD_PRELOAD and UMOCKDEV_DIR allow a simulated /sys.
+"""
 SAMPLES_S = 2.0
-"""The deadline of one round of samples."""
+"""The deadline of one round of samples, in seconds."""
 CATCH_UP_S = 4.0
-"""How long a later call waits for the answer to one that was given up."""
+"""How long a later call waits for the answer to a round of samples that timed out, in seconds."""
 ANSWERS: Mapping[str, str] = {"discover": "report", "probe": "reasons", "health": "vitals", "samples": "load"}
-"""Which field answers which call; all others are answered by a plan."""
+"""The field of Answer that holds the result of each call; all other calls are answered by `plan`."""
 
 _warned: set[str] = set()
 
 
 class DriverProcess:
-    """One driver. The process starts with the first call, stays between calls, and starts again after a failure.
+    """Runs one driver in its own process.
 
-    Calls wait for each other in the order they came; samples wait for nobody. `deadline_s` bounds one call with its
-    start, from its turn on; `max_answer` is in bytes; `state` is the driver's directory, where `/state` leads.
-    `command` replaces ours in tests.
+    The process starts with the first call, keeps running between calls, and starts again after a failure.
+    Calls are executed one at a time, in the order they were made; `samples` never waits for its turn. `deadline_s`
+    limits one call, including the start of the process, from the moment it has its turn. `max_answer` is the maximum
+    size of an answer in bytes. `state` is the driver's directory, to which `/state` leads. `command` replaces the
+    process's command line in tests.
     """
 
     def __init__(
@@ -76,52 +82,58 @@ class DriverProcess:
         self._broken = ""
         self._breaks: deque[float] = deque(maxlen=BREAKS)
         self._given_up = False
-        """Whether the last question asked for samples and its answer is still to come."""
+        """Whether the last request was for samples and its answer has not arrived yet."""
         self._unread: dict[str, str] = {}
-        """Why no load could be read, as it was said last, by device."""
+        """The last known reasons why the load of devices could not be read, by device key; new reasons are logged."""
 
     @property
     def pid(self) -> int | None:
-        """The process, None while there is none."""
+        """The process id, None while no process runs."""
         return self._pipe.pid if self._pipe and not self._pipe.exited.is_set() else None
 
     @property
     def quarantined(self) -> bool:
-        """Whether it is started no more until `release`."""
+        """Whether the process is not started again until `release`: it broke too often, or `close` was called."""
         return self._not_before == float("inf")
 
     @property
     def subsystems(self) -> tuple[str, ...]:
-        """Those whose uevents concern it; known after the first call."""
+        """The kernel subsystems whose uevents concern the driver; empty before the first call."""
         return self.manifest.subsystems
 
     @property
     def watched(self) -> tuple[str, ...]:
-        """The files whose changes do the same."""
+        """The files whose changes concern the driver; empty before the first call."""
         paths = (self._settings.get(key) for key in self.manifest.watched)
         return tuple(path for path in paths if isinstance(path, str) and path)
 
     async def discover(self) -> DriverReport:
-        """What the driver sees now, or a report that has only `error`. Never raises for anything the driver does."""
+        """Return the driver's report. If the driver fails in any way, the report has only `error`; nothing raises."""
         try:
             return cast(DriverReport, (await self._asked("discover")).report)
         except DriverError as error:
             return DriverReport(self.name, error=str(error))
 
     async def probe(self) -> tuple[str, ...]:
-        """Why this host cannot be used to the full, walls it lacks against the driver included. Raises DriverError."""
+        """Return what this host lacks for full use of the driver, including sandbox restrictions the kernel lacks.
+
+        Raises DriverError.
+        """
         return cast("tuple[str, ...]", (await self._asked("probe")).reasons)
 
     async def health(self, ask: Ask) -> Vitals:
-        """How the device `ask.key` is, its load among the samples. Raises DriverError."""
+        """Return the health of the device `ask.key`; its load is in the samples. Raises DriverError."""
         return cast(Vitals, (await self._asked("health", ask)).vitals)
 
     async def samples(self, asks: Sequence[Ask]) -> tuple[Sample, ...]:
-        """The load of these devices, as far as it could be read; none while the driver does anything else.
+        """Return the load of these devices, as far as it can be read within SAMPLES_S.
 
-        Raises Failed when there is no answer in time. That costs samples and nothing else: nobody waits for load, the
-        process is not killed for being late (the machine may be), and one that breaks over it is just started again by
-        the next call. It counts for no quarantine, so no driver loses its devices by what it says beside them.
+        Returns nothing while another call runs or no process runs; it never waits for its turn.
+        Reasons why the load of a device cannot be read are logged when they change.
+
+        Raises Failed if there is no answer in time or the answer is unusable. A late process is not killed, because the
+        machine itself may be slow. A process that breaks is stopped and started again by the next call. Neither counts
+        towards quarantine, so a driver never loses its devices because of its samples.
         """
         if self._one_at_a_time.locked() or self.pid is None:
             return ()
@@ -144,9 +156,10 @@ class DriverProcess:
         return load.samples
 
     async def plan(self, act: Act, ask: Ask) -> Plan:
-        """What is to be done for `act`; no path of it lies outside the driver's manifest. Raises DriverError.
+        """Return the driver's plan for `act`. Nothing on the host is changed, whatever the result.
 
-        Nothing is touched: every error, Failed for a driver that broke included, leaves the host as it was.
+        Raises Denied if the plan would write a path that is not in the driver's manifest, Failed if the driver broke,
+        or the DriverError that the driver raised.
         """
         plan = cast(Plan, (await self._asked(act, ask)).plan)
         if path := stray(plan, self.manifest.writes):
@@ -154,17 +167,24 @@ class DriverProcess:
         return plan
 
     def release(self) -> None:
-        """Start it again with the next call, whatever it did so far."""
+        """End quarantine and back-off: the next call may start the process again at once."""
         self._breaks.clear()
         self._pause_s, self._not_before = FIRST_PAUSE_S, 0.0
 
     async def close(self) -> None:
-        """End the process and all it started; whoever still waits for an answer is refused. May be called twice."""
+        """Kill the process and all processes it started; calls made after this one fail.
+
+        It first waits for the running call and for calls that already wait. It may be called more than once.
+        """
         async with self._one_at_a_time:
             await self._stop()
             self._not_before, self._broken = float("inf"), "it was stopped"
 
     async def _asked(self, call: Call, ask: Ask | None = None) -> Answer:
+        """Wait for the turn of this call, send the request and return the answer. Raises DriverError.
+
+        If the process breaks or does not answer in time, it is killed, and back-off or quarantine begins.
+        """
         async with self._one_at_a_time:
             if time.monotonic() < self._not_before:
                 raise self._error(Failed, self._broken)
@@ -175,7 +195,7 @@ class DriverProcess:
                 late = f"it did not answer within {self._deadline_s:g} s and was killed"
                 await self._give_up(str(error) or late)
                 raise self._error(Failed, self._broken) from None
-            except BaseException:  # cancelled: the answer that may still come must not meet the next question
+            except BaseException:  # cancelled: a late answer must not be taken for the answer to the next request
                 await self._stop()
                 raise
         self._pause_s = FIRST_PAUSE_S
@@ -184,6 +204,7 @@ class DriverProcess:
         return answer
 
     async def _ask(self, call: Call, deadline_s: float, **about: object) -> Answer:
+        """Send one request to a running process, started if needed, and return its answer. Raises Broken."""
         if self._given_up:
             await self._catch_up()
         pipe = await self._running()
@@ -196,7 +217,7 @@ class DriverProcess:
         return answer
 
     async def _catch_up(self) -> None:
-        """Let samples come that nobody waits for any more; a process that does not say them even now is ended."""
+        """Wait for the late answer to a timed-out round of samples and drop it; if none comes, stop the process."""
         if self._pipe and self.pid is not None:
             try:
                 async with asyncio.timeout(CATCH_UP_S):
@@ -224,6 +245,10 @@ class DriverProcess:
         return pipe
 
     async def _answer(self, pipe: Pipe, wanted: str) -> Answer:
+        """Return the next answer, which must belong to the last request and have the field `wanted` or an error.
+
+        Raises Broken for any other line; a manifest before it is stored.
+        """
         while True:
             answer = _decoded(await pipe.line())
             if answer.ready is not None:
@@ -240,7 +265,11 @@ class DriverProcess:
                 return answer
 
     def _learn(self, pipe: Pipe, ready: Ready) -> None:
-        """Once a process, before its first answer: what a driver may write does not change while it runs."""
+        """Store the manifest that a process sends before its first answer.
+
+        Raises Broken for a second manifest (the paths that a driver may write do not change while it runs), a wrong
+        name or another protocol version. Logs each missing sandbox restriction once.
+        """
         if pipe.introduced:
             raise Broken("it answered rubbish: a second manifest")
         if (ready.name, ready.api) != (self.name, API):
@@ -252,7 +281,10 @@ class DriverProcess:
         _warned.update(ready.unconfined)
 
     async def _give_up(self, reason: str) -> None:
-        """Kill what is left and start again later. The words stay the same all that time: each change is a report."""
+        """Stop the process and set the back-off or, after BREAKS breaks within WITHIN_S, quarantine the driver.
+
+        The stored reason stays the same until the next start, because a changed error text would cause a new report.
+        """
         tail = self._pipe.complaint() if self._pipe else ""
         await self._stop()
         now = time.monotonic()
@@ -282,7 +314,7 @@ def _decoded(line: bytes) -> Answer:
         raise Broken("it answered rubbish: text with NUL characters, which no database takes")
     try:
         answer = msgspec.json.decode(line, type=Answer)
-        msgspec.json.encode(answer)  # half a surrogate pair may be read, but not be sent on
+        msgspec.json.encode(answer)  # a lone surrogate can be decoded, but not encoded and sent on
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise Broken(f"it answered rubbish: {str(error)[:200]}") from None
     return answer

@@ -1,9 +1,9 @@
-"""The load of many devices at one asking, whatever one of them costs. Used by `drivers.isolation.driver_main`.
+"""Read the load of many devices in one call, in bounded time, even if one device hangs.
 
-`Driver.stats` reads hardware by somebody else's code: it raises, answers rubbish, takes its time, or hangs in the
-kernel for good. Load is the least of what a driver says, so it never costs more than itself: the devices are asked one
-after the other in a thread, and when the time is over the process answers with what it has. One that hangs holds that
-thread and nothing else: it is left out until it has ended, the other devices and all other calls are answered as ever.
+`Driver.stats` is code of a driver's author that reads hardware: it may raise, return wrong data, be slow, or hang in
+the kernel for ever. Load is the least important result of a driver, so such a failure must not affect anything else.
+The devices are read one after the other in a thread, and when the time is over the samples read so far are returned. A
+device that hangs blocks only that thread: it is skipped until the thread has ended; other devices and calls go on.
 """
 
 from __future__ import annotations
@@ -19,27 +19,31 @@ from drivers.machine import Machine
 from drivers.plan import MAX_SAMPLES, Ask, Load
 
 SHARE = 0.6
-"""The part of a call's deadline that the reading may take; the rest is for the answer's way."""
+"""The part of a call's deadline that may be used for reading; the rest is for sending the answer."""
 MAX_HANGING = 4
-"""With so many readings that have not ended nothing more is read."""
+"""Nothing more is read while this many readings have not ended."""
 MAX_PER_DEVICE = 64
 SLOW = "its load could not be read in time: is the device stuck?"
 
 Checked = Callable[[tuple[Sample, ...]], tuple[Sample, ...]]
-"""The samples as they may be sent; raises Failed."""
+"""A function that validates samples before they are sent and returns them; it raises Failed."""
 
 
 class Gauge:
-    """One driver's load. `checked` is the child's check of all that leaves it."""
+    """Reads the load of one driver's devices. `checked` validates the samples before they are sent."""
 
     def __init__(self, driver: Driver, checked: Checked) -> None:
         self._driver, self._checked = driver, checked
         self._late: list[Reading] = []
         self._last = ""
-        """The next reading begins behind this device, so that each has its turn."""
+        """The next reading starts with the device after this one, so that every device has its turn."""
 
     def read(self, machine: Machine, settings: Settings, asks: tuple[Ask, ...]) -> Load:
-        """What can be read within the share; `unread` says which devices failed, and how."""
+        """Return the samples that can be read within SHARE of the machine's deadline.
+
+        `unread` of the result names the devices that failed or hang, with the reason. Devices that were not reached in
+        time are in neither list; the next call starts with them. Nothing is raised for a device.
+        """
         self._late = [one for one in self._late if one.is_alive()]
         hanging = {one.at for one in self._late}
         faults = [Fault(key, SLOW) for key in sorted(hanging)]
@@ -57,7 +61,10 @@ class Gauge:
         return Load(tuple(reading.samples), at_most((*faults, *reading.faults)))
 
     def _one(self, machine: Machine, settings: Settings, ask: Ask) -> tuple[Sample, ...]:
-        """Numbers that are none (NaN, infinity) are left out. Raises whatever the driver raises, Failed for rubbish."""
+        """Return the samples of one device without values that are NaN or infinite.
+
+        Raises whatever the driver raises, and Failed for too many samples or invalid ones.
+        """
         told = self._driver.stats(machine, settings, ask)
         if len(told) > MAX_PER_DEVICE:
             raise Failed(f"it says {len(told)} numbers of this device, more than {MAX_PER_DEVICE}")
@@ -68,7 +75,11 @@ class Gauge:
 
 
 class Reading(threading.Thread):
-    """One round through the devices. `at` is the one it is busy with, `done` the one before; `over` ends it."""
+    """One round through the devices, in a thread.
+
+    `at` is the key of the device being read, `done` the key of the last one that was read. Setting `over` ends the
+    round after the present device.
+    """
 
     def __init__(self, asks: list[Ask], one: Callable[[Ask], tuple[Sample, ...]]) -> None:
         super().__init__(daemon=True)
@@ -78,14 +89,14 @@ class Reading(threading.Thread):
         self.faults: list[Fault] = []
 
     def run(self) -> None:
-        """threading: the thread's work."""
+        """Read the devices one after the other. threading calls it."""
         for ask in self._asks:
             if self.over or len(self.samples) + MAX_PER_DEVICE > MAX_SAMPLES:
                 return
             self.at = ask.key
             try:
                 self.samples += self._one(ask)
-            except Exception as error:  # noqa: BLE001 - it costs this device's load, and is said
+            except Exception as error:  # noqa: BLE001 - only this device's load is lost, and a fault reports it
                 text = str(error) if isinstance(error, DriverError) else f"it raised {type(error).__name__}: {error}"
                 self.faults.append(Fault(ask.key, text))
             self.done = ask.key

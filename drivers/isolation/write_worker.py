@@ -1,9 +1,9 @@
-"""The worker behind `drivers.isolation.host_writer`: the only code that writes to a host. Started as `python -I -m
-drivers.isolation.write_worker`.
+"""The worker process of `drivers.isolation.host_writer`: the only code that executes a plan's writes on the host.
 
-It first says `{}`, then does one thing at a time, as a JSON line of stdin says, and answers: `{"percent": …}` while it
-uploads, then `{}` when it is done, `{"errno": …, "at": "open"|"write", "path": …}` as the kernel answered, or in words
-`{"busy": …}` or `{"failed": …}`. A process of its own, because a write into /sys may hang in the kernel without end.
+It is started as `python -I -m drivers.isolation.write_worker` and first writes `{}`. Each JSON line of stdin is one
+order; orders are executed one at a time. It answers `{"percent": …}` during an upload, then `{}` for success,
+`{"errno": …, "at": "open"|"write", "path": …}` for an error of the kernel, or `{"busy": …}` or `{"failed": …}` with a
+text. It is a process of its own because a write into /sys may hang in the kernel for ever.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ POLL_S = 0.1
 
 
 class Refused(Exception):
-    """What to answer."""
+    """An order failed; `answer` is the answer to send."""
 
     def __init__(self, **answer: object) -> None:
         super().__init__(answer)
@@ -31,7 +31,10 @@ class Refused(Exception):
 
 
 def attribute(path: str, value: str | bytes) -> None:
-    """One write into a file that is there, as the kernel wants it: whole, and an error of closing counts."""
+    """Write the value to an existing file in one system call, as sysfs requires.
+
+    Raises Refused if opening, writing or closing fails, or if only a part was written.
+    """
     data = value.encode() if isinstance(value, str) else value
     at = "open"
     try:
@@ -48,7 +51,7 @@ def attribute(path: str, value: str | bytes) -> None:
 
 
 def own(path: str, value: str) -> None:
-    """A file of the driver's own directory, whole or not at all; no value: no file."""
+    """Replace a file of the driver's own directory atomically; an empty value removes it. Raises Refused."""
     if value:
         _replace(path, lambda new: _fill(new, value))
     else:
@@ -61,15 +64,16 @@ def own(path: str, value: str) -> None:
 
 
 def copy(path: str, image: str) -> None:
-    """The image as a file of the driver's own directory."""
+    """Copy the image to a file of the driver's own directory, atomically. Raises Refused."""
     _replace(path, lambda new: shutil.copyfile(image, new))
 
 
 def firmware(path: str, image: str, say: Callable[..., None]) -> None:
-    """Hand the image to the kernel's firmware upload class, whose directory `path` is, and wait for its end.
+    """Upload the image through the kernel's firmware upload class and wait until the upload has ended.
 
-    A second upload while one runs is not refused by the kernel (Documentation/ABI/testing/sysfs-class-firmware), so it
-    is refused here.
+    `path` is the directory of the class device; `say` is called with the progress. Raises Refused if another upload
+    runs, because the kernel does not refuse that (Documentation/ABI/testing/sysfs-class-firmware), or if the device
+    reports an error. Raises OSError if writing the data fails.
     """
     if (status := _text(f"{path}/status")) != "idle":
         raise Refused(busy=f"{path} is {status}: another upload runs")
@@ -94,6 +98,7 @@ def firmware(path: str, image: str, say: Callable[..., None]) -> None:
 
 
 def _replace(path: str, fill: Callable[[str], object]) -> None:
+    """Replace a file atomically: `fill` writes `path` + `.new`, which is synced and renamed. Raises Refused."""
     new = f"{path}.new"
     try:
         os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
@@ -122,6 +127,7 @@ def _text(path: str) -> str:
 
 
 def _do(order: dict[str, Any], say: Callable[..., None]) -> dict[str, object]:
+    """Execute one order and return the answer to send."""
     work: dict[str, Callable[[], None]] = {
         "attribute": lambda: attribute(order["path"], order["value"]),
         "own": lambda: own(order["path"], order["value"]),
@@ -138,7 +144,7 @@ def _do(order: dict[str, Any], say: Callable[..., None]) -> dict[str, object]:
 
 
 def main() -> None:
-    """Do what stdin says until it ends."""
+    """Execute the orders on stdin until it ends."""
     die_with_parent()
 
     def say(**answer: object) -> None:

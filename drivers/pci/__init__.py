@@ -1,1 +1,1 @@
-"""PCI functions: find them, divide them, hand them over, and see who uses them."""
+"""Find PCI functions, divide them (SR-IOV), bind them to kernel drivers, and determine who uses them."""

@@ -1,8 +1,8 @@
-"""PCI functions and the kernel drivers they are bound to: what is so, what stands in the way, the steps to another one.
+"""Read which kernel driver a PCI function is bound to, check what prevents a change, and plan the steps to another one.
 
-Pure planning for `drivers.pci.functions` and `drivers.pci.sriov`. Source: Documentation/ABI/testing/sysfs-bus-pci,
+This module only reads and plans. Setting `driver_override` alone binds nothing, and the kernel does not report a probe
+that fails because of it; a write to `bind` returns an error. Source: Documentation/ABI/testing/sysfs-bus-pci,
 -iommu_groups.
-`driver_override` alone binds nothing, and a probe that fails over it is told nobody; writing to `bind` is answered.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ VFIO = "vfio-pci"
 DRIVERS = "/sys/bus/pci/drivers"
 NO_OVERRIDE = "(null)"
 OPTED_OUT = "none"
-"""The override that no driver has: nothing binds to the function by itself."""
+"""A value for `driver_override` that is the name of no driver, so the kernel binds no driver to the function."""
 HARMLESS = frozenset({"", VFIO, "pci-stub"})
-"""Drivers that the other functions of an IOMMU group may have while a guest uses one."""
+"""Drivers that the other functions of an IOMMU group may be bound to while a guest uses one of them."""
 BIND_S = 30.0
 
 
 @dataclass(frozen=True)
 class Look:
-    """The machine before an act, or (not `acting`) only for a report; `in_use` is what the host uses.
+    """The machine as seen before an act, or, if not `acting`, for a report.
 
-    A report opens no node, since it is busy for a guest that starts just then, and reads nothing for which the kernel
-    takes the device's lock (`sriov_numvfs`, `driver_override`): a write that hangs may hold it for ever.
+    `in_use` maps PCI addresses that the host itself uses to reasons. For a report, no device node is opened, because a
+    guest that starts at that moment would find it busy. Nor is a file read for which the kernel takes the device's lock
+    (`sriov_numvfs`, `driver_override`), because a hanging write may hold that lock for ever.
     """
 
     machine: Machine
@@ -37,7 +38,7 @@ class Look:
     acting: bool
 
     def refuse(self, addresses: Iterable[str]) -> None:
-        """Raise Busy when the host or a guest uses one of them."""
+        """Raise Busy if the host uses one of the functions or, when `acting`, a guest does."""
         for address in addresses:
             if reason := self.in_use.get(address):
                 raise Busy(f"{address} cannot be touched: {reason}")
@@ -46,35 +47,41 @@ class Look:
                     raise Busy(f"{address} cannot be touched: a guest uses it ({node} is open)")
 
     def override(self, address: str) -> str:
-        """The only driver the function may have, `(null)` when it may have any."""
+        """Return the only driver that may be bound to the function; `(null)` for any driver, and if not `acting`."""
         path = f"{PCI_DEVICES}/{address}/driver_override"
         return self.machine.text(path, NO_OVERRIDE) if self.acting else NO_OVERRIDE
 
 
 def driver_of(machine: Machine, address: str) -> str:
-    """The kernel driver a function is bound to, ''."""
+    """Return the kernel driver that a function is bound to; '' if it has none."""
     return machine.link(f"{PCI_DEVICES}/{address}/driver")
 
 
 def nodes(machine: Machine, addresses: Iterable[str]) -> tuple[Path, ...]:
-    """The nodes that a guest holds open while it uses one of the functions, each once; at most what a Step takes."""
+    """Return the device nodes that a guest has open while it uses one of the functions, without duplicates.
+
+    At most 64 are returned, the maximum of `Step.idle`.
+    """
     groups = (group_of(machine, address) for address in addresses if driver_of(machine, address) == VFIO)
     return tuple(dict.fromkeys(f"/dev/vfio/{group}" for group in groups if group))[:64]
 
 
 def group_of(machine: Machine, address: str) -> str:
-    """Its IOMMU group, '' without an IOMMU."""
+    """Return the function's IOMMU group; '' without an IOMMU."""
     return machine.link(f"{PCI_DEVICES}/{address}/iommu_group")
 
 
 def is_bound(machine: Machine, address: str, wanted: str) -> bool:
-    """Whether it is as wanted. Without a driver also means with vfio-pci, where libvirt puts what it attaches."""
+    """Return whether the function is bound to the wanted driver.
+
+    If no driver is wanted (''), vfio-pci is accepted too, because libvirt binds functions to it when it attaches them.
+    """
     driver = driver_of(machine, address)
     return driver in ("", VFIO) if wanted == "" else driver == wanted
 
 
 def refuse_unable(machine: Machine, address: str, wanted: str) -> None:
-    """Raise Unsupported, with what to do, when the kernel cannot bind this or any part of it to `wanted`."""
+    """Raise Unsupported, with advice, if the kernel cannot bind this function and its parts to `wanted`."""
     if wanted and not machine.exists(f"{DRIVERS}/{wanted}"):
         raise Unsupported(f"the kernel has no driver {wanted}: load it (modprobe {wanted}), and at every boot")
     if wanted == VFIO and not group_of(machine, address):
@@ -85,7 +92,11 @@ def refuse_unable(machine: Machine, address: str, wanted: str) -> None:
 
 
 def plan(look: Look, address: str, wanted: str) -> list[Step]:
-    """Bind one function to `wanted`, or to none; no step when it is so. Raises Busy, Unsupported."""
+    """Return the steps that bind one function to the driver `wanted` ('' for none); no steps if `is_bound` is true.
+
+    Raises Busy if the host or a guest uses the function, or the host uses another function of its IOMMU group and
+    vfio-pci is wanted. Raises Unsupported if the kernel cannot bind it.
+    """
     machine = look.machine
     if is_bound(machine, address, wanted):
         return []
@@ -124,7 +135,10 @@ def plan(look: Look, address: str, wanted: str) -> list[Step]:
 
 
 def back(look: Look, address: str, first: Mapping[str, str]) -> list[Step]:
-    """The function as it was: its first override, and the driver the kernel then chooses."""
+    """Return the steps that restore the first `driver_override` and let the kernel choose a driver again.
+
+    `first` is `Ask.first`; without an override in it, or if it is unchanged, there are no steps. Raises Busy.
+    """
     path = f"{PCI_DEVICES}/{address}/driver_override"
     machine = look.machine
     if path not in first or (before := look.override(address)) == first[path]:
@@ -142,6 +156,7 @@ def back(look: Look, address: str, first: Mapping[str, str]) -> list[Step]:
 
 
 def _unbound(machine: Machine, address: str, driver: str, undo: tuple[Write, ...]) -> Step:
+    """Return a step that unbinds a function from its kernel driver."""
     link = f"{PCI_DEVICES}/{address}/driver"
     return Step(
         does=f"unbind {address} from {driver}",
@@ -155,12 +170,18 @@ def _unbound(machine: Machine, address: str, driver: str, undo: tuple[Write, ...
 
 
 def _overriding(address: str, value: str) -> Write:
-    """None is written as a line without a name (an empty write never reaches the kernel)."""
+    """Return the write that sets `driver_override`.
+
+    No override is written as an empty line, because an empty write never reaches the kernel.
+    """
     return Write(f"{PCI_DEVICES}/{address}/driver_override", "\n" if value in ("", NO_OVERRIDE) else value)
 
 
 def _refuse_neighbours(machine: Machine, address: str) -> None:
-    """Nothing of its IOMMU group may be the host's: no guest gets a part of a group (bridges do not count)."""
+    """Raise Busy if another function of the same IOMMU group is bound to a driver of the host.
+
+    A guest gets all functions of a group or none. Bridges do not count.
+    """
     group = group_of(machine, address)
     for other in machine.names(f"/sys/kernel/iommu_groups/{group}/devices"):
         driver = driver_of(machine, other)

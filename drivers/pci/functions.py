@@ -1,11 +1,11 @@
-"""Any PCI function by an operator's rules, handed out whole or as its virtual functions. Loaded by
-`drivers.isolation.driver_main`.
+"""The PCI driver: it offers the PCI functions that an operator's rules select, whole or as their virtual functions.
 
-Settings: `rules`, a list of tables with `vendor`, `product`, `class`, `address` (globs over lower-case hex without 0x;
-those given must all match), `type`, and what it is to be made of: `vfs`, how many virtual functions, and `bind`, the
-kernel driver of what is handed out (`vfio-pci`; '' for none). What a rule does not say is left as it is.
-Forms are upstream's (contract section 6.3), its faults are not: a rule or the PCI class decides the type, and what the
-host itself uses is never offered. The steps are planned by `drivers.pci.sriov` and `drivers.pci.binding`.
+Settings: `rules`, a list of tables. `vendor`, `product`, `class` and `address` select functions; they are globs over
+lower-case hex without 0x, and all that are given must match. `type` is the device type. `vfs` (the number of virtual
+functions) and `bind` (the kernel driver of what is handed out, such as `vfio-pci`; '' for none) describe the wanted
+state; what a rule does not set is left unchanged.
+The formats are upstream's (contract section 6.3), its mistakes are not: the type comes from a rule or the PCI class,
+and functions that the host itself uses are never offered. `drivers.pci.sriov` and `drivers.pci.binding` plan the steps.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from drivers.pci.host_usage import used_by_host
 from drivers.plan import Act, Ask, Plan, Step, Vitals, Write
 
 VENDORS = {"10de": "NVIDIA", "102b": "MATROX", "10ee": "XILINX", "1bd4": "INSPUR", "8086": "INTEL", "19e5": "HUAWEI"}
-"""Vendors that upstream calls by name; others go by number."""
+"""Vendors that upstream shows by name; other vendors are shown by their number."""
 CLASS_TYPES: tuple[tuple[str, str, DeviceType], ...] = (
     ("03", "*", "GPU"),
     ("0b40", "8086", "QAT"),
     ("0108", "*", "SSD"),
     ("02", "*", "NIC"),
 )
-"""PCI class prefix, vendor, type. 1200, processing accelerator, says nothing of what it processes: the rule must."""
+"""(PCI class prefix, vendor, type). Class 1200, processing accelerator, does not tell the type, so the rule must."""
 BRIDGE = "06"
 DSN_CAPABILITY = 0x0003
 
 RESET_S = 100.0
-"""A function-level reset may take more than a minute."""
+"""Timeout of a reset in seconds; a function-level reset may take more than a minute."""
 MAX_STEPS, TOLD_STEPS = 240, 20
-"""Steps in one plan (the next one goes on), and of them those that `to_install` tells."""
+"""Maximum steps in one plan (the next plan continues), and maximum steps that `to_install` lists."""
 CAP_DAC_OVERRIDE = 1 << 1
 NOT_NOW = "cannot be done: "
 
@@ -53,7 +53,7 @@ Glob = Annotated[str, Meta(pattern=r"^[0-9a-f*?\[\]!:.-]+$", max_length=64)]
 
 
 class Match(Struct, frozen=True, forbid_unknown_fields=True, rename={"pci_class": "class"}):
-    """Which functions are meant. A class has four digits (`0302`) or six (`030200`)."""
+    """Selects PCI functions by globs. `class` is compared with four digits (`0302`) and with six (`030200`)."""
 
     vendor: Glob = "*"
     product: Glob = "*"
@@ -62,7 +62,7 @@ class Match(Struct, frozen=True, forbid_unknown_fields=True, rename={"pci_class"
 
 
 class Rule(Match, frozen=True, forbid_unknown_fields=True):
-    """One line of what to take, and what to make of it."""
+    """One rule of the settings: which functions to offer, and their wanted state; None leaves it unchanged."""
 
     type: DeviceType | None = None
     vfs: Vfs | None = None
@@ -70,7 +70,7 @@ class Rule(Match, frozen=True, forbid_unknown_fields=True):
 
 
 class Function(Struct, frozen=True):
-    """A PCI function as sysfs has it; ids are lower-case hex without 0x, `pci_class` has six digits."""
+    """A PCI function as sysfs describes it; ids are lower-case hex without 0x, and `pci_class` has six digits."""
 
     address: str
     vendor: str
@@ -79,10 +79,10 @@ class Function(Struct, frozen=True):
 
 
 class PciDriver(Driver):
-    """One device and one deployable for each function that a rule takes and the host does not use.
+    """Offers one device with one deployable for each function that a rule selects and the host does not use.
 
-    It hands out a `PCI` handle for each of the function's virtual functions, else for itself, never both; where a rule
-    wants virtual functions nothing, until they are there.
+    The deployable has one `PCI` handle for each virtual function that the host does not use, or one for the function
+    itself if there are none. If the rule wants virtual functions, the deployable has no handles until they exist.
     """
 
     name: ClassVar[str] = "pci_driver"
@@ -101,11 +101,17 @@ class PciDriver(Driver):
     acts: ClassVar[tuple[Act, ...]] = ("install", "uninstall", "partition", "reset")
 
     def probe(self, machine: Machine, settings: dict[str, object]) -> tuple[str, ...]:
-        """Privileges, an IOMMU, the drivers that the rules name."""
+        """Return what is missing: privileges, a writable /sys, an IOMMU, kernel drivers that the rules name.
+
+        Raises Invalid for unusable rules.
+        """
         return tuple(_lacks(machine, read_rules(settings)))
 
     def discover(self, machine: Machine, settings: dict[str, object]) -> Findings:
-        """Raises Invalid for unusable rules, DriverError when it cannot be told what the host uses."""
+        """Return a device for each selected function, or only a fault if no function of the machine matches a rule.
+
+        Raises Invalid for unusable rules, and DriverError if it cannot be determined which functions the host uses.
+        """
         rules = read_rules(settings)
         found = take(machine, rules) if rules else Findings()
         if found == Findings():
@@ -114,20 +120,20 @@ class PciDriver(Driver):
         return found
 
     def health(self, machine: Machine, settings: dict[str, object], ask: Ask) -> Vitals:
-        """The verdict of `discover`, with all there is to read."""
+        """Return the same health as `discover`, with all readings from sysfs. Raises Gone."""
         address = find(machine, ask.key)
         return Vitals(*pci_health.status(machine, address), pci_health.signals(machine, address))
 
     def stats(self, machine: Machine, settings: dict[str, object], ask: Ask) -> tuple[Sample, ...]:
-        """What sysfs has of it: utilization, memory, temperatures, power, errors."""
+        """Return the load that sysfs shows: utilization, memory, temperatures, power, errors. Raises Gone."""
         return pci_health.samples(machine, ask.key, find(machine, ask.key))
 
     def install(self, machine: Machine, settings: dict[str, object], ask: Ask) -> Plan:
-        """As the rule, or the words `vfs` and `bind` of `ask.layout` over it, want the function.
+        """Plan how to bring the function to the state of its rule; `vfs` and `bind` of `ask.layout` override the rule.
 
-        A plan knows only what is there now, and virtual functions that are to be bound must exist first: do the steps
-        and ask again, until there are none (two plans, more for a hundred functions). Raises Busy before anything is
-        touched when the host or a guest uses any of it; Invalid, Unsupported with what to do about it.
+        Virtual functions must exist before steps to bind them can be planned: execute the steps and call this again
+        until the plan has none (two plans, more for about a hundred virtual functions). Raises Gone, Busy if the host
+        or a guest uses a function that would be changed, and Invalid or Unsupported with a text that says what to do.
         """
         address = find(machine, ask.key)
         rule = _rule_over(matching(_function(machine, address), read_rules(settings)) or Rule(), ask.layout)
@@ -135,11 +141,14 @@ class PciDriver(Driver):
         return Plan(tuple(_steps(look, address, rule)[:MAX_STEPS]), _said(rule))
 
     def partition(self, machine: Machine, settings: dict[str, object], ask: Ask) -> Plan:
-        """The same as install, for a layout."""
+        """Do the same as `install`; the layout comes from `ask.layout`."""
         return self.install(machine, settings, ask)
 
     def uninstall(self, machine: Machine, settings: dict[str, object], ask: Ask) -> Plan:
-        """The number of virtual functions and the driver as at first. Raises Busy as `install` does."""
+        """Plan how to restore the first number of virtual functions and the first driver binding.
+
+        Raises Gone, Unsupported, and Busy as `install` does.
+        """
         address = find(machine, ask.key)
         look = binding.Look(machine, used_by_host(machine), acting=True)
         steps = sriov.back(look, address, ask.first)
@@ -148,7 +157,10 @@ class PciDriver(Driver):
         return Plan(tuple(steps[:MAX_STEPS]), "as it was before it was first touched" if ask.first else "never touched")
 
     def reset(self, machine: Machine, settings: dict[str, object], ask: Ask) -> Plan:
-        """By the kernel's own method; of a card, its virtual functions with it. Raises Busy, Unsupported."""
+        """Plan a reset of the function by the kernel's own method; its virtual functions are reset with it.
+
+        Raises Gone, Busy if the host or a guest uses one of them, and Unsupported if the kernel has no method.
+        """
         address = find(machine, ask.key)
         path, parts = f"{PCI_DEVICES}/{address}", [address, *sriov.virtual(machine, address)]
         if not machine.exists(f"{path}/reset"):
@@ -164,7 +176,11 @@ class PciDriver(Driver):
 
 
 def take(machine: Machine, rules: list[Rule]) -> Findings:
-    """What the rules take. Raises DriverError when it cannot be told what the host uses."""
+    """Return the devices that the rules select, and faults for functions that cannot be offered.
+
+    A function whose reading fails becomes a fault; one that was unplugged meanwhile is left out. Raises DriverError if
+    it cannot be determined which functions the host uses.
+    """
     taken: list[Device] = []
     faults: list[Fault] = []
     in_use = used_by_host(machine)
@@ -176,14 +192,14 @@ def take(machine: Machine, rules: list[Rule]) -> Findings:
                 else:
                     taken.append(found)
         except Gone:
-            continue  # unplugged while we looked
+            continue  # unplugged during this call
         except DriverError as error:
             faults.append(Fault(address, str(error)))
     return Findings(tuple(taken), at_most(faults))
 
 
 def read_rules(settings: dict[str, object]) -> list[Rule]:
-    """The rules of a settings table; raises Invalid with a sentence."""
+    """Return the validated rules of the settings. Raises Invalid if one is unusable or selects every function."""
     try:
         rules = msgspec.convert(settings.get("rules", []), list[Rule])
     except msgspec.ValidationError as error:
@@ -196,7 +212,7 @@ def read_rules(settings: dict[str, object]) -> list[Rule]:
 
 
 def _rule_over(rule: Rule, layout: dict[str, str]) -> Rule:
-    """The rule with the words of a layout in place of its own."""
+    """Return the rule with the values of a layout in place of its own. Raises Invalid for an unusable layout."""
     try:
         if unknown := set(layout) - {"vfs", "bind"}:
             raise Invalid(f"the layout of a PCI function has no word {min(unknown)}: it has vfs and bind")
@@ -207,6 +223,7 @@ def _rule_over(rule: Rule, layout: dict[str, str]) -> Rule:
 
 
 def _lacks(machine: Machine, rules: list[Rule]) -> Iterator[str]:
+    """Yield a sentence for each thing that the driver needs and this host or process lacks."""
     status = dict(line.split(":", 1) for line in machine.text("/proc/self/status").splitlines() if ":" in line)
     user, capabilities = status.get("Uid", "0").split()[:1], int(status.get("CapEff", "2").strip(), 16)
     if user != ["0"] and not capabilities & CAP_DAC_OVERRIDE:
@@ -223,12 +240,15 @@ def _lacks(machine: Machine, rules: list[Rule]) -> Iterator[str]:
 
 
 def find(machine: Machine, key: str) -> str:
-    """The address of the device with this key; raises Gone."""
+    """Return the PCI address of the device with this key. Raises Gone.
+
+    For a key with a serial number it reads the functions of that vendor until one matches.
+    """
     kind, _, rest = key.partition(":")
     for address in [rest] if kind == "pci" else machine.pci_functions():
         try:
             if kind != "pci" and not rest.startswith(f"{_id(machine, address, 'vendor')}:"):
-                continue  # on a host with hundreds of functions most of the reading is spared
+                continue  # avoids most reads on a host with hundreds of functions
             function = _function(machine, address)
             if kind == "pci" or _key(machine, function) == key:
                 return address
@@ -246,7 +266,10 @@ def _id(machine: Machine, address: str, name: str) -> str:
 
 
 def _take(machine: Machine, address: str, rules: list[Rule], in_use: dict[str, str]) -> Iterator[Device | Fault]:
-    """The device that a function is, if a rule takes it, and what of it is not handed out."""
+    """Yield the device of a function if a rule selects it, and a fault for each part that cannot be handed out.
+
+    A virtual function of a selected card is part of that card's device, so it yields nothing by itself.
+    """
     function = _function(machine, address)
     rule = matching(function, rules)
     if rule is None or _is_part(machine, address, rules):
@@ -266,26 +289,29 @@ def _take(machine: Machine, address: str, rules: list[Rule], in_use: dict[str, s
 
 
 def _is_part(machine: Machine, address: str, rules: list[Rule]) -> bool:
-    """Whether it is a virtual function of a card that a rule takes."""
+    """Return whether the function is a virtual function of a card that a rule selects."""
     card = machine.link(f"{PCI_DEVICES}/{address}/physfn")
     return bool(card) and matching(_function(machine, card), rules) is not None
 
 
 def _steps(look: binding.Look, address: str, rule: Rule) -> list[Step]:
-    """What can be done now towards the rule; what then comes to be is planned for when it is there."""
+    """Return the steps towards the rule that are possible now; virtual functions are bound only after they exist."""
     unbound = rule.bind is not None
     steps = [] if rule.vfs is None else sriov.plan(look, address, rule.vfs, unbound=unbound)
     if rule.bind is None:
         return steps
     if steps:
-        binding.refuse_unable(look.machine, address, rule.bind)  # before the first touch, not after half of it
+        binding.refuse_unable(look.machine, address, rule.bind)  # refuse before the first change, not halfway
         return steps
     parts = sriov.virtual(look.machine, address) or [address]
     return [step for part in parts for step in binding.plan(look, part, rule.bind)]
 
 
 def _to_install(look: binding.Look, address: str, rule: Rule) -> str:
-    """The steps for people. Guests are not asked for: whether one runs is no change of the device."""
+    """List, one per line, what `install` would do now, at most TOLD_STEPS steps; or why it cannot be done.
+
+    With a `look` that is not `acting`, running guests are ignored: whether one runs is not a change of the device.
+    """
     try:
         steps = _steps(look, address, rule)
     except (Busy, Invalid, Unsupported) as error:
@@ -298,12 +324,13 @@ def _to_install(look: binding.Look, address: str, rule: Rule) -> str:
 
 
 def _said(rule: Rule) -> str:
+    """Describe the state that the rule wants; '' if it sets neither `vfs` nor `bind`."""
     bound = "" if rule.bind is None else f"bound to {rule.bind or 'no driver of the host'}"
     return ", ".join(filter(None, ("" if rule.vfs is None else f"{rule.vfs} virtual functions", bound)))
 
 
 def matching(function: Function, rules: Sequence[M]) -> M | None:
-    """The first rule whose globs all match; a bridge is nobody's."""
+    """Return the first rule whose globs all match the function, or None. A bridge matches no rule."""
     for rule in rules if not function.pci_class.startswith(BRIDGE) else ():
         pairs = (
             (function.vendor, rule.vendor),
@@ -317,7 +344,7 @@ def matching(function: Function, rules: Sequence[M]) -> M | None:
 
 
 def class_type(function: Function) -> DeviceType | None:
-    """What its PCI class says a function is, None when it does not."""
+    """Return the device type that the PCI class stands for, or None if the class does not tell it."""
     for prefix, vendor, kind in CLASS_TYPES:
         if function.pci_class.startswith(prefix) and fnmatchcase(function.vendor, vendor):
             return kind
@@ -362,7 +389,10 @@ def _handle(address: str) -> AttachHandle:
 
 
 def _key(machine: Machine, function: Function) -> str:
-    """The serial number where there is one (virtual functions repeat their card's), else the place."""
+    """Return the device key: from the serial number if the function has one, else from its PCI address.
+
+    The serial number of a virtual function is not used, because it repeats the one of its card.
+    """
     path = f"{PCI_DEVICES}/{function.address}"
     serial = "" if machine.exists(f"{path}/physfn") else _serial(machine, path)
     number = function.address.rpartition(".")[2]
@@ -370,7 +400,10 @@ def _key(machine: Machine, function: Function) -> str:
 
 
 def _serial(machine: Machine, path: str) -> str:
-    """The Device Serial Number capability (PCIe 7.9.3), '' without one. Beyond 64 bytes `config` is root's to read."""
+    """Return the Device Serial Number (capability of PCIe 7.9.3) in hex, '' if there is none or it cannot be read.
+
+    Only root can read more than the first 64 bytes of `config`, so other users always get ''.
+    """
     try:
         config = machine.read_bytes(f"{path}/config", 4096)
     except DriverError:

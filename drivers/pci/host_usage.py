@@ -1,8 +1,8 @@
-"""Which PCI functions the host itself lives on: its mounted and swapped disks, its way to the network.
+"""Find the PCI functions that the host itself needs: for its disks in use, and for its default routes.
 
-Asked by drivers before they offer a function (`drivers.pci.functions`). Whoever hands out such a function kills the
-host, so what
-cannot be read is an error, never a "free". Sources: proc(5), Documentation/ABI/testing/sysfs-{block,class-net}.
+A driver must not offer such a function, because handing it out would break the host. Therefore an unreadable mount,
+swap or route table is an error and never counts as unused. Sources: proc(5),
+Documentation/ABI/testing/sysfs-{block,class-net}.
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ RTF_UP, RTF_REJECT = 0x1, 0x200
 
 
 def used_by_host(machine: Machine) -> dict[str, str]:
-    """PCI address → why the host needs it, in words that stay the same while the use does. Raises DriverError."""
+    """Return the PCI functions that the host needs: address → reason. Raises DriverError if a table is unreadable.
+
+    The text of a reason stays the same while the use does; at most four reasons are joined for one address. The result
+    includes the bridges above a device and the physical function of a virtual one.
+    """
     reasons: dict[str, set[str]] = {}
     for node, reason in (*_block_uses(machine), *_network_uses(machine)):
         for address in _addresses(machine, node):
@@ -25,20 +29,24 @@ def used_by_host(machine: Machine) -> dict[str, str]:
 
 
 def _addresses(machine: Machine, node: str) -> set[str]:
-    """Every PCI function on the way to a device; a virtual function also needs its physical one."""
+    """Return all PCI functions on the path to a device, and the physical functions of those that are virtual."""
     found = {part for part in machine.resolve(node).split("/") if PCI_ADDRESS.fullmatch(part)}
     parents = {machine.link(f"/sys/bus/pci/devices/{address}/physfn") for address in found}
     return found | (parents - {""})
 
 
 def _block_uses(machine: Machine) -> Iterator[tuple[str, str]]:
+    """Yield (sysfs path, reason) for each block device in use, and for the devices below it."""
     for name, reason in _used_blocks(machine).items():
         for below in _beneath(machine, name, set()):
             yield below, f"the host uses it: {reason}"
 
 
 def _used_blocks(machine: Machine) -> dict[str, str]:
-    """Block device name → why, the most telling reason only: mounts come and go, the words should not."""
+    """Return the block devices in use: name → reason.
+
+    Each has only its most telling reason, so that the text does not change when other uses come and go.
+    """
     uses = {name: f"{name} is part of {machine.names(_holders(name))[0]}" for name in _held(machine)}
     uses |= {name: f"{name} is in a btrfs file system" for name in _btrfs(machine)}
     uses |= {name: f"{name} is swap space" for name in _swaps(machine)}
@@ -46,7 +54,10 @@ def _used_blocks(machine: Machine) -> dict[str, str]:
 
 
 def _mounts(machine: Machine) -> dict[str, str]:
-    """Block device name → its shortest mount point. btrfs hides the device's number, others its path: ask for both."""
+    """Return the mounted block devices: name → shortest mount point.
+
+    A device is found by its number and by its path, because btrfs hides the number and other file systems the path.
+    """
     places: dict[str, str] = {}
     for line in machine.read("/proc/self/mountinfo", MAX_TABLE).splitlines():
         before, _, after = line.partition(" - ")
@@ -64,13 +75,13 @@ def _swaps(machine: Machine) -> list[str]:
 
 
 def _btrfs(machine: Machine) -> list[str]:
-    """A file system over several disks names only one of them in the mount table."""
+    """Return all disks of btrfs file systems, because the mount table names only one disk of each file system."""
     systems = machine.names("/sys/fs/btrfs", "*-*")  # named by UUID
     return [name for uuid in systems for name in machine.names(f"/sys/fs/btrfs/{uuid}/devices")]
 
 
 def _held(machine: Machine) -> list[str]:
-    """Disks below LVM, RAID, bcache …: the kernel holds them, mounted or not."""
+    """Return the disks below LVM, RAID, bcache …: the kernel holds them, mounted or not."""
     return [name for name in machine.names("/sys/class/block") if machine.names(_holders(name))]
 
 
@@ -79,7 +90,10 @@ def _holders(name: str) -> str:
 
 
 def _beneath(machine: Machine, name: str, seen: set[str]) -> Iterator[str]:
-    """The hardware a block device rests on: through device mapper and RAID, and through NVMe multipath."""
+    """Yield the sysfs paths of a block device and of all devices below it.
+
+    It follows device mapper, RAID and NVMe multipath. `seen` prevents endless recursion.
+    """
     if name in seen:
         return
     seen.add(name)
@@ -93,6 +107,7 @@ def _beneath(machine: Machine, name: str, seen: set[str]) -> Iterator[str]:
 
 
 def _network_uses(machine: Machine) -> Iterator[tuple[str, str]]:
+    """Yield (sysfs path, reason) for each interface that a default route uses, and for the interfaces below it."""
     for interface in sorted({*_ipv4_routes(machine), *_ipv6_routes(machine)}):
         for below in _ports(machine, interface, set()):
             yield f"/sys/class/net/{below}", f"the host uses it: {_carries(below, interface)}"
@@ -115,16 +130,20 @@ def _ipv6_routes(machine: Machine) -> Iterator[str]:
 
 
 def _table(machine: Machine, path: str) -> list[list[str]]:
-    """Rows of words. A host without IPv6 or swap has no such file; one with a full routing table has a long one."""
+    """Return a table of /proc as rows of words; no rows if the file does not exist (a host without IPv6 or swap).
+
+    The limit is MAX_TABLE because a full routing table is long.
+    """
     return [line.split() for line in machine.read(path, MAX_TABLE).splitlines()] if machine.exists(path) else []
 
 
 def _usable(flags: str) -> bool:
+    """Return whether a route with these flags is up and does not reject packets."""
     return int(flags, 16) & (RTF_UP | RTF_REJECT) == RTF_UP
 
 
 def _ports(machine: Machine, interface: str, seen: set[str]) -> Iterator[str]:
-    """The interface and everything below it: bond, bridge, VLAN, macvlan, team, Open vSwitch."""
+    """Yield the interface and all interfaces below it: bond, bridge, VLAN, macvlan, team, Open vSwitch."""
     if interface in seen:
         return
     seen.add(interface)
@@ -140,13 +159,16 @@ def _ports(machine: Machine, interface: str, seen: set[str]) -> Iterator[str]:
 
 
 def _open_vswitch(machine: Machine) -> set[str]:
-    """Its bridges are not linked to their ports, so a default route over one may leave by any port."""
+    """Return the ports of all Open vSwitch bridges.
+
+    sysfs does not link such a bridge to its ports, so a default route over a bridge may use any of them.
+    """
     interfaces = machine.names("/sys/class/net")
     return {name for name in interfaces if machine.link(f"/sys/class/net/{name}/master") == "ovs-system"}
 
 
 def _device_name(machine: Machine, source: str) -> str:
-    """`/dev/mapper/root` → `dm-0`: what the kernel calls it. '' for what is no device file."""
+    """Return the kernel's name of a device file (`/dev/mapper/root` → `dm-0`); '' if the path is not in /dev."""
     path = _unescaped(source)
     return machine.resolve(path).rpartition("/")[2] if path.startswith("/dev/") else ""
 

@@ -1,8 +1,9 @@
-"""Who may have what: no two devices of a host share an address, an identity or a provider name. Pure.
+"""Resolve conflicts between drivers: no two devices of a host share a PCI address, an identity or a provider name.
 
-A PCI address belongs to one driver per host, and to one backend of it: who had it and names it still, else the first in
-`enabled_drivers` that claims it. Whoever comes later gets a Fault in place of the device. Who failed keeps what it had.
-So neither a failure nor a change of order or settings moves a device. Asked by the agent before it reports.
+A PCI address belongs to one driver per host, and to one backend of that driver. The owner is the one that had it before
+and still reports it, else the first in `enabled_drivers` that reports it. Any other driver gets a Fault in place of the
+device. A driver or backend that failed keeps the devices it had. Therefore neither a failure nor a change of order or
+settings moves a device to another driver. The functions here are pure: they read nothing from the host.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from drivers.inventory import Device, DriverReport, Fault
 
 
 def settle(reports: Sequence[DriverReport], before: Mapping[str, DriverReport] | None = None) -> list[DriverReport]:
-    """The same reports, in `enabled_drivers` order as given, with every contested device turned into a Fault.
+    """Return the reports with a Fault in place of each device that belongs to another driver or backend.
 
-    `before` is what was settled last, by driver: a driver or backend that failed now has the devices it had then.
+    `reports` must be in the order of `enabled_drivers`. `before` is the last result by driver name: a driver or backend
+    that failed now gets the devices it had then.
     """
     had = before or {}
     whole = [_carried(report, had.get(report.driver)) for report in reports]
@@ -31,7 +33,7 @@ def settle(reports: Sequence[DriverReport], before: Mapping[str, DriverReport] |
 
 
 def _claimed(reports: Iterable[DriverReport]) -> Iterator[tuple[str, str]]:
-    """(Claim, owner). A PCI address stands for itself; identities and provider names are marked as such."""
+    """Yield (claim, owner) for all devices. A claim is a PCI address, `identity …` or `deployable …`."""
     for report in reports:
         for device in report.devices:
             yield from ((claim, _owner(report, device)) for claim in _claims(device))
@@ -42,7 +44,10 @@ def _owner(report: DriverReport, device: Device) -> str:
 
 
 def _carried(report: DriverReport, before: DriverReport | None) -> DriverReport:
-    """The report with what `before` had of those that failed now, and of those with nothing else."""
+    """Return the report with the devices of `before` for a driver or backends that failed now.
+
+    Devices that the report itself lists for a failed driver or backend are dropped.
+    """
     failed = _failed(report)
     known = before.devices if before else ()
     if report.error:
@@ -57,6 +62,10 @@ def _failed(report: DriverReport) -> set[str]:
 
 
 def _settled(report: DriverReport, owners: dict[str, str], taken: set[str]) -> DriverReport:
+    """Return the report with a Fault in place of each device that is invalid or belongs to another owner.
+
+    The claims of the devices that stay are added to `owners` (claim → owner) and `taken`.
+    """
     keys = Counter((_owner(report, device), device.key) for device in report.devices)
     devices, faults = [], list(report.faults)
     for device in report.devices:
@@ -75,7 +84,10 @@ def _settled(report: DriverReport, owners: dict[str, str], taken: set[str]) -> D
 
 
 def _problem(device: Device, same_key: int) -> str:
-    """What is wrong with the device itself, '' for nothing. One identity on several makes all of them ambiguous."""
+    """Return why the device cannot be used, whoever owns it; '' if it can.
+
+    `same_key` is the number of devices with its identity: if there are several, none of them can be told apart.
+    """
     if same_key > 1:
         return f"{same_key} devices of this driver have the identity {device.key}: none of them can be told apart"
     names = [deployable.name for deployable in device.deployables]
@@ -88,7 +100,7 @@ def _problem(device: Device, same_key: int) -> str:
 
 
 def _claims(device: Device) -> list[str]:
-    """Everything of a device that must be its own, the PCI addresses it hands out included."""
+    """Return everything that only one device may have: PCI addresses, those of its handles included, and names."""
     addresses = [device.address] if device.address else []
     names = []
     for deployable in device.deployables:
@@ -98,7 +110,7 @@ def _claims(device: Device) -> list[str]:
 
 
 def _handed_out(info: str) -> str:
-    """The address in a PCI handle's JSON; '' when it names none."""
+    """Return the PCI address in a handle's JSON; '' if it contains none."""
     try:
         where = json.loads(info)
         return f"{where['domain']}:{where['bus']}:{where['device']}.{where['function']}"

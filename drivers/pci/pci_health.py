@@ -1,8 +1,7 @@
-"""How a PCI function is, from sysfs alone: its link, its errors, its power, the temperatures below it, its load.
+"""Read the health and load of a PCI function from sysfs: its link, errors, power, temperatures and utilization.
 
-Asked by `drivers.pci.functions` and `drivers.generic`. Sources:
-Documentation/ABI/testing/sysfs-bus-pci-devices-aer_stats and
-sysfs-driver-intel-{i915,xe}-hwmon, Documentation/hwmon, Documentation/gpu/amdgpu, drivers/accel/ivpu/ivpu_sysfs.c.
+Sources: Documentation/ABI/testing/sysfs-bus-pci-devices-aer_stats and sysfs-driver-intel-{i915,xe}-hwmon,
+Documentation/hwmon, Documentation/gpu/amdgpu, drivers/accel/ivpu/ivpu_sysfs.c.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ AER = ("correctable", "nonfatal", "fatal")
 MAX_SIGNALS = 64
 MAX_PATH = 255
 NONE = -(2**31)
-"""What no sensor reads, and so stands for one that cannot be read."""
+"""A value that no sensor has; it stands for a sensor that cannot be read."""
 GAUGES = (
     ("gpu_busy_percent", "utilization_percent", 1),
     ("mem_info_vram_used", "memory_used_bytes", 1),
@@ -26,17 +25,21 @@ GAUGES = (
     ("npu_memory_utilization", "memory_used_bytes", 1),
     ("npu_busy_time_us", "busy_seconds_total", 10**6),
 )
-"""Files of a function, the metric that each is, and how many of its units are one of the metric's."""
+"""(File of a function, its metric, how many units of the file are one unit of the metric)."""
 SENSORS = (
     ("power1_average", "power_watts", 10**6),
     ("power1_input", "power_watts", 10**6),
     ("energy1_input", "energy_joules_total", 10**6),
 )
-"""The same of its hwmon directories; of several for one metric the first that can be read counts."""
+"""The same for files of its hwmon directories; the first readable file of a metric is used."""
 
 
 def status(machine: Machine, address: str) -> tuple[Health, str]:
-    """Off the bus, or a link narrower than it could be. An idle link slows down, it stays wide."""
+    """Return the health of a function and its reason.
+
+    It is `failed` if the function does not answer on the bus, and `degraded` if its PCIe link is narrower than it could
+    be. The link speed is ignored, because an idle link slows down but keeps its width. Raises DriverError.
+    """
     path = f"{PCI_DEVICES}/{address}"
     if machine.read(f"{path}/vendor") == "0xffff" or machine.text(f"{path}/power_state") == "error":
         return "failed", "it does not answer on the bus"
@@ -47,8 +50,11 @@ def status(machine: Machine, address: str) -> tuple[Health, str]:
 
 
 def bridges(machine: Machine, address: str) -> str:
-    """Addresses of the PCI bridges above a function, root first, blanks between: its directory's place in sysfs is its
-    place in the tree. Of more than fit the nearest."""
+    """Return the addresses of the PCI bridges above a function, root first, separated by blanks.
+
+    They are the parents of its directory in sysfs. If the text exceeds MAX_PATH, the bridges nearest the root are
+    dropped.
+    """
     place = machine.resolve(f"{PCI_DEVICES}/{address}").split("/")
     above = [name for name in place[:-1] if PCI_ADDRESS.fullmatch(name)]
     while len(text := " ".join(above)) > MAX_PATH:
@@ -57,7 +63,10 @@ def bridges(machine: Machine, address: str) -> str:
 
 
 def signals(machine: Machine, address: str) -> tuple[Signal, ...]:
-    """All that was read. Errors are counters since the start, the device's own and those of the port above it."""
+    """Return all readings of a function that are available, at most MAX_SIGNALS.
+
+    Errors are counted since the start, for the function itself and for the port above it.
+    """
     path = f"{PCI_DEVICES}/{address}"
     found = [
         *_value(machine, "driver", machine.link(f"{path}/driver") or "none", f"{path}/driver"),
@@ -75,8 +84,11 @@ def signals(machine: Machine, address: str) -> tuple[Signal, ...]:
 
 
 def samples(machine: Machine, key: str, address: str) -> tuple[Sample, ...]:
-    """Its load as numbers: what the kernel counted, and what it is at this moment unless it sleeps, since reading that
-    would wake it. Temperatures are in the order of the sensors, the first without a number in its name."""
+    """Return the load of a function as samples with the device key `key`: error counters and present values.
+
+    Present values are not read while the function is suspended, because reading would wake it. Temperatures are
+    numbered in the order of the sensors; the first has no number in its name.
+    """
     path = f"{PCI_DEVICES}/{address}"
     counts = {kind: _total(machine, path, kind) for kind in AER}
     read = {f"errors_{kind}_total": float(count) for kind, count in counts.items() if count.isdecimal()}
@@ -103,7 +115,7 @@ def _value(machine: Machine, name: str, value: str, source: str, unit: str = "",
 
 
 def _file(machine: Machine, name: str, source: str, limit: str = "") -> Iterator[Signal]:
-    """An attribute that is there; one that cannot be read (a card in deep sleep) is left out."""
+    """Yield the attribute as a signal; nothing if it is empty or cannot be read (as of a card in deep sleep)."""
     if value := _text(machine, source):
         yield from _value(machine, name, value, source, limit=_text(machine, limit) if limit else "")
 
@@ -115,13 +127,14 @@ def _errors(machine: Machine, prefix: str, path: str) -> Iterator[Signal]:
 
 
 def _total(machine: Machine, path: str, kind: str) -> str:
-    """How many errors of a kind were counted since the start, '' where they are not counted."""
+    """Return how many errors of a kind were counted since the start; '' if they are not counted."""
     lines = (line.rpartition(" ") for line in _text(machine, f"{path}/aer_dev_{kind}").splitlines())
     return next((count for name, _, count in lines if name.startswith("TOTAL_ERR")), "")
 
 
 def _monitors(machine: Machine, address: str) -> Iterator[str]:
-    """`/sys/class/hwmon/hwmon3`: also of what the function carries, as an NVMe controller's."""
+    """Yield the hwmon directories (`/sys/class/hwmon/hwmon3`) of a function and of devices below it, such as an NVMe
+    controller."""
     below = machine.resolve(f"{PCI_DEVICES}/{address}") + "/"
     for name in machine.names("/sys/class/hwmon"):
         path = f"/sys/class/hwmon/{name}"
@@ -130,7 +143,7 @@ def _monitors(machine: Machine, address: str) -> Iterator[str]:
 
 
 def _sensors(machine: Machine, monitors: Iterable[str]) -> Iterator[str]:
-    """`…/hwmon3/temp1`."""
+    """Yield the path prefix of each temperature sensor (`…/hwmon3/temp1`)."""
     for path in monitors:
         yield from (f"{path}/{file.removesuffix('_input')}" for file in machine.names(path, "temp*_input"))
 

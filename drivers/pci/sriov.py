@@ -1,8 +1,8 @@
-"""The virtual functions of a PCI card (SR-IOV): how many there are, and the steps to another number.
+"""List the virtual functions of a PCI card (SR-IOV), and plan the steps to another number of them.
 
-Pure planning for `drivers.pci.functions`. Sources: drivers/pci/iov.c, Documentation/ABI/testing/sysfs-bus-pci. The
-kernel takes
-another number only when there are none, and may make fewer than asked without an error: each step looks again.
+This module only reads and plans. The kernel accepts a new number only while there are no virtual functions, and it may
+create fewer than requested without an error; therefore each step checks the result. Sources: drivers/pci/iov.c,
+Documentation/ABI/testing/sysfs-bus-pci.
 """
 
 from __future__ import annotations
@@ -15,24 +15,30 @@ from drivers.pci.binding import VFIO, Look, driver_of, nodes
 from drivers.plan import Check, Step, Write
 
 MAKE_S, EACH_S = 10.0, 1.0
-"""Seconds for the write that makes them, and for each of them more: it returns when all are there."""
+"""Timeout in seconds of the write that changes the number, and the seconds added for each virtual function: the write
+returns only when all of them exist."""
 LOOKED_AT = 62
-"""Links looked at afterwards; a Step has room for 64."""
+"""Number of links that are checked after the write, plus the last one and the count; a Step has room for 64 checks."""
 
 
 def virtual(machine: Machine, address: str) -> list[str]:
-    """The addresses of a card's virtual functions, sorted; none for what has none."""
+    """Return the addresses of a card's virtual functions, sorted."""
     path = f"{PCI_DEVICES}/{address}"
     return sorted(filter(None, (machine.link(f"{path}/{name}") for name in machine.names(path, "virtfn*"))))
 
 
 def able(machine: Machine, address: str) -> bool:
-    """Whether the function can have virtual ones."""
+    """Return whether the function supports virtual functions."""
     return machine.read_int(f"{PCI_DEVICES}/{address}/sriov_totalvfs", 0) > 0
 
 
 def plan(look: Look, address: str, wanted: int, *, unbound: bool) -> list[Step]:
-    """Exactly `wanted` of them; `unbound`: no driver takes them. Raises Busy, Invalid, Unsupported."""
+    """Return the steps to exactly `wanted` virtual functions; no steps if there are that many.
+
+    With `unbound`, the kernel does not bind drivers to the new functions. Raises Busy if the host or a guest uses the
+    card or one of its virtual functions, Invalid if `wanted` exceeds the card's maximum, and Unsupported if the card or
+    its kernel driver has no SR-IOV.
+    """
     machine, path = look.machine, f"{PCI_DEVICES}/{address}"
     there = virtual(machine, address)
     if len(there) == wanted:
@@ -57,7 +63,10 @@ def plan(look: Look, address: str, wanted: int, *, unbound: bool) -> list[Step]:
 
 
 def back(look: Look, address: str, first: Mapping[str, str]) -> list[Step]:
-    """As many as there were at first, probed as at first."""
+    """Return the steps that restore the first number of virtual functions and the first autoprobe setting.
+
+    `first` is `Ask.first`; values that are not in it are left unchanged. Raises Busy and Unsupported like `plan`.
+    """
     machine, path = look.machine, f"{PCI_DEVICES}/{address}"
     wanted, there = first.get(f"{path}/sriov_numvfs", ""), machine.read_int(f"{path}/sriov_numvfs", 0)
     steps = []
@@ -74,6 +83,7 @@ def back(look: Look, address: str, first: Mapping[str, str]) -> list[Step]:
 
 
 def _refuse_without_driver(machine: Machine, address: str) -> None:
+    """Raise Unsupported if the card is bound to no driver or to vfio-pci: neither can create virtual functions."""
     driver = driver_of(machine, address)
     if driver in ("", VFIO):
         raise Unsupported(
@@ -83,6 +93,7 @@ def _refuse_without_driver(machine: Machine, address: str) -> None:
 
 
 def _probing(address: str, value: str, before: str) -> Step:
+    """Return a step that sets whether the kernel binds drivers to new virtual functions (`sriov_drivers_autoprobe`)."""
     path = f"{PCI_DEVICES}/{address}/sriov_drivers_autoprobe"
     return Step(
         does=f"{'bind drivers' if value == '1' else 'bind no drivers'} to new virtual functions of {address}",
@@ -93,6 +104,7 @@ def _probing(address: str, value: str, before: str) -> Step:
 
 
 def _number(machine: Machine, address: str, before: int, wanted: int) -> Step:
+    """Return a step that changes the number of virtual functions; one of `before` and `wanted` must be 0."""
     path = f"{PCI_DEVICES}/{address}"
     looked_at = dict.fromkeys([*range(min(wanted, LOOKED_AT)), wanted - 1] if wanted else [])
     links = (Check(f"{path}/virtfn{number}/physfn", address, link=True) for number in looked_at)
