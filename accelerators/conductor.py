@@ -17,9 +17,9 @@ import psycopg
 from django.db import connection, transaction
 from django.db.models import QuerySet
 
+from accelerators import conductor_sql as sql
 from accelerators.domain.caller import request_id
 from accelerators.domain.states import Source
-from accelerators.inventory import merge_sql as sql
 from accelerators.models import Device, Host
 from accelerators.runtime import jobs
 

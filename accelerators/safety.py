@@ -12,7 +12,7 @@ from typing import Any
 
 from django.db.models import QuerySet
 
-from accelerators.domain.errors import Reason, Refused
+from accelerators.domain.errors import Reason, RefusedError
 from accelerators.models import AcceleratorRequest, Device
 
 DEADLINE_S = 2.0
@@ -20,7 +20,7 @@ DEADLINE_S = 2.0
 
 
 @dataclass(frozen=True)
-class Testimony:
+class HolderCheck:
     """A witness's answer for one device: its holders in words, or in `unknown` why it cannot tell.
 
     If both are empty, nobody holds the device.
@@ -32,7 +32,7 @@ class Testimony:
 
 REQUESTS = "requests"
 """Name of the witness for our own accelerator requests."""
-Witness = Callable[[Device], Testimony]
+Witness = Callable[[Device], HolderCheck]
 _witnesses: dict[str, Witness] = {}
 
 
@@ -41,10 +41,10 @@ def register(name: str, witness: Witness) -> None:
     _witnesses[name] = witness
 
 
-def requests(device: Device) -> Testimony:
+def requests(device: Device) -> HolderCheck:
     """Witness: name up to five requests that hold a handle of the device or are being bound to it."""
     found = holding([device.pk], "uuid", "instance_uuid")[:5]
-    return Testimony(tuple(f"request {uuid} of instance {instance}" for _, uuid, instance in found))
+    return HolderCheck(tuple(f"request {uuid} of instance {instance}" for _, uuid, instance in found))
 
 
 def holding(devices: Collection[int], *columns: str) -> QuerySet[Any, Any]:
@@ -65,7 +65,7 @@ register(REQUESTS, requests)
 
 
 def refuse_unless_free(device: Device, act: str, heard: Collection[str] = ()) -> None:
-    """Raise Refused unless all witnesses answer that nobody holds the device.
+    """Raise RefusedError unless all witnesses answer that nobody holds the device.
 
     The reason is HELD, with the holders, or AWAY, with the witness that cannot answer. `act` completes "it cannot be
     ..." in the message. Call this inside the transaction that locked the device's row: a bind needs a shared lock on
@@ -74,9 +74,9 @@ def refuse_unless_free(device: Device, act: str, heard: Collection[str] = ()) ->
     """
     said = {name: witness(device) for name, witness in _witnesses.items() if name not in heard}
     if holders := [holder for testimony in said.values() for holder in testimony.holders]:
-        raise Refused(Reason.HELD, f"Device {device.uuid} is held by {', '.join(holders)}: it cannot be {act}.")
+        raise RefusedError(Reason.HELD, f"Device {device.uuid} is held by {', '.join(holders)}: it cannot be {act}.")
     for name, testimony in said.items():
         if testimony.unknown:
-            raise Refused(
+            raise RefusedError(
                 Reason.AWAY, f"Whether device {device.uuid} is held is unknown ({name}: {testimony.unknown})."
             )

@@ -12,7 +12,7 @@ from django.http import HttpRequest
 from django.utils.safestring import SafeString
 from unfold.decorators import display
 
-from accelerators.domain.errors import Refused
+from accelerators.domain.errors import RefusedError
 from accelerators.ui import badges, permissions
 from accelerators.ui.changelist import Listing, ReadOnly
 from agents import key_revocation
@@ -139,7 +139,7 @@ class AgentAdmin(ReadOnly):
             try:
                 if decide(agent, request.user.get_username()) is not False:
                     hosts.append(agent.host.name)
-            except Refused as refused:
+            except RefusedError as refused:
                 self.message_user(request, refused.text, messages.ERROR)
         self.message_user(request, f"{len(hosts)} {done}{': ' if hosts else ''}{', '.join(hosts)}"[:500])
 

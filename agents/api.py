@@ -156,7 +156,7 @@ class DeviceUsageView(Collection):
         if renderer.format != Events.format:
             return renderer, media
         if not force:
-            raise errors.Refused(406, ELSEWHERE)
+            raise errors.ApiError(406, ELSEWHERE)
         return Json(), Json.media_type
 
     def retrieve(self, request: Request, **kwargs: str) -> Response:

@@ -16,7 +16,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from msgspec import Meta, Struct
 
-from agents.wire import Malformed, Number
+from agents.wire import MalformedMessageError, Number
 from drivers.inventory import Name
 
 SCHEME = "Cyborg-Agent"
@@ -89,16 +89,16 @@ def authorization(credential: Credential) -> str:
 
 
 def parse_authorization(value: str) -> Credential:
-    """Decode the value of an Authorization header; raise Malformed. It verifies no signature."""
+    """Decode the value of an Authorization header; raise MalformedMessageError. It verifies no signature."""
     scheme, _, encoded = value.partition(" ")
     if scheme.lower() != SCHEME.lower() or len(encoded) > 8192:
-        raise Malformed(f"the Authorization header is not '{SCHEME} …'")
+        raise MalformedMessageError(f"the Authorization header is not '{SCHEME} …'")
     try:
         credential = msgspec.json.decode(base64.urlsafe_b64decode(encoded.strip()), type=Credential)
     except (ValueError, msgspec.DecodeError, RecursionError):
-        raise Malformed("the credential is not readable") from None
+        raise MalformedMessageError("the credential is not readable") from None
     if "\0" in credential.host + credential.node:
-        raise Malformed("the credential names a host with a NUL character")
+        raise MalformedMessageError("the credential names a host with a NUL character")
     return credential
 
 
@@ -118,8 +118,10 @@ class Join(Struct, frozen=True, array_like=True):
 
 
 def parse_join_string(text: str) -> Join:
-    """Decode a join string; raise Malformed with a sentence for the person who pasted it."""
+    """Decode a join string; raise MalformedMessageError with a sentence for the person who pasted it."""
     try:
         return msgspec.json.decode(base64.urlsafe_b64decode(text.strip() + "=" * (-len(text.strip()) % 4)), type=Join)
     except (ValueError, msgspec.DecodeError):
-        raise Malformed("the join token is not readable: paste the whole line that `join_token` printed") from None
+        raise MalformedMessageError(
+            "the join token is not readable: paste the whole line that `join_token` printed"
+        ) from None

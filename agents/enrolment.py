@@ -43,7 +43,7 @@ WHERE a.public_key = ANY(%s)
 """The fields of Identity for enrolled keys. Each row takes a new connection number."""
 
 
-class Refused(Exception):
+class ConnectionRejectedError(Exception):
     """Raised to refuse a request of an agent: an HTTP status, a code for programs, a sentence for people.
 
     `retry_after` is sent with a 503: the seconds after which the agent should come back.
@@ -56,15 +56,16 @@ class Refused(Exception):
 
 
 def credential_of(scope: Any) -> credentials.Credential:
-    """Return the unverified credential in an ASGI request's Authorization header; raise Refused (401)."""
+    """Return the unverified credential in an ASGI request's Authorization header; raise ConnectionRejectedError
+    (401)."""
     value = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
     try:
         return credentials.parse_authorization(value.decode("latin-1"))
-    except wire.Malformed as error:
-        raise Refused(401, "credential", str(error)) from None
+    except wire.MalformedMessageError as error:
+        raise ConnectionRejectedError(401, "credential", str(error)) from None
 
 
-def denial(refused: Refused) -> tuple[list[tuple[bytes, bytes]], bytes]:
+def denial(refused: ConnectionRejectedError) -> tuple[list[tuple[bytes, bytes]], bytes]:
     """Return the headers and the JSON body of the HTTP response for a refusal."""
     body = msgspec.json.encode({"error": refused.reason, "code": refused.code})
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
@@ -128,20 +129,23 @@ class Challenges:
 
 
 def verify(credential: credentials.Credential, challenges: Challenges, fingerprints: Iterable[str]) -> str:
-    """Check that a credential signs one of our challenges with its own key; raise Refused (401) otherwise.
+    """Check that a credential signs one of our challenges with its own key; raise ConnectionRejectedError (401)
+    otherwise.
 
     The nonce is used up. Return the fingerprint in the signed bytes, which is that of the certificate that the agent
     pins ('' for none). It must be one of `fingerprints`: otherwise the agent meant another server.
     """
     if not challenges.take(credential.nonce):
-        raise Refused(401, "challenge", "the challenge is unknown, used or expired: ask for a new one")
+        raise ConnectionRejectedError(401, "challenge", "the challenge is unknown, used or expired: ask for a new one")
     about = credential.host, credential.node, credential.epoch, credential.nonce
     for fingerprint in fingerprints:
         if credentials.is_signed(
             credential.public_key, credential.signature, credentials.signed_bytes(*about, fingerprint)
         ):
             return fingerprint
-    raise Refused(401, "signature", "the signature is not this key's over our challenge and our certificate")
+    raise ConnectionRejectedError(
+        401, "signature", "the signature is not this key's over our challenge and our certificate"
+    )
 
 
 def make_token(host: str, *, address: str, hours: int, created_by: str, fingerprint: str = "") -> str:
@@ -174,7 +178,7 @@ def known(public_keys: Iterable[str]) -> dict[str, Identity]:
 
 
 def admit(credential: credentials.Credential, identity: Identity | None) -> Identity:
-    """Return the identity for a verified credential, or raise Refused (403).
+    """Return the identity for a verified credential, or raise ConnectionRejectedError (403).
 
     `identity` is the one already known for its key, if any. If it is of another host, barred or missing, the agent is
     enrolled by its token in a transaction. Using a token expires the older tokens of its host, so that a replaced key
@@ -186,16 +190,18 @@ def admit(credential: credentials.Credential, identity: Identity | None) -> Iden
         return identity
     if not credential.token:
         if identity is not None and identity.barred:
-            raise Refused(
+            raise ConnectionRejectedError(
                 403, identity.barred, key_revocation.why(identity.barred, identity.barred_reason, identity.host)
             )
         reason = f"this key belongs to host {identity.host!r}" if identity else "this key is not enrolled"
-        raise Refused(403, "not-enrolled", f"{reason}: make a token with `manage.py join_token {credential.host}`")
+        raise ConnectionRejectedError(
+            403, "not-enrolled", f"{reason}: make a token with `manage.py join_token {credential.host}`"
+        )
     return _enrol(credential)
 
 
 def _enrol(credential: credentials.Credential) -> Identity:
-    """Bind the credential's key to its host by its token, and return the identity. Raise Refused.
+    """Bind the credential's key to its host by its token, and return the identity. Raise ConnectionRejectedError.
 
     The token and the host's agent are locked. A host's agent with another key, and another host's agent with this key,
     are deleted.
@@ -222,27 +228,32 @@ def _enrol(credential: credentials.Credential) -> Identity:
 
 
 def _lift(agent: Agent | None, token: JoinToken, credential: credentials.Credential) -> None:
-    """Raise Refused if a bar forbids this enrolment.
+    """Raise ConnectionRejectedError if a bar forbids this enrolment.
 
     A barred host can come back only with a token that a person made, and never with a barred key.
     """
     if agent is not None and agent.barred and token.created_by == MACHINE:
-        raise Refused(403, agent.barred, key_revocation.why(agent.barred, agent.barred_reason, credential.host))
+        raise ConnectionRejectedError(
+            403, agent.barred, key_revocation.why(agent.barred, agent.barred_reason, credential.host)
+        )
     if Agent.objects.filter(public_key=credential.public_key).exclude(barred="").exists():
         sentence = "the token is good, but this key is barred: join with a new key (move identity.key away)"
-        raise Refused(403, wire.KEY_BARRED, sentence)
+        raise ConnectionRejectedError(403, wire.KEY_BARRED, sentence)
 
 
 def _check(token: JoinToken | None, credential: credentials.Credential) -> None:
-    """Raise Refused unless the token exists, is for this host, has not expired, and has not bound another key."""
+    """Raise ConnectionRejectedError unless the token exists, is for this host, has not expired, and has not bound
+    another key."""
     again = f"make a new one with `manage.py join_token {credential.host}`"
     if token is None:
-        raise Refused(403, "token-unknown", f"the join token is not known here: {again}")
+        raise ConnectionRejectedError(403, "token-unknown", f"the join token is not known here: {again}")
     if token.host_name != credential.host:
-        raise Refused(
+        raise ConnectionRejectedError(
             403, "token-host", f"the join token is for host {token.host_name!r}, not {credential.host!r}: {again}"
         )
     if token.expires_at < datetime.now(UTC):
-        raise Refused(403, "token-expired", f"the join token expired at {token.expires_at:%Y-%m-%d %H:%M} UTC: {again}")
+        raise ConnectionRejectedError(
+            403, "token-expired", f"the join token expired at {token.expires_at:%Y-%m-%d %H:%M} UTC: {again}"
+        )
     if token.public_key and token.public_key != credential.public_key:
-        raise Refused(403, "token-used", f"the join token has bound another key: {again}")
+        raise ConnectionRejectedError(403, "token-used", f"the join token has bound another key: {again}")

@@ -16,7 +16,7 @@ from django.db.models import QuerySet
 from django.db.models.functions import Now
 
 from accelerators import conductor
-from accelerators.domain.errors import Reason, Refused
+from accelerators.domain.errors import Reason, RefusedError
 from accelerators.domain.states import Source
 from accelerators.models import Host
 from accelerators.runtime import pubsub
@@ -63,11 +63,13 @@ def news(seconds: float) -> list[News]:
 
 
 def find(host: str | UUID) -> Agent:
-    """Return the agent of a host, given the host's name or uuid. Raise Refused UNKNOWN if there is none."""
+    """Return the agent of a host, given the host's name or uuid. Raise RefusedError UNKNOWN if there is none."""
     which = {"host__uuid": host} if isinstance(host, UUID) else {"host__name": host}
     agent = Agent.objects.select_related("host").filter(**which).first()
     if agent is None:
-        raise Refused(Reason.UNKNOWN, f"no agent has joined for host {host}: `manage.py agents` lists those that did")
+        raise RefusedError(
+            Reason.UNKNOWN, f"no agent has joined for host {host}: `manage.py agents` lists those that did"
+        )
     return agent
 
 
@@ -90,13 +92,13 @@ def revoke(agent: Agent, by: str, reason: str, source: Source = Source.PERSON) -
 def admit(agent: Agent, by: str, source: Source = Source.PERSON) -> bool:
     """Lift the bar of an agent that was barred as a clone; return False if it is not barred.
 
-    Raise Refused CONFLICT if it was revoked.
+    Raise RefusedError CONFLICT if it was revoked.
     """
     with conductor.writing():
         row = _locked(agent.host_id)
         if row.barred == Bar.REVOKED:
             again = f"make a token with `manage.py join_token {row.host}`"
-            raise Refused(Reason.CONFLICT, f"the agent of {row.host} was revoked, and its key stays out: {again}")
+            raise RefusedError(Reason.CONFLICT, f"the agent of {row.host} was revoked, and its key stays out: {again}")
         if not row.barred:
             return False
         Agent.objects.filter(pk=row.pk).update(barred="", barred_reason="", changed_at=Now())
@@ -106,12 +108,12 @@ def admit(agent: Agent, by: str, source: Source = Source.PERSON) -> bool:
 
 
 def ask_rotation(agent: Agent, by: str, source: Source = Source.PERSON) -> None:
-    """Ask an agent for a new key, now or when it connects next. Raise Refused CONFLICT while it is barred."""
+    """Ask an agent for a new key, now or when it connects next. Raise RefusedError CONFLICT while it is barred."""
     with conductor.writing():
         row = _locked(agent.host_id)
         if row.barred:
             again = f"make a token with `manage.py join_token {row.host}`"
-            raise Refused(Reason.CONFLICT, f"the agent of {row.host} may not connect ({row.barred}): {again}")
+            raise RefusedError(Reason.CONFLICT, f"the agent of {row.host} may not connect ({row.barred}): {again}")
         Agent.objects.filter(pk=row.pk).update(rotate_asked_at=Now(), changed_at=Now())
         _record(row.host, "agent.rotation", source, by, {}, "a new key was asked for")
     pubsub.ring(TOPIC, str(row.host_id))
@@ -128,14 +130,14 @@ def rotate(host_id: int, old: str, new: str) -> None:
         if row.public_key == new and not row.barred:
             return
         if row.public_key != old or row.barred:
-            raise Refused(Reason.CONFLICT, "this key may not name its successor any more")
+            raise RefusedError(Reason.CONFLICT, "this key may not name its successor any more")
         try:
             with transaction.atomic():
                 Agent.objects.filter(pk=row.pk).update(
                     public_key=new, key_since=Now(), rotate_asked_at=None, changed_at=Now()
                 )
         except IntegrityError:
-            raise Refused(Reason.CONFLICT, "the new key is in use by another host") from None
+            raise RefusedError(Reason.CONFLICT, "the new key is in use by another host") from None
         _expire(JoinToken.objects.filter(host_name=row.host.name, public_key=old))
         _record(row.host, "agent.rotated", Source.AGENT, row.host.name, {"public_key": [old, new]}, "asked for")
 
@@ -173,7 +175,8 @@ def why(barred: str, reason: str, host: str) -> str:
 
 
 def _locked(host_id: int) -> Agent:
-    """Lock the host's open join tokens and its agent, and return the agent; raise Refused UNKNOWN if there is none.
+    """Lock the host's open join tokens and its agent, and return the agent; raise RefusedError UNKNOWN if there is
+    none.
 
     The tokens are locked so that nobody joins meanwhile. They are locked first, in the same order as at an enrolment.
     """
@@ -181,7 +184,7 @@ def _locked(host_id: int) -> Agent:
     list(JoinToken.objects.select_for_update().filter(host_name=host and host.name, expires_at__gt=datetime.now(UTC)))
     row = Agent.objects.select_for_update(of=("self",)).select_related("host").filter(host_id=host_id).first()
     if row is None:
-        raise Refused(Reason.UNKNOWN, f"no agent has joined for host {host or host_id}")
+        raise RefusedError(Reason.UNKNOWN, f"no agent has joined for host {host or host_id}")
     return row
 
 

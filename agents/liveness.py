@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 from django.conf import settings
 from django.db.models import Q
 
-from accelerators.commands.placement_delegation import Hand
+from accelerators.commands.placement_delegation import WriterStatus
 from agents.models import Agent, Bar
 
 LIVENESS = ("up", "late", "down")
@@ -59,13 +59,13 @@ def word_of(agent: Agent) -> str:
     return "down" if seen is None or seen < down else "late" if seen < up else "up"
 
 
-def hands(hosts: Collection[int]) -> dict[int, Hand]:
+def hands(hosts: Collection[int]) -> dict[int, WriterStatus]:
     """Return for each of these hosts why its agent cannot write to Placement, if so, and whether it is silent.
 
     Hosts without an agent are left out. One query.
     """
     found = Agent.objects.filter(host__in=hosts).order_by().select_related("host__lease")
-    return {agent.host_id: Hand(lacks(agent), _is_silent(agent)) for agent in found}
+    return {agent.host_id: WriterStatus(lacks(agent), _is_silent(agent)) for agent in found}
 
 
 def _is_silent(agent: Agent) -> bool:

@@ -23,8 +23,8 @@ from django.db import connection
 from msgspec import DecodeError, Raw
 
 from agents.gateway import sample_cache, sample_rpc
-from agents.gateway.sample_cache import Board, Busy
-from agents.gateway.sample_rpc import Answer, Ask, Held, Unanswered
+from agents.gateway.sample_cache import Board, TooManyCensusesError
+from agents.gateway.sample_rpc import Answer, Ask, GatewayUnreachableError, Held
 
 log = logging.getLogger(__name__)
 
@@ -141,15 +141,15 @@ class Everybody:
         for name, board in boards.items():
             try:
                 held += _here(board, asked, deadline)
-            except Busy:
+            except TooManyCensusesError:
                 silent.add(name)
         wait(asking.values(), timeout=max(0.0, deadline - time.monotonic()))
         for name, answer in asking.items():
             try:
                 held += _answered(answer, boards)
-            except Busy:  # no free thread here, or too many censuses there: the gateway itself is well
+            except TooManyCensusesError:  # no free thread here, or too many censuses there: the gateway itself is well
                 silent.add(name)
-            except Unanswered as error:
+            except GatewayUnreachableError as error:
                 log.warning("gateway %s at %s does not answer: %s", name, others[name], error)
                 self._quiet[name] = time.monotonic() + QUIET_S
                 silent.add(name)
@@ -172,19 +172,23 @@ class Everybody:
 
 
 def _answered(answer: Future[Answer], boards: Collection[str]) -> list[Held]:
-    """Return the samples in a gateway's answer. Raise Busy if no thread was free to ask it, or Unanswered."""
+    """Return the samples in a gateway's answer. Raise TooManyCensusesError if no thread was free to ask it, or
+    GatewayUnreachableError."""
     if answer.cancel():
-        raise Busy("it was never asked")
+        raise TooManyCensusesError("it was never asked")
     if not answer.done():
-        raise Unanswered(f"not within {DEADLINE_S:.0f} s")
+        raise GatewayUnreachableError(f"not within {DEADLINE_S:.0f} s")
     said = answer.result()
     if said.gateway in boards:
-        raise Unanswered("this address is our own: set CYBORG_GATEWAY_URL where gateways run on several machines")
+        raise GatewayUnreachableError(
+            "this address is our own: set CYBORG_GATEWAY_URL where gateways run on several machines"
+        )
     return said.hosts
 
 
 def _here(board: Board, asked: Ask, deadline: float) -> list[Held]:
-    """Return the samples of a board of this process, after asking agents if the request says so. Raise Busy."""
+    """Return the samples of a board of this process, after asking agents if the request says so. Raise
+    TooManyCensusesError."""
     since = time.monotonic() if asked.within_s else 0.0
     if board.loop and not board.loop.is_closed() and (asked.within_s or asked.for_s):
         with suppress(RuntimeError, TimeoutError):  # its event loop has ended, or is too slow

@@ -307,7 +307,7 @@ class Unknown(Struct, frozen=True):
     type: str
 
 
-class Malformed(ValueError):
+class MalformedMessageError(ValueError):
     """Raised for bytes that are not a valid message. The text can be sent as the reason of a Refuse."""
 
 
@@ -317,7 +317,7 @@ def encode(message: Message) -> str:
 
 
 def decode_from_agent(data: bytes | str) -> FromAgent | Unknown:
-    """Decode and validate a message of an agent. Return Unknown for an unknown type; raise Malformed."""
+    """Decode and validate a message of an agent. Return Unknown for an unknown type; raise MalformedMessageError."""
     try:
         message: FromAgent = _from_agent.decode(data)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -326,7 +326,7 @@ def decode_from_agent(data: bytes | str) -> FromAgent | Unknown:
 
 
 def decode_from_gateway(data: bytes | str) -> FromGateway | Unknown:
-    """Decode and validate a message of a gateway. Return Unknown for an unknown type; raise Malformed."""
+    """Decode and validate a message of a gateway. Return Unknown for an unknown type; raise MalformedMessageError."""
     try:
         message: FromGateway = _from_gateway.decode(data)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -335,14 +335,15 @@ def decode_from_gateway(data: bytes | str) -> FromGateway | Unknown:
 
 
 def _unknown(data: bytes | str, error: Exception, side: str) -> Unknown:
-    """Return Unknown if `data` has a type that `side` does not know; otherwise raise Malformed with `error`."""
+    """Return Unknown if `data` has a type that `side` does not know; otherwise raise MalformedMessageError with
+    `error`."""
     try:
         name: Any = msgspec.json.decode(_type_only.decode(data).get("type", msgspec.Raw(b"null")))
     except (msgspec.DecodeError, RecursionError):
         name = None
     if isinstance(name, str) and name not in _known[side]:
         return Unknown(name[:64])
-    raise Malformed(str(error)[:500]) from None
+    raise MalformedMessageError(str(error)[:500]) from None
 
 
 def unknown_fields(data: bytes | str, message: Message | Unknown) -> int:

@@ -1,7 +1,8 @@
 """Client for the part of Placement's API that this product uses, on a keystoneauth1 session. Free of Django.
 
 Agents use it on compute hosts, too. Each call sends the microversion that it needs. The errors tell the caller how to
-react: after `Away` retry later, after `Conflict` read again and retry, after `Rejected` a person has to act.
+react: after `PlacementUnavailableError` retry later, after `PlacementConflictError` read again and retry, after
+`PlacementRejectedError` a person has to act.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ type stays as it is.
 """
 
 
-class Away(Exception):
+class PlacementUnavailableError(Exception):
     """Placement cannot be reached, is too slow, throttles, refuses the credentials, or answers unusably.
 
     Statuses: 401, 403, 408, 429 and 5xx. Unusable answers: no JSON object, or an empty one to a GET.
     """
 
 
-class Conflict(Exception):
+class PlacementConflictError(Exception):
     """Another writer changed the object first, or the object is in use; `code` is Placement's error code."""
 
     def __init__(self, code: str, text: str) -> None:
@@ -42,11 +43,11 @@ class Conflict(Exception):
         self.code = code
 
 
-class Rejected(Exception):
+class PlacementRejectedError(Exception):
     """Placement refuses the request; a retry would be refused, too."""
 
 
-class Stopped(Exception):
+class WriterStoppedError(Exception):
     """The caller may not write any more, for example because the writer changed.
 
     `before_call` raises it; no further call is sent.
@@ -60,8 +61,8 @@ IN_USE = frozenset({"placement.inventory.inuse", "placement.resource_provider.in
 class Placement:
     """A connection to Placement that counts its calls in `reads` and `writes`. Not thread-safe.
 
-    `before_call` runs before each call and may raise Stopped. `words` caches which custom resource classes and traits
-    exist; several clients may share one set.
+    `before_call` runs before each call and may raise WriterStoppedError. `words` caches which custom resource classes
+    and traits exist; several clients may share one set.
     """
 
     def __init__(
@@ -102,14 +103,16 @@ class Placement:
     def filled(self, bare: Observed) -> Observed:
         """Read the provider's inventories and traits, and return it with them. Costs 2 reads.
 
-        Raises Conflict if the provider changed between the two reads.
+        Raises PlacementConflictError if the provider changed between the two reads.
         """
         inventories = self._get(f"/resource_providers/{bare.uuid}/inventories", INVENTORY)
         traits = self._get(f"/resource_providers/{bare.uuid}/traits", TRAITS)
         known = {name: _inventory(entry) for name, entry in inventories["inventories"].items()}
         generation = max(inventories["resource_provider_generation"], traits["resource_provider_generation"])
         if inventories["resource_provider_generation"] != traits["resource_provider_generation"]:
-            raise Conflict("placement.concurrent_update", f"provider {bare.uuid} changed while it was read")
+            raise PlacementConflictError(
+                "placement.concurrent_update", f"provider {bare.uuid} changed while it was read"
+            )
         return Observed(bare.uuid, bare.name, bare.parent, generation, known, frozenset(traits["traits"]))
 
     def allocations(self, uuid: str) -> dict[str, dict[str, int]]:
@@ -131,12 +134,12 @@ class Placement:
                 return Consumer(uuid)
             return Consumer(uuid, int(found["consumer_generation"]), has, found["project_id"], found["user_id"])
         except (KeyError, TypeError, ValueError, AttributeError):
-            raise Away(f"GET /allocations/{uuid}: the answer is no consumer") from None
+            raise PlacementUnavailableError(f"GET /allocations/{uuid}: the answer is no consumer") from None
 
     def allocate(self, uuid: str, body: Mapping[str, Any]) -> None:
         """Replace all allocations of one consumer.
 
-        Raises Conflict with the code CONCURRENT if its generation has changed.
+        Raises PlacementConflictError with the code CONCURRENT if its generation has changed.
         """
         self._write("PUT", f"/allocations/{uuid}", CONSUMER, body)
 
@@ -172,7 +175,7 @@ class Placement:
     def delete(self, uuid: str) -> None:
         """Delete a provider; succeed if it does not exist.
 
-        Raises Conflict with a code of IN_USE while something is allocated.
+        Raises PlacementConflictError with a code of IN_USE while something is allocated.
         """
         self._write("DELETE", f"/resource_providers/{uuid}", CODES, None, missing=True)
 
@@ -194,7 +197,8 @@ class Placement:
     ) -> dict[str, Any] | None:
         """Send one call and return the decoded answer: `{}` if it has no content, None for a 404 if `missing` is set.
 
-        Raises Away, Conflict, Rejected, and whatever `before_call` raises.
+        Raises PlacementUnavailableError, PlacementConflictError, PlacementRejectedError, and whatever `before_call`
+        raises.
         """
         from keystoneauth1.exceptions import ClientException, EndpointNotFound
 
@@ -215,14 +219,18 @@ class Placement:
                 **self._where,
             )
         except EndpointNotFound as error:
-            raise Away(f"{_line(error)}: put one into Keystone's catalogue, or set CYBORG_PLACEMENT_ENDPOINT") from None
+            raise PlacementUnavailableError(
+                f"{_line(error)}: put one into Keystone's catalogue, or set CYBORG_PLACEMENT_ENDPOINT"
+            ) from None
         except ClientException as error:
             took = time.monotonic() - began
-            raise Away(f"{method} {path.partition('?')[0]}: {_line(error)} after {took:.1f} s") from None
+            raise PlacementUnavailableError(
+                f"{method} {path.partition('?')[0]}: {_line(error)} after {took:.1f} s"
+            ) from None
         what = f"{method} {path.partition('?')[0]}"
         body = _outcome(answer, what, missing)
         if body == {} and method == "GET":  # an empty answer would look as if nothing were allocated
-            raise Away(f"{what}: the answer is empty")
+            raise PlacementUnavailableError(f"{what}: the answer is empty")
         return body
 
 
@@ -239,16 +247,16 @@ def _outcome(answer: Any, what: str, missing: bool) -> dict[str, Any] | None:
         except ValueError:
             body = None
         if not isinstance(body, dict):
-            raise Away(f"{what}: the answer is no JSON object")
+            raise PlacementUnavailableError(f"{what}: the answer is no JSON object")
         return body
     code, text = _error(answer)
     sentence = f"{what}: {status} {text}"
     # Placement can answer 500 instead of 409 when two writers set traits at the same time (observed).
     if status == 409 or (status == 500 and "concurrently updated" in text):
-        raise Conflict(code, sentence)
+        raise PlacementConflictError(code, sentence)
     if status in (401, 403, 408, 429) or status >= 500:
-        raise Away(sentence)
-    raise Rejected(sentence)
+        raise PlacementUnavailableError(sentence)
+    raise PlacementRejectedError(sentence)
 
 
 def _error(answer: Any) -> tuple[str, str]:

@@ -15,10 +15,16 @@ from typing import Any
 
 import msgspec
 
-from placement_sync.client import Away, Conflict, Placement, Rejected, Stopped
+from placement_sync.client import (
+    Placement,
+    PlacementConflictError,
+    PlacementRejectedError,
+    PlacementUnavailableError,
+    WriterStoppedError,
+)
 from placement_sync.mapping import Provider
 from placement_sync.reconcile import Written
-from placement_sync.sync import Waiting, bring
+from placement_sync.sync import ProviderMissingError, bring
 
 CLOUDS = ("clouds.yaml", "clouds.yml")
 PLACES = (Path("."), Path("~/.config/openstack"), Path("/etc/openstack"))
@@ -64,31 +70,39 @@ def write(host: str, payload: str, environ: Mapping[str, str], refused: Callable
 
     def check() -> None:
         if why := refused():
-            raise Stopped(why)
+            raise WriterStoppedError(why)
 
     placement = None
     try:
         work = msgspec.json.decode(payload, type=Work)
         placement = Placement(_cloud(environ), work.endpoint, before_call=check)
         outcome = bring(placement, host, work.desired, work.written, work.root)
-    except (Waiting, Away, Conflict, Rejected, Stopped, _Unusable, msgspec.DecodeError) as error:
+    except (
+        ProviderMissingError,
+        PlacementUnavailableError,
+        PlacementConflictError,
+        PlacementRejectedError,
+        WriterStoppedError,
+        _CredentialsError,
+        msgspec.DecodeError,
+    ) as error:
         writes = placement.writes if placement else 0
         said = f"{error}, after {writes} writes" if writes else f"{error}; nothing was written"
         return "failed" if writes else "refused", said
     return "succeeded", "; ".join([f"{placement.writes} writes, {placement.reads} reads", *outcome.problems])[:4096]
 
 
-class _Unusable(Exception):
+class _CredentialsError(Exception):
     """The credentials cannot be used as they are."""
 
 
 def _cloud(environ: Mapping[str, str]) -> Any:
     """Return a keystoneauth1 adapter for the host's credentials. It logs in at its first call.
 
-    Raises _Unusable; its text contains no secret.
+    Raises _CredentialsError; its text contains no secret.
     """
     if problem := lacks(environ):
-        raise _Unusable(problem)
+        raise _CredentialsError(problem)
     from keystoneauth1.adapter import Adapter
     from keystoneauth1.identity.generic.base import BaseGenericPlugin
 
@@ -105,7 +119,9 @@ def _cloud(environ: Mapping[str, str]) -> Any:
             url = session.auth.auth_url.rstrip("/")
             session.auth = session.auth.create_plugin(session, (3, 0), url if url.endswith("/v3") else f"{url}/v3")
     except Exception as error:  # noqa: BLE001 - loaders raise their own kinds; whatever it is, the operator reads it
-        raise _Unusable(f"the host's credentials cannot be used: {type(error).__name__}: {error}"[:500]) from None
+        raise _CredentialsError(
+            f"the host's credentials cannot be used: {type(error).__name__}: {error}"[:500]
+        ) from None
     return Adapter(
         session, region_name=environ.get("OS_REGION_NAME") or None, interface=environ.get("OS_INTERFACE") or None
     )

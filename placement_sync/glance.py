@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from accelerators.domain.groups import FUNCTION
-from accelerators.images.download import ALGORITHMS, Away, Offer, Unusable
+from accelerators.images.download import ALGORITHMS, ImageServiceUnavailableError, ImageUnusableError, Offer
 from accelerators.images.store import CHUNK, MAX_KEY, MAX_PROPERTIES, MAX_VALUE
 from drivers.configuration import ConfigurationError
 
@@ -28,11 +28,12 @@ class Glance:
         self._made: Any = None
 
     def image(self, uuid: str) -> Offer:
-        """Return the image with this id. Raises Unusable if there is none or it has no bytes; Away to retry later."""
+        """Return the image with this id. Raises ImageUnusableError if there is none or it has no bytes; Away to retry
+        later."""
         with _answering():
             answer = self._proxy().get(f"/images/{uuid}")
             if answer.status_code == 404:
-                raise Unusable(f"Glance has no image {uuid}")
+                raise ImageUnusableError(f"Glance has no image {uuid}")
             _check(answer)
             return offer(answer.json())
 
@@ -53,7 +54,7 @@ class Glance:
             answer = self._proxy().get(f"/images/{uuid}/file", stream=True, headers=headers)
             _check(answer)
             if answer.status_code == 204:
-                raise Unusable(f"Glance has no bytes of image {uuid}")
+                raise ImageUnusableError(f"Glance has no bytes of image {uuid}")
         return start if answer.status_code == PARTIAL else 0, _chunks(answer)
 
     def _proxy(self) -> Any:
@@ -72,15 +73,16 @@ class Glance:
 def offer(document: Mapping[str, Any]) -> Offer:
     """Convert Glance's image document into an Offer.
 
-    Raises Away if the image is still being uploaded, Unusable if it has another state or no size.
+    Raises ImageServiceUnavailableError if the image is still being uploaded, ImageUnusableError if it has another
+    state or no size.
     """
     uuid, status = str(document["id"]), str(document.get("status"))
     if status in COMING:
-        raise Away(f"image {uuid} is {status} in Glance, not {READY} yet")
+        raise ImageServiceUnavailableError(f"image {uuid} is {status} in Glance, not {READY} yet")
     if status != READY:
-        raise Unusable(f"image {uuid} is {status} in Glance, not {READY}")
+        raise ImageUnusableError(f"image {uuid} is {status} in Glance, not {READY}")
     if not isinstance(document.get("size"), int):
-        raise Unusable(f"Glance has no bytes of image {uuid}")
+        raise ImageUnusableError(f"Glance has no bytes of image {uuid}")
     algorithm, digest = document.get("os_hash_algo"), document.get("os_hash_value")
     known = (algorithm, str(digest)) if algorithm in ALGORITHMS and digest else ("", "")
     name = str(document.get("name") or "")[:255]
@@ -97,14 +99,14 @@ def properties(document: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _check(answer: Any) -> None:
-    """Raise Away or Unusable if Glance answered with an error."""
+    """Raise ImageServiceUnavailableError or ImageUnusableError if Glance answered with an error."""
     status = answer.status_code
     if status < 400:
         return
     said = f"Glance answered {status}"
     if status in (401, 429) or status >= 500:
-        raise Away(said)
-    raise Unusable(f"{said}: the service user cannot have this image")
+        raise ImageServiceUnavailableError(said)
+    raise ImageUnusableError(f"{said}: the service user cannot have this image")
 
 
 def _chunks(answer: Any) -> Iterator[bytes]:
@@ -129,6 +131,6 @@ def _answering() -> Iterator[None]:
     try:
         yield
     except ConfigurationError as error:
-        raise Unusable(f"it is not uploaded here, and Glance cannot be asked: {error}") from None
+        raise ImageUnusableError(f"it is not uploaded here, and Glance cannot be asked: {error}") from None
     except (ClientException, SDKException, requests.RequestException, KeyError, ValueError) as error:
-        raise Away(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}") from None
+        raise ImageServiceUnavailableError(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}") from None

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from placement_sync.client import IN_USE, Conflict, Placement
+from placement_sync.client import IN_USE, Placement, PlacementConflictError
 from placement_sync.mapping import Provider
 from placement_sync.reconcile import (
     Create,
@@ -33,7 +33,7 @@ PAUSE_S, LONGEST_PAUSE_S = 0.02, 0.5
 """First and longest back-off between two attempts, in seconds. The pause is random between 0 and the back-off."""
 
 
-class Waiting(Exception):
+class ProviderMissingError(Exception):
     """The host has no compute provider in Placement yet. Nova creates it."""
 
 
@@ -60,8 +60,8 @@ def bring(
     With `dry_run`, only read, and return the writes that would be sent. A provider with allocations is not deleted, and
     an allocated resource class is not removed; each becomes a problem in the Outcome.
 
-    Raises Waiting; Away, Rejected and Stopped of the client; Conflict after the last of TRIES attempts. Writes that
-    were sent before an error are found by the next call.
+    Raises ProviderMissingError; Away, Rejected and Stopped of the client; Conflict after the last of TRIES attempts.
+    Writes that were sent before an error are found by the next call.
     """
     outcome = Outcome(written=dict(written))
     for attempt in range(TRIES):
@@ -76,7 +76,7 @@ def bring(
             for write in writes:
                 _apply(placement, write, desired, observed, outcome)
             break
-        except Conflict as conflict:
+        except PlacementConflictError as conflict:
             if attempt == TRIES - 1:
                 raise
             root = outcome.root
@@ -91,13 +91,13 @@ def _look(
     """Return the compute provider's uuid, and the observed state of the providers in `desired` or `written`.
 
     A written provider is found in other trees, too; one that is only desired is looked for in the host's tree alone.
-    Raises Waiting.
+    Raises ProviderMissingError.
     """
     tree = placement.tree(root) if root else {}
     if root not in tree or tree[root].name != host:
         found = placement.root(host)
         if found is None:
-            raise Waiting(f"waiting for compute provider {host}")
+            raise ProviderMissingError(f"waiting for compute provider {host}")
         root, tree = found.uuid, placement.tree(found.uuid)
     observed = {}
     for uuid in desired.keys() | written.keys():
@@ -134,7 +134,7 @@ def _remember(
     return remembered
 
 
-def _forget(written: dict[str, Written], conflict: Conflict) -> None:
+def _forget(written: dict[str, Written], conflict: PlacementConflictError) -> None:
     """Drop every `seen` after a conflict, so that the next attempt reads all providers again."""
     for uuid, entry in written.items():
         written[uuid] = replace(entry, seen=None)
@@ -178,11 +178,12 @@ def _apply(
 def _create(placement: Placement, write: Create) -> Observed:
     """Create a provider and return its state, or move the provider that already has this uuid.
 
-    That one may be in another tree or have another name. Raises Conflict if a provider with another uuid has the name.
+    That one may be in another tree or have another name. Raises PlacementConflictError if a provider with another
+    uuid has the name.
     """
     try:
         generation = placement.create(write.uuid, write.name, write.parent)
-    except Conflict:
+    except PlacementConflictError:
         there = placement.provider(write.uuid)
         if there is None:
             raise
@@ -216,7 +217,7 @@ def _delete(placement: Placement, write: Delete, outcome: Outcome) -> None:
     try:
         if not consumers:
             placement.delete(write.uuid)
-    except Conflict as conflict:
+    except PlacementConflictError as conflict:
         if conflict.code not in IN_USE:
             raise
         consumers = placement.allocations(write.uuid)

@@ -17,7 +17,7 @@ from unfold.decorators import display
 
 from accelerators.admin import device_actions
 from accelerators.devices import admission_rules
-from accelerators.domain.errors import Refused
+from accelerators.domain.errors import RefusedError
 from accelerators.domain.states import Source
 from accelerators.models import AdmissionRule
 from accelerators.ui import badges, permissions
@@ -83,7 +83,7 @@ class AdmissionRuleAdmin(Listing):
         """What somebody else did meanwhile is a sentence, not a failure."""
         try:
             return super().changeform_view(request, object_id, form_url, extra_context)
-        except Refused as refused:
+        except RefusedError as refused:
             messages.error(request, refused.text)
             return HttpResponseRedirect(request.get_full_path())
 

@@ -20,7 +20,7 @@ from accelerators.admin import device_actions
 from accelerators.commands import catalogue, placing
 from accelerators.commands.catalogue import Act
 from accelerators.devices.lifecycle import MAX_REASON
-from accelerators.domain.errors import Reason, Refused
+from accelerators.domain.errors import Reason, RefusedError
 from accelerators.domain.states import Source
 from accelerators.models import Command, Device, Host, Image
 from accelerators.ui import badges, permissions
@@ -58,14 +58,14 @@ def post(admin: Any, request: HttpRequest, about: Device | Host) -> HttpResponse
         if isinstance(about, Device) and act.danger and "sure" not in request.POST:
             return _ask(admin, request, act, about)
         command = _order(request, act, about, said)
-    except Refused as refused:
+    except RefusedError as refused:
         messages.error(request, refused.text)
         return HttpResponseRedirect(page)
     return HttpResponseRedirect(badges.page("command", command.pk))
 
 
 def _said(request: HttpRequest, act: Act) -> dict[str, Any]:
-    """What belongs to it, of the form's fields. Raises Refused INVALID."""
+    """What belongs to it, of the form's fields. Raises RefusedError INVALID."""
     text = request.POST.get(act.takes, "").strip() if act.takes else ""
     part = request.POST.get("deployable", "")
     match act.takes:
@@ -75,7 +75,7 @@ def _said(request: HttpRequest, act: Act) -> dict[str, Any]:
             try:
                 return {"image": UUID(text), "deployable": UUID(part) if part else None}
             except ValueError:
-                raise Refused(Reason.INVALID, "Say which image: its uuid, here or in Glance.") from None
+                raise RefusedError(Reason.INVALID, "Say which image: its uuid, here or in Glance.") from None
         case "driver":
             return {"driver": text}
     return {}
@@ -92,7 +92,7 @@ def _ask(admin: Any, request: HttpRequest, act: Act, device: Device) -> HttpResp
     try:
         safety.refuse_unless_free(device, DONE[act.op])
         blocked = ""
-    except Refused as refused:
+    except RefusedError as refused:
         blocked = refused.text
     context = admin.admin_site.each_context(request) | {
         "title": f"{act.op.capitalize()} {device}?",

@@ -18,7 +18,7 @@ from unfold.decorators import display
 from accelerators.admin import device_actions
 from accelerators.devices.lifecycle import MAX_REASON
 from accelerators.domain import libvirt_xml
-from accelerators.domain.errors import Reason, Refused
+from accelerators.domain.errors import Reason, RefusedError
 from accelerators.domain.states import Source
 from accelerators.models import Attachment, DeviceProfile, Intent
 from accelerators.ui import badges, permissions
@@ -89,7 +89,7 @@ class AttachmentAdmin(ReadOnly):
             try:
                 row = _ask(request)
                 return HttpResponseRedirect(badges.page("attachment", row.pk))
-            except Refused as refused:
+            except RefusedError as refused:
                 messages.error(request, refused.text)
         context = self.admin_site.each_context(request) | {
             "title": "Attach to a running instance",
@@ -135,7 +135,7 @@ class AttachmentAdmin(ReadOnly):
         permissions.require(request, permissions.DETACH)
         try:
             attachments.detach(row.uuid, device_actions.person(request), request.POST.get("reason", ""), Source.PERSON)
-        except Refused as refused:
+        except RefusedError as refused:
             messages.error(request, refused.text)
         return HttpResponseRedirect(badges.page("attachment", row.pk))
 
@@ -150,6 +150,6 @@ def _ask(request: HttpRequest) -> Attachment:
     try:
         instance, device = UUID(said["instance"]), UUID(said["device"]) if said["device"] else None
     except ValueError:
-        raise Refused(Reason.INVALID, "An instance and a device are named by their uuids.") from None
+        raise RefusedError(Reason.INVALID, "An instance and a device are named by their uuids.") from None
     more: Any = {"profile": said["profile"], "device": device, "reason": request.POST.get("reason", "")}
     return attachments.ask(instance, device_actions.person(request), source=Source.PERSON, **more)

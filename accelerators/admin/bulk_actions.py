@@ -21,7 +21,7 @@ from unfold.decorators import display
 from accelerators import safety
 from accelerators.admin import device_actions
 from accelerators.devices import lifecycle
-from accelerators.domain.errors import Refused
+from accelerators.domain.errors import RefusedError
 from accelerators.domain.states import BulkState, Outcome
 from accelerators.models import Bulk, BulkItem, Device
 from accelerators.ui import badges, permissions
@@ -99,7 +99,7 @@ class BulkAdmin(ReadOnly):
             permissions.require(request)
             try:
                 return self._posted(request, bulk)
-            except Refused as refused:
+            except RefusedError as refused:
                 messages.error(request, refused.text)
                 context["reason"] = request.POST.get("reason", "")
         context |= self.admin_site.each_context(request) | {"title": what(bulk), "opts": self.opts}

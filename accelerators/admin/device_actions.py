@@ -23,8 +23,8 @@ from accelerators.devices.lifecycle import Seen
 from accelerators.domain import actions
 from accelerators.domain.actions import Action, Standing
 from accelerators.domain.caller import Caller
-from accelerators.domain.errors import Refused
-from accelerators.domain.states import Drain, IllegalMove, Source
+from accelerators.domain.errors import RefusedError
+from accelerators.domain.states import Drain, IllegalTransitionError, Source
 from accelerators.models import Bulk, Device
 from accelerators.ui import badges, permissions
 from accelerators.workflows import bulk_actions
@@ -50,7 +50,7 @@ class Choice:
         """Whether it would do something, as far as our own requests tell."""
         try:
             changes = actions.decide(self.action, now, self.then) != now
-        except IllegalMove:
+        except IllegalTransitionError:
             return False
         if self.then is Drain.RETIRED:  # of what is free and out of offer already, it were the same as to retire it
             return changes and (bool(now.held) or now.here in actions.OFFERED)
@@ -61,7 +61,7 @@ class Choice:
         try:
             if actions.decide(self.action, now, self.then) == now:
                 return f"It is {now.state} already."
-        except IllegalMove as error:
+        except IllegalTransitionError as error:
             return f"It {error}."
         if self.action is Action.RETIRE and now.held:
             return f"{now.held} of its units are held: drain it first, then it is retired by itself."
@@ -155,7 +155,7 @@ def one(admin: Any, request: HttpRequest, device: Device) -> HttpResponse:
     reason, seen = request.POST.get("reason", ""), Seen(words, held_too=bool(holders))
     try:
         result = lifecycle.ask(choice.action, device.uuid, person(request), reason, choice.then, Source.PERSON, seen)
-    except Refused as refused:
+    except RefusedError as refused:
         messages.error(request, refused.text)
     else:
         done = "is already" if result.outcome == "unchanged" else "is now"
@@ -176,7 +176,7 @@ def _of_list(choice: Choice | Ask) -> Callable[..., HttpResponse | None]:
         selection = request.GET.urlencode()
         try:
             bulk = bulk_actions.choose(choice.action, choice.then, queryset, person(request), selection)
-        except Refused as refused:
+        except RefusedError as refused:
             messages.error(request, refused.text)
             return None
         return HttpResponseRedirect(badges.page("bulk", bulk.uuid))

@@ -21,7 +21,7 @@ from unfold.decorators import display
 
 from accelerators.admin import device_actions
 from accelerators.commands.placing import MAX_REASON
-from accelerators.domain.errors import Reason, Refused
+from accelerators.domain.errors import Reason, RefusedError
 from accelerators.domain.states import DriverState, RolloutOp, RolloutState, Source, StepState
 from accelerators.models import Event, HostDriver, Rollout, RolloutStep
 from accelerators.ui import badges, permissions, timeline
@@ -110,7 +110,7 @@ class DriverAdmin(ReadOnly):
         if request.method == "POST":
             try:
                 return HttpResponseRedirect(badges.page("rollout", _begin(request, row).uuid))
-            except Refused as refused:
+            except RefusedError as refused:
                 messages.error(request, refused.text)
         wish = row.wanted
         settings = json.dumps(wish.settings, indent=2) if wish and wish.settings is not None else ""
@@ -268,7 +268,7 @@ def _of(row: HostDriver) -> QuerySet[Rollout]:
 
 
 def _begin(request: HttpRequest, row: HostDriver) -> Rollout:
-    """What a button of a driver's page asks for. Raises Refused."""
+    """What a button of a driver's page asks for. Raises RefusedError."""
     permissions.require(request, permissions.ROLLOUT)
     if request.POST.get("do") not in BUTTONS:
         raise PermissionDenied("That cannot be asked here; go back and try again.")
@@ -279,9 +279,9 @@ def _begin(request: HttpRequest, row: HostDriver) -> Rollout:
         try:
             settings = json.loads(text)
         except ValueError as error:
-            raise Refused(Reason.INVALID, f"The settings are no JSON: {error}. Nothing was done.") from None
+            raise RefusedError(Reason.INVALID, f"The settings are no JSON: {error}. Nothing was done.") from None
         if not isinstance(settings, dict):
-            raise Refused(Reason.INVALID, "Settings are a JSON object. Nothing was done.")
+            raise RefusedError(Reason.INVALID, "Settings are a JSON object. Nothing was done.")
     every = {"all": True} if op is RolloutOp.INSTALL else {"driver": row.driver}
     hosts = driver_rollouts.choose(selector=every) if request.POST.get("where") == "all" else [row.host]
     most = request.POST.get("max_parallel", "")

@@ -19,7 +19,7 @@ from accelerators.commands import catalogue
 from accelerators.devices import partitioning
 from accelerators.devices.lifecycle import MAX_REASON
 from accelerators.devices.partitioning import Change, Result, Target
-from accelerators.domain.errors import Reason, Refused
+from accelerators.domain.errors import Reason, RefusedError
 from accelerators.domain.states import Source
 from accelerators.models import Device
 from accelerators.ui import badges, permissions
@@ -67,7 +67,7 @@ def view(admin: Any, request: HttpRequest) -> HttpResponse:
             request.POST.get("reason", ""),
             Source.PERSON,
         )
-    except Refused as refused:
+    except RefusedError as refused:
         messages.error(request, refused.text)
         return _page(admin, request, devices)
     if len(results) == 1 and (command := results[0].command):
@@ -86,10 +86,10 @@ def _chosen(request: HttpRequest) -> list[Device]:
 
 
 def _wanted(request: HttpRequest, devices: list[Device]) -> Change:
-    """What the form says. Raises Refused INVALID."""
+    """What the form says. Raises RefusedError INVALID."""
     sign, count = SIGNS.get(request.POST.get("change", "")), request.POST.get("count", "")
     if sign is None or (sign and not (count.isascii() and count.isdecimal() and len(count) <= 5)):
-        raise Refused(Reason.INVALID, f"Say how many units more or fewer: 1 to {partitioning.MOST_UNITS}.")
+        raise RefusedError(Reason.INVALID, f"Say how many units more or fewer: 1 to {partitioning.MOST_UNITS}.")
     words, seen = request.POST.get("layout", "").split(), request.POST.get("generation", "")
     generation = int(seen) if len(devices) == 1 and seen.isascii() and seen.isdecimal() and len(seen) < 19 else None
     return Change(sign * int(count) if sign else None, catalogue.layout(words) if words else {}, generation)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from accelerators.commands.placing import ASKED, EXCLUSIVE
-from accelerators.domain.errors import Reason, Refused
+from accelerators.domain.errors import Reason, RefusedError
 from accelerators.models import Device
 from drivers.plan import DESTRUCTIVE
 
@@ -62,8 +62,9 @@ def possible(device: Device, held: int) -> Iterator[Act]:
 
 
 def layout(words: Iterable[str]) -> dict[str, str]:
-    """Parse layout words such as `vfs=4` into a dict. Raise Refused INVALID if there are none or one is incomplete."""
+    """Parse layout words such as `vfs=4` into a dict. Raise RefusedError INVALID if there are none or one is
+    incomplete."""
     pairs = [word.partition("=") for word in words]
     if not pairs or not all(key and value for key, _, value in pairs):
-        raise Refused(Reason.INVALID, "Say into which parts: words of the driver such as vfs=4.")
+        raise RefusedError(Reason.INVALID, "Say into which parts: words of the driver such as vfs=4.")
     return {key: value for key, _, value in pairs}

@@ -15,7 +15,7 @@ TOPIC = "writer"
 """Topic of notifications that the writer, and with it the epoch, has changed."""
 
 
-class Hand(NamedTuple):
+class WriterStatus(NamedTuple):
     """An agent's ability to write to Placement.
 
     `lacks` is the reason why it cannot write now, or '' if it can. `silent` is True if nothing has been heard of the
@@ -26,10 +26,10 @@ class Hand(NamedTuple):
     silent: bool
 
 
-NOBODY = Hand("no agent has ever joined from there", True)
+NOBODY = WriterStatus("no agent has ever joined from there", True)
 
 Epoch = Callable[[], int]
-Hands = Callable[[Collection[int]], dict[int, Hand]]
+Hands = Callable[[Collection[int]], dict[int, WriterStatus]]
 _epoch: list[Epoch] = []
 _hands: list[Hands] = []
 
@@ -45,7 +45,7 @@ def epoch() -> int:
     return max((one() for one in _epoch), default=0)
 
 
-def hands(hosts: Collection[int]) -> dict[int, Hand]:
+def hands(hosts: Collection[int]) -> dict[int, WriterStatus]:
     """Return for each host (by id) whether its agent can write to Placement; `NOBODY` for a host without an agent."""
     known = dict.fromkeys(hosts, NOBODY)
     for one in _hands:

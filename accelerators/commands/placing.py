@@ -20,7 +20,7 @@ from django.db import transaction
 from accelerators import conductor, safety
 from accelerators.commands import placement_delegation, sql
 from accelerators.domain.caller import Caller, request_id
-from accelerators.domain.errors import Reason, Refused
+from accelerators.domain.errors import Reason, RefusedError
 from accelerators.domain.states import DeviceState, Source
 from accelerators.models import Command, Deployable, Device, Host
 from accelerators.runtime import jobs, pubsub
@@ -178,7 +178,8 @@ def ask(
     `layout` is required for `partition`, `image` for `program`. `deployable` selects the deployable to program; it may
     be left out if the device has only one. `generation` is the device generation that the caller has seen.
 
-    Raise Refused: UNKNOWN if there is no such device; INVALID for wrong arguments; CONFLICT if the device has another
+    Raise RefusedError: UNKNOWN if there is no such device; INVALID for wrong arguments; CONFLICT if the device has
+    another
     generation, or its state, its driver, another command or its agent does not allow the command. Destructive commands
     also raise HELD, with the holders, or AWAY if a witness cannot be asked.
     """
@@ -187,7 +188,7 @@ def ask(
     with conductor.writing():
         device = next(iter(conductor.locked(Device.objects.filter(uuid=device_uuid))), None)
         if device is None:
-            raise Refused(Reason.UNKNOWN, f"Device not found with uuid={device_uuid}")
+            raise RefusedError(Reason.UNKNOWN, f"Device not found with uuid={device_uuid}")
         part = _part(device, deployable) if op == "program" else None
         refuse_changed(device, generation)
         _refuse_words(device, layout or {})
@@ -203,18 +204,20 @@ def ask_host(
 
     `rescan` and `report` may be limited to one driver; `rescan` also releases that driver from quarantine.
 
-    Raise Refused: UNKNOWN if there is no such host; INVALID for wrong arguments; CONFLICT if its agent takes no
+    Raise RefusedError: UNKNOWN if there is no such host; INVALID for wrong arguments; CONFLICT if its agent takes no
     commands.
     """
     if op not in ASKED_OF_HOST:
-        raise Refused(Reason.INVALID, f"A host cannot be asked to {op}; it can be asked: {', '.join(ASKED_OF_HOST)}.")
+        raise RefusedError(
+            Reason.INVALID, f"A host cannot be asked to {op}; it can be asked: {', '.join(ASKED_OF_HOST)}."
+        )
     if len(driver) > MAX_WORD or "\0" in driver or (driver and op == "logs"):
-        raise Refused(Reason.INVALID, "Only rescan and report take a driver, by its name.")
+        raise RefusedError(Reason.INVALID, "Only rescan and report take a driver, by its name.")
     reason = check_reason(reason)
     with conductor.writing():
         host = Host.objects.filter(uuid=host_uuid).first()
         if host is None:
-            raise Refused(Reason.UNKNOWN, f"Host not found with uuid={host_uuid}")
+            raise RefusedError(Reason.UNKNOWN, f"Host not found with uuid={host_uuid}")
         reachable(host)
         arguments = {"driver": driver} if driver else {}
         return place([Order(op, host=host.id, arguments=arguments, actor=caller.name, reason=reason)], source)[0]
@@ -340,44 +343,47 @@ def _ordered(hosts: set[int], made: Sequence[Command]) -> None:
 
 
 def _arguments(op: str, layout: Mapping[str, str] | None, image: UUID | None) -> dict[str, Any]:
-    """Check what the caller gave for the device command `op`; return the command arguments. Raise Refused INVALID."""
+    """Check what the caller gave for the device command `op`; return the command arguments. Raise RefusedError
+    INVALID."""
     if op not in ASKED:
-        raise Refused(Reason.INVALID, f"A device cannot be asked to {op}; it can be asked: {', '.join(ASKED)}.")
+        raise RefusedError(Reason.INVALID, f"A device cannot be asked to {op}; it can be asked: {', '.join(ASKED)}.")
     if bool(layout) != (op == "partition"):
-        raise Refused(Reason.INVALID, 'Partition, and nothing else, takes a layout, for example {"vfs": "4"}.')
+        raise RefusedError(Reason.INVALID, 'Partition, and nothing else, takes a layout, for example {"vfs": "4"}.')
     if (image is not None) != (op == "program"):
-        raise Refused(Reason.INVALID, "Program, and nothing else, takes an image, by its uuid.")
+        raise RefusedError(Reason.INVALID, "Program, and nothing else, takes an image, by its uuid.")
     if layout:
         texts = [text for pair in layout.items() for text in pair]
         if not all(isinstance(text, str) and "\0" not in text and len(text) <= MAX_VALUE for text in texts) or any(
             len(word) > MAX_WORD for word in layout
         ):
-            raise Refused(Reason.INVALID, f"A layout holds words of at most {MAX_WORD} characters and short values.")
+            raise RefusedError(
+                Reason.INVALID, f"A layout holds words of at most {MAX_WORD} characters and short values."
+            )
         if len(layout) > MAX_LAYOUT:
-            raise Refused(Reason.INVALID, f"A layout holds at most {MAX_LAYOUT} words.")
+            raise RefusedError(Reason.INVALID, f"A layout holds at most {MAX_LAYOUT} words.")
         return {"layout": dict(layout)}
     return {"wanted": {"bitstream_id": str(image)}} if image else {}
 
 
 def _part(device: Device, wanted: UUID | None) -> int:
-    """Return the id of the deployable to program; without `wanted`, of the only one. Raise Refused INVALID."""
+    """Return the id of the deployable to program; without `wanted`, of the only one. Raise RefusedError INVALID."""
     parts = dict(Deployable.objects.filter(device=device, missing_since__isnull=True).values_list("uuid", "id"))
     if wanted is None and len(parts) == 1:
         return next(iter(parts.values()))
     if wanted not in parts:
-        raise Refused(Reason.INVALID, f"Say which deployable of device {device.uuid} is to be programmed.")
+        raise RefusedError(Reason.INVALID, f"Say which deployable of device {device.uuid} is to be programmed.")
     return parts[wanted]
 
 
 def _check(op: str, device: Device) -> None:
-    """Raise Refused unless the command `op` is possible for the device now. The device must be locked."""
+    """Raise RefusedError unless the command `op` is possible for the device now. The device must be locked."""
     if DeviceState(device.state) not in ASKED[op]:
         possible = ", ".join(sorted(ASKED[op]))
-        raise Refused(
+        raise RefusedError(
             Reason.CONFLICT, f"Device {device.uuid} is {device.state}: {op} is possible when it is {possible}."
         )
     if op not in device.acts.split():
-        raise Refused(Reason.CONFLICT, f"Device {device.uuid}: {device.driver} cannot {op} it.")
+        raise RefusedError(Reason.CONFLICT, f"Device {device.uuid}: {device.driver} cannot {op} it.")
     refuse_busy(device, op)
     reachable(device.host)
     if op in DESTRUCTIVE:
@@ -385,47 +391,47 @@ def _check(op: str, device: Device) -> None:
 
 
 def refuse_changed(device: Device, seen: int | None) -> None:
-    """Raise Refused CONFLICT if the device's generation is not `seen`; do nothing if `seen` is None.
+    """Raise RefusedError CONFLICT if the device's generation is not `seen`; do nothing if `seen` is None.
 
     Of two callers who saw the same device and change it, the second must read it again.
     """
     if seen is not None and seen != device.generation:
         now = f"generation {device.generation}"
         why = f"is at {now} now, not {seen}: somebody changed it"
-        raise Refused(Reason.CONFLICT, f"Device {device.uuid} {why}. Look at it again, then say {now}.")
+        raise RefusedError(Reason.CONFLICT, f"Device {device.uuid} {why}. Look at it again, then say {now}.")
 
 
 def _refuse_words(device: Device, layout: Mapping[str, str]) -> None:
-    """Raise Refused INVALID if the layout has words that the device's driver does not take.
+    """Raise RefusedError INVALID if the layout has words that the device's driver does not take.
 
     If the agent has not reported which words the driver takes, all are accepted here, and the driver decides.
     """
     words = device.changeable.split()
     if words and (strange := sorted(layout.keys() - words)):
         takes = f"{device.driver} takes {', '.join(words)}"
-        raise Refused(Reason.INVALID, f"{', '.join(strange)[:200]}: no word for device {device.uuid}; {takes}.")
+        raise RefusedError(Reason.INVALID, f"{', '.join(strange)[:200]}: no word for device {device.uuid}; {takes}.")
 
 
 def refuse_busy(device: Device, op: str) -> None:
-    """Raise Refused CONFLICT if `op` is exclusive and another exclusive command for the device is open."""
+    """Raise RefusedError CONFLICT if `op` is exclusive and another exclusive command for the device is open."""
     if device.busy_with and op in EXCLUSIVE:
         other = Command.objects.filter(uuid=device.busy_with).values_list("op", flat=True).first()
         text = f"Device {device.uuid} is busy with {other} (command {device.busy_with}): wait for its end."
-        raise Refused(Reason.CONFLICT, text)
+        raise RefusedError(Reason.CONFLICT, text)
 
 
 def reachable(host: Host) -> None:
-    """Raise Refused CONFLICT if the host's agent is known to take no commands."""
+    """Raise RefusedError CONFLICT if the host's agent is known to take no commands."""
     for reach in _reaches:
         if text := reach(host):
-            raise Refused(Reason.CONFLICT, f"{text[0].upper()}{text[1:]}.")
+            raise RefusedError(Reason.CONFLICT, f"{text[0].upper()}{text[1:]}.")
 
 
 def check_reason(text: str) -> str:
-    """Return the reason without surrounding white space. Raise Refused INVALID if it is too long or not text."""
+    """Return the reason without surrounding white space. Raise RefusedError INVALID if it is too long or not text."""
     text = text.strip()
     if len(text) > MAX_REASON or "\0" in text:
-        raise Refused(Reason.INVALID, f"A reason is at most {MAX_REASON} characters of text.")
+        raise RefusedError(Reason.INVALID, f"A reason is at most {MAX_REASON} characters of text.")
     return text
 
 

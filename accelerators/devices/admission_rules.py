@@ -21,7 +21,7 @@ from accelerators.domain import admission
 from accelerators.domain.actions import Action, decide
 from accelerators.domain.admission import Facts, Rule
 from accelerators.domain.caller import Caller
-from accelerators.domain.errors import Reason, Refused
+from accelerators.domain.errors import Reason, RefusedError
 from accelerators.domain.states import Admission, Source
 from accelerators.inventory import merge_sql as sql
 from accelerators.models import AdmissionRule, Device
@@ -36,13 +36,14 @@ _LOCK = 0x72756C65
 
 
 def create(values: Mapping[str, Any], caller: Caller, source: Source = Source.API) -> AdmissionRule:
-    """Create a rule from validated values. Raises Refused CONFLICT if the name is in use, or there are MOST rules."""
+    """Create a rule from validated values. Raises RefusedError CONFLICT if the name is in use, or there are MOST
+    rules."""
     rule = AdmissionRule(**values)
     try:
         with conductor.writing():
             connection.cursor().execute("SELECT pg_advisory_xact_lock(%s)", [_LOCK])
             if AdmissionRule.objects.count() >= MOST:
-                raise Refused(Reason.CONFLICT, f"There are {MOST} rules already: delete one first.")
+                raise RefusedError(Reason.CONFLICT, f"There are {MOST} rules already: delete one first.")
             rule.save()
             shown = {field: [None, getattr(rule, field)] for field in FIELDS if getattr(rule, field) != ""}
             _record("created", rule, shown, caller, source)
@@ -52,7 +53,8 @@ def create(values: Mapping[str, Any], caller: Caller, source: Source = Source.AP
 
 
 def edit(uuid: UUID, values: Mapping[str, Any], caller: Caller, source: Source = Source.API) -> AdmissionRule:
-    """Change a rule; devices that it admitted keep their state. Raises Refused UNKNOWN; CONFLICT for a name in use."""
+    """Change a rule; devices that it admitted keep their state. Raises RefusedError UNKNOWN; CONFLICT for a name in
+    use."""
     try:
         with conductor.writing():
             rule = _locked(uuid)
@@ -70,7 +72,7 @@ def edit(uuid: UUID, values: Mapping[str, Any], caller: Caller, source: Source =
 
 
 def delete(uuid: UUID, caller: Caller, source: Source = Source.API) -> None:
-    """Delete a rule; devices that it admitted keep their state. Raises Refused UNKNOWN."""
+    """Delete a rule; devices that it admitted keep their state. Raises RefusedError UNKNOWN."""
     with conductor.writing():
         rule = _locked(uuid)
         shown = {field: [getattr(rule, field), None] for field in FIELDS if getattr(rule, field) != ""}
@@ -131,16 +133,16 @@ def _enabled() -> tuple[Rule, ...]:
 
 
 def _locked(uuid: UUID) -> AdmissionRule:
-    """Load and lock a rule. Raises Refused UNKNOWN."""
+    """Load and lock a rule. Raises RefusedError UNKNOWN."""
     found = AdmissionRule.objects.select_for_update().filter(uuid=uuid).first()
     if found is None:
-        raise Refused(Reason.UNKNOWN, f"There is no admission rule with uuid={uuid}.")
+        raise RefusedError(Reason.UNKNOWN, f"There is no admission rule with uuid={uuid}.")
     return found
 
 
-def _taken(name: str) -> Refused:
+def _taken(name: str) -> RefusedError:
     """Return the refusal for a rule's name that is in use."""
-    return Refused(Reason.CONFLICT, f"An admission rule with the name {name} already exists.")
+    return RefusedError(Reason.CONFLICT, f"An admission rule with the name {name} already exists.")
 
 
 def _record(what: str, rule: AdmissionRule, changes: dict[str, Any], caller: Caller, source: Source) -> None:

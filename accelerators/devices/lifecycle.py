@@ -26,9 +26,9 @@ from accelerators.commands.placing import Order, check_reason
 from accelerators.conductor import locked
 from accelerators.domain.actions import Action, Standing, decide, drained
 from accelerators.domain.caller import Caller, request_id
-from accelerators.domain.errors import Reason, Refused
+from accelerators.domain.errors import Reason, RefusedError
 from accelerators.domain.provider_ids import provider_uuid
-from accelerators.domain.states import DeviceState, Drain, IllegalMove, Source
+from accelerators.domain.states import DeviceState, Drain, IllegalTransitionError, Source
 from accelerators.models import AcceleratorRequest, Deployable, Device
 from accelerators.runtime import jobs
 
@@ -111,7 +111,7 @@ class Seen:
 def enable(uuid: UUID, caller: Caller, reason: str = "") -> None:
     """Offer a device: it becomes ready, or installing if its driver has to install it first.
 
-    Changes nothing if the device is offered already. Raises Refused: UNKNOWN; INVALID for a reason that cannot be
+    Changes nothing if the device is offered already. Raises RefusedError: UNKNOWN; INVALID for a reason that cannot be
     stored; CONFLICT if it is missing, quarantined, retired or busy with a command; HELD, naming the holders, if it
     would have to be installed.
     """
@@ -121,7 +121,7 @@ def enable(uuid: UUID, caller: Caller, reason: str = "") -> None:
 def disable(uuid: UUID, caller: Caller, reason: str = "") -> None:
     """Take a device out of offer; bound requests stay bound. Changes nothing if the device is not offered.
 
-    Raises Refused UNKNOWN, and INVALID for a reason that cannot be stored; a known device is never refused.
+    Raises RefusedError UNKNOWN, and INVALID for a reason that cannot be stored; a known device is never refused.
     """
     ask(Action.DISABLE, uuid, caller, reason)
 
@@ -137,14 +137,15 @@ def ask(
 ) -> Result:
     """Apply an action to one device and return the result; as `act`, but a refusal is raised.
 
-    Raises Refused: UNKNOWN; INVALID for a reason that cannot be stored; CONFLICT if its state or a running command does
+    Raises RefusedError: UNKNOWN; INVALID for a reason that cannot be stored; CONFLICT if its state or a running
+    command does
     not allow the action, or the device has changed since it was `seen`; HELD, naming the holders, if it would be
     retired or installed, or if it was not confirmed for held devices; AWAY if a witness cannot be asked before it is
     retired.
     """
     (result,) = act(action, [uuid], caller, reason, then, source, seen)
     if result.reason is not None:
-        raise Refused(result.reason, result.text)
+        raise RefusedError(result.reason, result.text)
     return result
 
 
@@ -174,7 +175,7 @@ def act(
     A refusal of one device stops no other. A device whose state differs from the one that was `seen` is refused, unless
     nothing has to be changed. `then` is the final state of a drain. After a drain, devices that nobody holds get that
     state at once, in a second transaction. Locks the devices and their hosts; asks witnesses about devices to be
-    retired, for PATIENCE_S at most in all. Raises Refused INVALID for a reason that cannot be stored.
+    retired, for PATIENCE_S at most in all. Raises RefusedError INVALID for a reason that cannot be stored.
     """
     assert len(uuids) <= SLICE, "more than a slice"
     reason = check_reason(reason) or DONE[action]
@@ -192,7 +193,7 @@ def act(
                     free(device, now)
                 if action is Action.ENABLE and after != now:
                     _refuse_unless_idle(device, after)
-            except Refused as refused:
+            except RefusedError as refused:
                 results[uuid] = _refused(device, refused.reason, refused.text)
             else:
                 if after != now:
@@ -209,23 +210,25 @@ def act(
 def _decide(action: Action, device: Device, now: Standing, then: Drain, seen: Seen | None) -> Standing:
     """Return the new standing of a locked device, equal to `now` if there is nothing to do.
 
-    Raises Refused: CONFLICT if its state does not allow the action or differs from the one that was `seen`; HELD if
-    requests hold it and the person did not confirm the action for held devices.
+    Raises RefusedError: CONFLICT if its state does not allow the action or differs from the one that was `seen`; HELD
+    if requests hold it and the person did not confirm the action for held devices.
     """
     was = seen.words.get(device.uuid, now.word) if seen else now.word
     by = f"{device.state_by}: {device.state_reason or 'no reason given'}"
     since = f"since {device.state_since.astimezone(UTC):%H:%M:%S} UTC, by {by}"
     text = f"Device {device.uuid} was {was} when this was decided; it is {now.word} now, {since}. Look at it again."
-    changed = Refused(Reason.CONFLICT, text)
+    changed = RefusedError(Reason.CONFLICT, text)
     try:
         after = decide(action, now, then)
-    except IllegalMove as illegal:
-        raise changed if was != now.word else Refused(Reason.CONFLICT, f"Device {device.uuid} {illegal}.") from None
+    except IllegalTransitionError as illegal:
+        raise (
+            changed if was != now.word else RefusedError(Reason.CONFLICT, f"Device {device.uuid} {illegal}.")
+        ) from None
     if after != now and was != now.word:
         raise changed
     if after != now and now.held and seen and not seen.held_too:
         holders = ", ".join(safety.requests(device).holders)
-        raise Refused(Reason.HELD, f"Device {device.uuid} is held by {holders}: confirm it for held devices.")
+        raise RefusedError(Reason.HELD, f"Device {device.uuid} is held by {holders}: confirm it for held devices.")
     return after
 
 
@@ -332,7 +335,7 @@ def _finish(wanted: QuerySet[Device]) -> list[tuple[Device, Standing]]:
             try:
                 if after.here == _S.RETIRED:
                     free(device, now)
-            except Refused:
+            except RefusedError:
                 continue  # the device keeps draining; the job tries again
             if not now.held:
                 why = f"its last request is gone; {device.state_by}: {device.state_reason}"
@@ -348,22 +351,27 @@ def _held(devices: Iterable[Device]) -> Counter[int]:
 
 
 def _guard() -> Callable[[Device, Standing], None]:
-    """Return a function that raises Refused unless a device may be retired; all its calls together have PATIENCE_S."""
+    """Return a function that raises RefusedError unless a device may be retired; all its calls together have
+    PATIENCE_S."""
     return partial(_refuse_unless_free, time.monotonic() + PATIENCE_S)
 
 
 def _refuse_unless_free(end: float, device: Device, now: Standing) -> None:
-    """Raise Refused HELD or AWAY unless every witness says that nobody holds the device; AWAY after the time `end`."""
+    """Raise RefusedError HELD or AWAY unless every witness says that nobody holds the device; AWAY after the time
+    `end`."""
     if time.monotonic() > end:
-        raise Refused(Reason.AWAY, f"Whether device {device.uuid} is held was not found out in time: try again.")
+        raise RefusedError(Reason.AWAY, f"Whether device {device.uuid} is held was not found out in time: try again.")
     safety.refuse_unless_free(device, "retired", () if now.held else (safety.REQUESTS,))
 
 
 def _refuse_unless_idle(device: Device, after: Standing) -> None:
-    """Raise Refused CONFLICT if a command is working on the device, HELD if it is held and would be installed (S1)."""
+    """Raise RefusedError CONFLICT if a command is working on the device, HELD if it is held and would be installed
+    (S1)."""
     placing.refuse_busy(device, "install")
     if after.here == _S.INSTALLING and (holders := safety.requests(device).holders):
-        raise Refused(Reason.HELD, f"Device {device.uuid} is held by {', '.join(holders)}: it cannot be installed.")
+        raise RefusedError(
+            Reason.HELD, f"Device {device.uuid} is held by {', '.join(holders)}: it cannot be installed."
+        )
 
 
 def _result(device: Device, after: Standing, outcome: Literal["moved", "unchanged"]) -> Result:

@@ -16,7 +16,7 @@ from uuid import UUID
 from accelerators import conductor
 from accelerators.commands import placing
 from accelerators.domain.caller import Caller
-from accelerators.domain.errors import Reason, Refused
+from accelerators.domain.errors import Reason, RefusedError
 from accelerators.domain.states import DeviceState, HandleType, Source
 from accelerators.models import AttachHandle, Command, Device
 
@@ -71,17 +71,17 @@ def change(
 
     A target that matches no device gets a refused Result as well. Each device is a transaction of its own, and a
     refusal of one stops no other. A device that is named twice gets one command. Devices that are not begun within
-    PATIENCE_S are refused with AWAY. Raises Refused INVALID if the arguments are not valid for any device, or if the
-    targets are none or more than MOST.
+    PATIENCE_S are refused with AWAY. Raises RefusedError INVALID if the arguments are not valid for any device, or if
+    the targets are none or more than MOST.
     """
     placing.check_reason(reason)
     if wanted.by is not None and not 0 < abs(wanted.by) <= MOST_UNITS:
-        raise Refused(Reason.INVALID, f"Say how many units: 1 to {MOST_UNITS}.")
+        raise RefusedError(Reason.INVALID, f"Say how many units: 1 to {MOST_UNITS}.")
     found = _devices(targets)
     if not 0 < len(found) <= MOST:
-        raise Refused(Reason.INVALID, f"Name 1 to {MOST} devices, by themselves or by their backends.")
+        raise RefusedError(Reason.INVALID, f"Name 1 to {MOST} devices, by themselves or by their backends.")
     if wanted.generation is not None and len(found) != 1:
-        raise Refused(Reason.INVALID, f"A generation is one device's; these targets are {len(found)} devices.")
+        raise RefusedError(Reason.INVALID, f"A generation is one device's; these targets are {len(found)} devices.")
     end = time.monotonic() + PATIENCE_S
     results = []
     for device, target in found:
@@ -105,12 +105,14 @@ def update(
 ) -> Command:
     """Place a `partition` command that changes these words of a device's layout; returns the command.
 
-    Raises Refused as `placing.ask` does, and INVALID if the device's driver lets nothing of its layout be changed.
+    Raises RefusedError as `placing.ask` does, and INVALID if the device's driver lets nothing of its layout be changed.
     """
     with conductor.writing():
         found = next(iter(conductor.locked(Device.objects.filter(uuid=device))), None)
         if found and not found.changeable:
-            raise Refused(Reason.INVALID, f"Device {device}: {found.driver} lets nothing of its layout be changed.")
+            raise RefusedError(
+                Reason.INVALID, f"Device {device}: {found.driver} lets nothing of its layout be changed."
+            )
         return placing.ask(
             "partition", device, caller, reason=reason, layout=layout, generation=generation, source=source
         )
@@ -167,27 +169,29 @@ def _order(target: Target, uuid: UUID, wanted: Change, caller: Caller, reason: s
         with conductor.writing():
             device = next(iter(conductor.locked(Device.objects.filter(uuid=uuid))), None)
             if device is None:
-                raise Refused(Reason.UNKNOWN, f"Device not found with uuid={uuid}")
+                raise RefusedError(Reason.UNKNOWN, f"Device not found with uuid={uuid}")
             placing.refuse_changed(device, wanted.generation)
             layout = _layout(device, wanted)
             command = placing.ask("partition", uuid, caller, reason=reason, layout=layout, source=source)
-    except Refused as refused:
+    except RefusedError as refused:
         return Result(target, uuid, None, refused.text, refused.reason)
     return Result(target, uuid, command)
 
 
 def _layout(device: Device, wanted: Change) -> dict[str, str]:
-    """Return the layout for the command: the wanted words and the new number of units. Raises Refused INVALID."""
+    """Return the layout for the command: the wanted words and the new number of units. Raises RefusedError INVALID."""
     if not device.sized_by:
         text = f"Device {device.uuid}: how many units it has cannot be chosen, says {device.driver}."
-        raise Refused(Reason.INVALID, text)
+        raise RefusedError(Reason.INVALID, text)
     if device.sized_by in wanted.layout:
         text = f"{device.sized_by} follows from the number of units: leave it out of the layout, or change the device."
-        raise Refused(Reason.INVALID, text)
+        raise RefusedError(Reason.INVALID, text)
     now = numbers([device])[device.pk]
     then = now + wanted.by if wanted.by is not None else 0
     if not 0 <= then <= MOST_UNITS or then == now:
-        raise Refused(Reason.INVALID, f"Device {device.uuid} has {now} units: there is no such number to take away.")
+        raise RefusedError(
+            Reason.INVALID, f"Device {device.uuid} has {now} units: there is no such number to take away."
+        )
     return {**wanted.layout, device.sized_by: str(then)}
 
 

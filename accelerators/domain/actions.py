@@ -11,7 +11,7 @@ from collections.abc import Iterator, Set
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from accelerators.domain.states import DeviceState, Drain, IllegalMove
+from accelerators.domain.states import DeviceState, Drain, IllegalTransitionError
 
 _S = DeviceState
 
@@ -104,19 +104,21 @@ _ASKS = {
 def decide(action: Action, now: Standing, then: Drain = Drain.MAINTENANCE) -> Standing:
     """Return what an action makes of a device; equal to `now` if there is nothing to do.
 
-    `then` is the final state of a drain; other actions ignore it. Raises IllegalMove, which names the possible actions.
-    A device is retired here even if it is held: the caller must check that nobody holds it.
+    `then` is the final state of a drain; other actions ignore it. Raises IllegalTransitionError, which names the
+    possible actions. A device is retired here even if it is held: the caller must check that nobody holds it.
     """
     if (after := _outcome(action, now, then)) is not None:
         return after
     if action is Action.RETIRE:
-        raise IllegalMove(f"is {now.here}: it cannot be retired while it is offered; drain or disable it first")
+        raise IllegalTransitionError(
+            f"is {now.here}: it cannot be retired while it is offered; drain or disable it first"
+        )
     there_is = ", ".join(possible(now))
-    raise IllegalMove(f"is {now.state}: {action} is not possible; possible are {there_is}")
+    raise IllegalTransitionError(f"is {now.state}: {action} is not possible; possible are {there_is}")
 
 
 def _outcome(action: Action, now: Standing, then: Drain = Drain.MAINTENANCE) -> Standing | None:
-    """Return what `decide` returns, or None where it raises IllegalMove."""
+    """Return what `decide` returns, or None where it raises IllegalTransitionError."""
     if action is Action.DRAIN:
         return _drain(now, then)
     ask = _ASKS[action]

@@ -29,7 +29,7 @@ class Reason(StrEnum):
     """A service or a lock that is needed is not available now: the caller may retry."""
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     """The action was refused, for `reason`. `text` is a sentence for the caller; it must not name objects that the
     caller may not see."""
 

@@ -200,5 +200,5 @@ ENDED = frozenset({_C.SUCCEEDED, _C.FAILED, _C.REFUSED, _C.EXPIRED, _C.UNKNOWN})
 """The final states of a command."""
 
 
-class IllegalMove(ValueError):
+class IllegalTransitionError(ValueError):
     """The life cycle does not allow this action in this state; the text says which actions are possible."""

@@ -20,7 +20,7 @@ from django.db.models import Q
 
 from accelerators import conductor
 from accelerators.commands import placing
-from accelerators.domain.errors import Refused
+from accelerators.domain.errors import RefusedError
 from accelerators.domain.groups import BITSTREAM, FUNCTION
 from accelerators.domain.states import CommandState
 from accelerators.images import store
@@ -38,11 +38,11 @@ Wanted = tuple[str, str]
 """How a command names its image: `bitstream_id` or `function_id`, and the value."""
 
 
-class Unusable(Exception):
+class ImageUnusableError(Exception):
     """There is no such image, or it cannot be used; the text says why. A retry would not help."""
 
 
-class Away(Exception):
+class ImageServiceUnavailableError(Exception):
     """The image cannot be fetched now; the text says why. A later retry may succeed."""
 
 
@@ -60,7 +60,7 @@ class Offer:
 
 
 class ImageService(Protocol):
-    """The image service, Glance. Every method may raise Unusable or Away."""
+    """The image service, Glance. Every method may raise ImageUnusableError or ImageServiceUnavailableError."""
 
     def image(self, uuid: str) -> Offer:
         """Return the image of this id."""
@@ -120,7 +120,7 @@ def _give_what_is_here(waiting: Mapping[Wanted, list[int]]) -> dict[Wanted, list
     for wanted, numbers in waiting.items():
         try:
             image = _here(*wanted)
-        except Unusable as error:
+        except ImageUnusableError as error:
             _refuse(numbers, str(error))
             continue
         if image:
@@ -136,25 +136,27 @@ def _here(kind: str, value: str) -> Image | None:
     """Return the stored image that a command names; None if it has to be fetched.
 
     By its function only uploaded images are found: of a copy nobody knows whether the service has others with the same
-    function. Raises Unusable for an invalid id, or if several images have the function.
+    function. Raises ImageUnusableError for an invalid id, or if several images have the function.
     """
     if kind == "bitstream_id":
         try:
             image = Image.objects.filter(uuid=UUID(value)).first()
         except ValueError:
-            raise Unusable(f"{value[:64]!r} is no image's id") from None
+            raise ImageUnusableError(f"{value[:64]!r} is no image's id") from None
         return image if image and store.is_here(image) else None
     if kind != "function_id":
-        raise Unusable("the command does not say which image it wants")
+        raise ImageUnusableError("the command does not say which image it wants")
     uploaded = Image.objects.filter(source=ImageSource.UPLOAD, properties__contains={FUNCTION: value})
     return _single([image for image in uploaded[:3] if store.is_here(image)], value)
 
 
 def _single(found: Sequence[Any], function: str) -> Any:
-    """Return the only image with this function, or None. Raises Unusable if there are several."""
+    """Return the only image with this function, or None. Raises ImageUnusableError if there are several."""
     if len(found) > 1:
         several = ", ".join(str(one.uuid) for one in found)
-        raise Unusable(f"several images have {_said('function_id', function)} ({several}): name one by {BITSTREAM}")
+        raise ImageUnusableError(
+            f"several images have {_said('function_id', function)} ({several}): name one by {BITSTREAM}"
+        )
     return found[0] if found else None
 
 
@@ -174,9 +176,9 @@ def _fetch_all(missing: Mapping[Wanted, list[int]], end: float) -> bool:
             return True
         try:
             offer = _offered(service, *wanted)
-        except Unusable as error:
+        except ImageUnusableError as error:
             _refuse(numbers, str(error))
-        except Away as error:
+        except ImageServiceUnavailableError as error:
             _tell(numbers, f"waiting for the image service: {error}")
         else:
             offers[offer.uuid] = offer
@@ -189,9 +191,9 @@ def _fetch_all(missing: Mapping[Wanted, list[int]], end: float) -> bool:
             numbers = wanting[offer.uuid]
             try:
                 sha256, got = task.result()
-            except Unusable as error:
+            except ImageUnusableError as error:
                 _refuse(numbers, str(error))
-            except (Away, Refused) as error:
+            except (ImageServiceUnavailableError, RefusedError) as error:
                 _tell(numbers, f"fetching image {offer.uuid}: {error}")
             else:
                 if sha256:
@@ -203,24 +205,29 @@ def _fetch_all(missing: Mapping[Wanted, list[int]], end: float) -> bool:
 
 
 def _offered(service: ImageService, kind: str, value: str) -> Offer:
-    """Ask the service for the wanted image. Raises Away, and Unusable also for an image that is empty or too large."""
+    """Ask the service for the wanted image. Raises ImageServiceUnavailableError, and ImageUnusableError also for an
+    image that is empty or too large."""
     if kind == "bitstream_id":
         offer = service.image(value)
     else:
         offer = _single(service.with_function(value), value)
         if offer is None:
-            raise Unusable(f"no image has {_said(kind, value)}")
+            raise ImageUnusableError(f"no image has {_said(kind, value)}")
     most = store.limit()
     if not 0 < offer.size <= most:
-        raise Unusable(f"image {offer.uuid} has {offer.size} bytes; 1 to {most} are taken (CYBORG_IMAGE_MAX_BYTES)")
+        raise ImageUnusableError(
+            f"image {offer.uuid} has {offer.size} bytes; 1 to {most} are taken (CYBORG_IMAGE_MAX_BYTES)"
+        )
     return offer
 
 
 def _fetch(service: ImageService, offer: Offer, end: float) -> tuple[str, int]:
     """Fetch an image, or continue to, until the time `end`; returns its SHA-256 and the number of bytes that are here.
 
-    The SHA-256 is '' if time is up before the image is complete. Uses no database. Raises Away if the transfer breaks
-    off, Unusable if size or digest are wrong (the file is deleted then), Refused AWAY if the file cannot be written.
+    The SHA-256 is '' if time is up before the image is complete. Uses no database. Raises
+    ImageServiceUnavailableError if the transfer breaks
+    off, ImageUnusableError if size or digest are wrong (the file is deleted then), RefusedError AWAY if the file
+    cannot be written.
     """
     with store.stored(offer.uuid, "r+b") as file:
         digests = [hashlib.sha256(), hashlib.new(offer.algorithm if offer.algorithm in ALGORITHMS else "sha256")]
@@ -242,11 +249,13 @@ def _fetch(service: ImageService, offer: Offer, end: float) -> tuple[str, int]:
         if got < offer.size:
             if time.monotonic() > end:
                 return "", got
-            raise Away(f"the transfer ended after {got} of {offer.size} bytes")
+            raise ImageServiceUnavailableError(f"the transfer ended after {got} of {offer.size} bytes")
         right = got == offer.size and (offer.algorithm not in ALGORITHMS or digests[1].hexdigest() == offer.digest)
         if not right:
             store.part(offer.uuid).unlink(missing_ok=True)
-            raise Unusable(f"image {offer.uuid} is damaged: its bytes are not those that the image service names")
+            raise ImageUnusableError(
+                f"image {offer.uuid} is damaged: its bytes are not those that the image service names"
+            )
         store.keep(file, offer.uuid)
         return digests[0].hexdigest(), got
 

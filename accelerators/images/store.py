@@ -18,7 +18,7 @@ from django.conf import settings
 
 from accelerators import conductor
 from accelerators.domain.caller import Caller
-from accelerators.domain.errors import Reason, Refused
+from accelerators.domain.errors import Reason, RefusedError
 from accelerators.domain.states import Source
 from accelerators.models import Command, Image, ImageSource
 from accelerators.models.commands import OPEN
@@ -74,15 +74,15 @@ def as_ref(image: Image) -> dict[str, Any]:
 
 
 def check_properties(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Check the properties of an image and return them as a dict. Raises Refused INVALID if one breaks a limit."""
+    """Check the properties of an image and return them as a dict. Raises RefusedError INVALID if one breaks a limit."""
     checked: dict[str, str] = {}
     for key, value in pairs:
         if not key or len(key) > MAX_KEY or len(value) > MAX_VALUE or "\0" in key + value:
             bounds = f"a key of 1 to {MAX_KEY} characters and a value of up to {MAX_VALUE}, without NUL"
-            raise Refused(Reason.INVALID, f"Property {key[:64]!r}: write KEY=VALUE, {bounds}.")
+            raise RefusedError(Reason.INVALID, f"Property {key[:64]!r}: write KEY=VALUE, {bounds}.")
         checked[key] = value
     if len(checked) > MAX_PROPERTIES:
-        raise Refused(Reason.INVALID, f"An image has at most {MAX_PROPERTIES} properties.")
+        raise RefusedError(Reason.INVALID, f"An image has at most {MAX_PROPERTIES} properties.")
     return checked
 
 
@@ -91,16 +91,18 @@ def upload(
 ) -> Image:
     """Store an uploaded image of exactly `size` bytes: its file, its row and an event. Returns the row.
 
-    No transaction is open while the bytes arrive. Raises Refused, and then stores nothing: INVALID for a wrong size,
-    name or properties; CONFLICT if there are MAX_UPLOADS uploaded images; AWAY if the file cannot be written.
+    No transaction is open while the bytes arrive. Raises RefusedError, and then stores nothing: INVALID for a wrong
+    size, name or properties; CONFLICT if there are MAX_UPLOADS uploaded images; AWAY if the file cannot be written.
     """
     if not 0 < size <= limit():
-        raise Refused(Reason.INVALID, f"An image has 1 to {limit()} bytes (CYBORG_IMAGE_MAX_BYTES), this one {size}.")
+        raise RefusedError(
+            Reason.INVALID, f"An image has 1 to {limit()} bytes (CYBORG_IMAGE_MAX_BYTES), this one {size}."
+        )
     if len(name) > 255 or "\0" in name:
-        raise Refused(Reason.INVALID, "An image's name has at most 255 characters, without NUL.")
+        raise RefusedError(Reason.INVALID, "An image's name has at most 255 characters, without NUL.")
     words = check_properties(properties.items())
     if Image.objects.filter(source=ImageSource.UPLOAD).count() >= MAX_UPLOADS:
-        raise Refused(Reason.CONFLICT, f"There are {MAX_UPLOADS} uploaded images: remove some first.")
+        raise RefusedError(Reason.CONFLICT, f"There are {MAX_UPLOADS} uploaded images: remove some first.")
     image = Image(name=name, size=size, properties=words, source=ImageSource.UPLOAD.value, by=caller.name[:255])
     image.uuid = uuid4()
     try:
@@ -118,14 +120,15 @@ def upload(
 
 
 def remove(uuid: UUID, caller: Caller, source: Source) -> None:
-    """Delete an image's row and its file. Raises Refused: UNKNOWN, or CONFLICT while an open command is to use it."""
+    """Delete an image's row and its file. Raises RefusedError: UNKNOWN, or CONFLICT while an open command is to use
+    it."""
     with conductor.writing():
         image = Image.objects.select_for_update().filter(uuid=uuid).first()
         if image is None:
-            raise Refused(Reason.UNKNOWN, f"Image not found with uuid={uuid}")
+            raise RefusedError(Reason.UNKNOWN, f"Image not found with uuid={uuid}")
         if wanted := Command.objects.filter(OPEN, arguments__image__id=str(uuid)).first():
             text = f"Command {wanted.uuid} ({wanted}) is to use image {uuid}: wait for its end."
-            raise Refused(Reason.CONFLICT, text)
+            raise RefusedError(Reason.CONFLICT, text)
         image.delete()
         _record("image.removed", image, source, caller.name, "")
     path(uuid).unlink(missing_ok=True)
@@ -185,7 +188,7 @@ def part(uuid: UUID | str) -> Path:
 def stored(uuid: UUID | str, mode: str) -> Iterator[IO[bytes]]:
     """Open an image's incomplete file (`part`) for writing: mode "wb" empties it, "r+b" continues an earlier transfer.
 
-    If an OSError occurs inside the block, deletes the file and raises Refused AWAY.
+    If an OSError occurs inside the block, deletes the file and raises RefusedError AWAY.
     """
     flags = os.O_RDWR | os.O_CREAT | (os.O_TRUNC if mode == "wb" else 0)
     try:
@@ -193,7 +196,7 @@ def stored(uuid: UUID | str, mode: str) -> Iterator[IO[bytes]]:
             yield file
     except OSError as error:
         part(uuid).unlink(missing_ok=True)
-        raise Refused(Reason.AWAY, f"The image cannot be stored in {directory()}: {error.strerror}.") from error
+        raise RefusedError(Reason.AWAY, f"The image cannot be stored in {directory()}: {error.strerror}.") from error
 
 
 def keep(file: IO[bytes], uuid: UUID | str) -> None:
@@ -205,7 +208,7 @@ def keep(file: IO[bytes], uuid: UUID | str) -> None:
 
 
 def _receive(chunks: Iterable[bytes], size: int, file: IO[bytes]) -> str:
-    """Write `size` bytes to the file and return their SHA-256. Raises Refused INVALID if fewer or more arrive."""
+    """Write `size` bytes to the file and return their SHA-256. Raises RefusedError INVALID if fewer or more arrive."""
     digest, got = hashlib.sha256(), 0
     for chunk in chunks:
         got += len(chunk)
@@ -214,7 +217,7 @@ def _receive(chunks: Iterable[bytes], size: int, file: IO[bytes]) -> str:
         digest.update(chunk)
         file.write(chunk)
     if got != size:
-        raise Refused(Reason.INVALID, f"{size} bytes were announced, {got} came: send the image again.")
+        raise RefusedError(Reason.INVALID, f"{size} bytes were announced, {got} came: send the image again.")
     return digest.hexdigest()
 
 

@@ -9,7 +9,7 @@ from django.db import IntegrityError
 
 from accelerators import conductor
 from accelerators.domain.caller import Caller
-from accelerators.domain.errors import Reason, Refused
+from accelerators.domain.errors import Reason, RefusedError
 from accelerators.domain.states import Origin, Source
 from accelerators.models import Attribute, Deployable
 
@@ -19,7 +19,8 @@ MAX_VALUE = 65_535
 def put(deployable_id: int, key: str, value: str, caller: Caller) -> UUID:
     """Set an attribute of a deployable, with origin operator, so that reports do not change it. Return its uuid.
 
-    An existing attribute of the agent becomes the operator's. The device's host is locked. Raise Refused: UNKNOWN if
+    An existing attribute of the agent becomes the operator's. The device's host is locked. Raise RefusedError:
+    UNKNOWN if
     there is no such deployable; CONFLICT if programming has written the attribute; AWAY if the agent's report inserts
     it at the same moment.
     """
@@ -33,7 +34,7 @@ def put(deployable_id: int, key: str, value: str, caller: Caller) -> UUID:
                     deployable=deployable, key=key, value=value, origin=Origin.OPERATOR.value
                 )
             except IntegrityError:  # a report inserted it meanwhile
-                raise Refused(Reason.AWAY, f"Attribute {key} is being written by its agent: try again.") from None
+                raise RefusedError(Reason.AWAY, f"Attribute {key} is being written by its agent: try again.") from None
         else:
             made = old
             Attribute.objects.filter(id=old.id).update(
@@ -46,34 +47,34 @@ def put(deployable_id: int, key: str, value: str, caller: Caller) -> UUID:
 def remove(uuid: UUID, caller: Caller) -> None:
     """Remove an attribute; if the agent reports it, its next report brings it back. The device's host is locked.
 
-    Raise Refused: UNKNOWN if there is no such attribute; CONFLICT if programming has written it.
+    Raise RefusedError: UNKNOWN if there is no such attribute; CONFLICT if programming has written it.
     """
     with conductor.writing():
         found = Attribute.objects.filter(uuid=uuid).first()
         deployable = _part(found.deployable_id) if found else None
         if deployable is None or not (found := Attribute.objects.select_for_update().filter(uuid=uuid).first()):
-            raise Refused(Reason.UNKNOWN, f"Attribute not found with uuid={uuid}")
+            raise RefusedError(Reason.UNKNOWN, f"Attribute not found with uuid={uuid}")
         _refuse_conductors(found)
         found.delete()
         _attribute_changed(deployable, found.key, found.value, None, caller)
 
 
 def _refuse_conductors(attribute: Attribute | None) -> None:
-    """Raise Refused CONFLICT if programming has written the attribute."""
+    """Raise RefusedError CONFLICT if programming has written the attribute."""
     if attribute is not None and attribute.origin == Origin.CONDUCTOR:
         text = f"Attribute {attribute.key} says what was programmed, {attribute.value}: program to change it."
-        raise Refused(Reason.CONFLICT, text)
+        raise RefusedError(Reason.CONFLICT, text)
 
 
 def _part(deployable_id: int) -> Deployable:
-    """Return the deployable with its device and host; lock the host. Raise Refused UNKNOWN if it does not exist.
+    """Return the deployable with its device and host; lock the host. Raise RefusedError UNKNOWN if it does not exist.
 
     A merge locks the host first, too; the same order here prevents deadlocks.
     """
     rows = Deployable.objects.select_for_update(of=("device__host",)).select_related("device__host")
     found = rows.filter(id=deployable_id).first()
     if found is None:
-        raise Refused(Reason.UNKNOWN, f"Deployable not found with id={deployable_id}")
+        raise RefusedError(Reason.UNKNOWN, f"Deployable not found with id={deployable_id}")
     return found
 
 

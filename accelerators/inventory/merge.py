@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from accelerators import conductor
+from accelerators import conductor, conductor_sql
 from accelerators.commands import placing
 from accelerators.domain import admission
 from accelerators.domain.diff import Changes, HostReport, StoredHost, admit, compare, fold
@@ -64,8 +64,8 @@ def _write(cursor: Any, changes: Changes) -> None:
         (sql.DEPLOYABLES, changes.deployables),
         (sql.ATTRIBUTES, changes.attributes),
         (sql.HANDLES, changes.handles),
-        (sql.EVENTS, changes.events),
-        (sql.INTENTS, changes.providers),
+        (conductor_sql.EVENTS, changes.events),
+        (conductor_sql.INTENTS, changes.providers),
         (sql.HOSTS, changes.hosts),
     ):
         if rows:

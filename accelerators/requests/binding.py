@@ -29,7 +29,7 @@ from accelerators.commands import placing
 from accelerators.commands.placing import ON_HOST, Order
 from accelerators.domain import groups
 from accelerators.domain.caller import Caller, request_id
-from accelerators.domain.errors import Reason, Refused
+from accelerators.domain.errors import Reason, RefusedError
 from accelerators.domain.states import BINDABLE, RequestState, Source
 from accelerators.requests import binding_sql as sql
 from accelerators.requests import notices, profiles
@@ -122,14 +122,14 @@ class End:
     made: bool = True
 
 
-class _Contended(Exception):
+class _ContendedError(Exception):
     """Enough handles are free, but other transactions have them locked: retry the bind."""
 
 
 def create(profile_name: str, caller: Caller) -> list[str]:
     """Create the requests that a device profile asks for, in the caller's project, with an event for each.
 
-    Returns their uuids in the order of the profile's groups; empty if the groups ask for nothing. Raises Refused
+    Returns their uuids in the order of the profile's groups; empty if the groups ask for nothing. Raises RefusedError
     UNKNOWN if there is no such profile. The profile comes from the cache; if it was changed or replaced since, it is
     read again and the creation is retried once. One statement if the cached profile is current.
     """
@@ -144,7 +144,7 @@ def create(profile_name: str, caller: Caller) -> list[str]:
             if made := _execute(sql.CREATE, values | {"project": caller.project_id} | _who(caller)):
                 return [str(uuid) for (uuid,) in made]
         profiles.forget()
-    raise Refused(Reason.UNKNOWN, f"Device Profile not found with name={profile_name}")
+    raise RefusedError(Reason.UNKNOWN, f"Device Profile not found with name={profile_name}")
 
 
 @metrics.answering()
@@ -155,7 +155,7 @@ def bind(wanted: Sequence[Bind], caller: Caller, beside: bool = False) -> None:
     command for the host is placed. `beside=True` allows an instance that already has other requests; Nova never needs
     it.
 
-    Raises Refused. With NONE_FREE, with UNKNOWN for a provider and with INVALID for a group, all requests become
+    Raises RefusedError. With NONE_FREE, with UNKNOWN for a provider and with INVALID for a group, all requests become
     BindFailed with that reason. With UNKNOWN for a request, with INVALID for an instance that already has requests and
     with STATE, nothing is changed. If other transactions keep the needed handles, the bind is retried with a back-off
     for PATIENCE_S seconds, then AWAY is raised and nothing is changed.
@@ -166,11 +166,11 @@ def bind(wanted: Sequence[Bind], caller: Caller, beside: bool = False) -> None:
             with conductor.writing():
                 refused = _bind(wanted, caller, beside)
             break
-        except (_Contended, IntegrityError, OperationalError) as error:
+        except (_ContendedError, IntegrityError, OperationalError) as error:
             if isinstance(error, OperationalError) and not isinstance(error.__cause__, DeadlockDetected):
                 raise
             if time.monotonic() > end:
-                raise Refused(Reason.AWAY, "Others are taking the same accelerators: try again.") from error
+                raise RefusedError(Reason.AWAY, "Others are taking the same accelerators: try again.") from error
             time.sleep(random.uniform(pause, 2 * pause))
             pause = min(2 * pause, 0.1)
     if refused:
@@ -181,8 +181,8 @@ def unbind(uuids: Sequence[str], caller: Caller) -> None:
     """Unbind all of these requests or none: release their handles and clear their host, provider and instance.
 
     Every state is allowed (contract section 4.1); a request that is Unbound already does not change. Handles that were
-    made on a host are detached there by a command. Raises Refused UNKNOWN if a request does not exist or is not the
-    caller's.
+    made on a host are detached there by a command. Raises RefusedError UNKNOWN if a request does not exist or is not
+    the caller's.
     """
     with conductor.writing():
         found = _load(uuids, caller)
@@ -193,8 +193,8 @@ def unbind(uuids: Sequence[str], caller: Caller) -> None:
 def delete(uuids: Sequence[str], caller: Caller) -> None:
     """Delete all of these requests or none, in any state, and release their handles.
 
-    Raises Refused: UNKNOWN if a request does not exist or is not the caller's; SERVICE_TOKEN if a request belongs to an
-    instance and the caller sent no service token.
+    Raises RefusedError: UNKNOWN if a request does not exist or is not the caller's; SERVICE_TOKEN if a request
+    belongs to an instance and the caller sent no service token.
     """
     with conductor.writing():
         found = _load(uuids, caller)
@@ -203,7 +203,7 @@ def delete(uuids: Sequence[str], caller: Caller) -> None:
                 text = (
                     f"ARQ {request.uuid} is bound to instance {request.instance_uuid}. Use the Compute API to manage "
                 )
-                raise Refused(Reason.SERVICE_TOKEN, text + "instance accelerators.")
+                raise RefusedError(Reason.SERVICE_TOKEN, text + "instance accelerators.")
         _delete(found, caller)
 
 
@@ -277,28 +277,29 @@ def run_deadlines() -> None:
     jobs.run("deadlines", expire)
 
 
-def _bind(wanted: Sequence[Bind], caller: Caller, beside: bool) -> Refused | None:
+def _bind(wanted: Sequence[Bind], caller: Caller, beside: bool) -> RefusedError | None:
     """Try the bind once, in the caller's transaction.
 
     Returns None on success. Returns (does not raise) a Refused if the requests were moved to BindFailed: the caller
-    must commit that and then raise it. A raised Refused or _Contended means that the transaction must be rolled back.
+    must commit that and then raise it. A raised Refused or _ContendedError means that the transaction must be rolled
+    back.
     """
     instances = sorted({one.instance_uuid for one in wanted})
     _execute(sql.LOCK_INSTANCES, {"lock": INSTANCE_LOCK, "instances": instances})
     if not beside and (taken := _execute(sql.TAKEN, {"instances": instances, "project": _project(caller)})):
         text = f"Instance {taken[0][0]} already has accelerator requests. Cannot bind additional ARQs."
-        raise Refused(Reason.INVALID, f"Couldn't apply patch. Reason: {text}")
+        raise RefusedError(Reason.INVALID, f"Couldn't apply patch. Reason: {text}")
     by_uuid = {one.uuid: one for one in wanted}
     found = _load([*by_uuid], caller)
     for request in found:
         if request.state not in BINDABLE:
             text = f"Bad state: {request.state} for ARQ: {request.uuid}. Expected state(s): {list(BINDABLE)}"
-            raise Refused(Reason.STATE, text)
+            raise RefusedError(Reason.STATE, text)
     pairs = [(request, by_uuid[request.uuid]) for request in found]
     try:
         held = _reserve(pairs)
         programs = _programs(pairs, held)
-    except Refused as refused:
+    except RefusedError as refused:
         _move([_failed(*pair, caller, refused.text) for pair in pairs], Source.API, caller.name)
         return refused
     plans = [_bound(*pair, caller, held[pair[0].id], programs) for pair in pairs]
@@ -312,15 +313,17 @@ def _bind(wanted: Sequence[Bind], caller: Caller, beside: bool) -> Refused | Non
 def _reserve(pairs: Sequence[tuple[_Request, Bind]]) -> dict[int, _Handle]:
     """Lock one free handle for each request; return request id → handle.
 
-    Raises Refused: INVALID for a group that names no resource or both a bitstream and a function; UNKNOWN for a
-    provider that does not exist; NONE_FREE. Raises _Contended if enough handles are free but locked by others.
+    Raises RefusedError: INVALID for a group that names no resource or both a bitstream and a function; UNKNOWN for a
+    provider that does not exist; NONE_FREE. Raises _ContendedError if enough handles are free but locked by others.
     """
     needed: dict[str, list[_Request]] = {}
     for request, one in pairs:
         if groups.BITSTREAM in request.group and groups.FUNCTION in request.group:
-            raise Refused(Reason.INVALID, f"{groups.BITSTREAM} and {groups.FUNCTION} exclude each other in one group.")
+            raise RefusedError(
+                Reason.INVALID, f"{groups.BITSTREAM} and {groups.FUNCTION} exclude each other in one group."
+            )
         if not groups.resource_class(request.group):
-            raise Refused(Reason.INVALID, f"Group of ARQ {request.uuid} asks for no resource.")
+            raise RefusedError(Reason.INVALID, f"Group of ARQ {request.uuid} asks for no resource.")
         needed.setdefault(one.device_rp_uuid, []).append(request)
     held: dict[int, _Handle] = {}
     for rp, requests in needed.items():
@@ -333,29 +336,30 @@ def _reserve(pairs: Sequence[tuple[_Request, Bind]]) -> dict[int, _Handle]:
 
 
 def _refuse(rp: str, count: int) -> None:
-    """Raise the error that says why `count` handles of provider `rp` could not be locked: Refused or _Contended."""
+    """Raise the error that says why `count` handles of provider `rp` could not be locked: Refused or
+    _ContendedError."""
     found = _execute(sql.WHY_NONE, {"rp": rp})
     if not found:
-        raise Refused(Reason.UNKNOWN, f"Deployable not found with resource provider uuid={rp}")
+        raise RefusedError(Reason.UNKNOWN, f"Deployable not found with resource provider uuid={rp}")
     ((deployable, state, busy, free, nodes),) = found
     if free >= count:
-        raise _Contended
+        raise _ContendedError
     if nodes:
         raise _none_free(deployable, "its handles are device nodes (DEV), which no guest gets")
     why = "all are held" if state == "ready" else f"its device is {state}, not ready"
     raise _none_free(deployable, "its device is busy with a command" if busy else why)
 
 
-def _none_free(deployable: int, why: str) -> Refused:
+def _none_free(deployable: int, why: str) -> RefusedError:
     """Return a Refused NONE_FREE with the beginning of upstream's error message, followed by the reason `why`."""
-    return Refused(Reason.NONE_FREE, f"AttachHandle not found Matching deployable_id {deployable}: {why}")
+    return RefusedError(Reason.NONE_FREE, f"AttachHandle not found Matching deployable_id {deployable}: {why}")
 
 
 def _programs(pairs: Sequence[tuple[_Request, Bind]], held: Mapping[int, _Handle]) -> dict[int, int]:
     """Return, for each device that must be programmed, the id of the request whose image it gets.
 
-    Raises Refused NONE_FREE if requests of this bind need different images or different deployables of one device, or
-    if another request holds the device.
+    Raises RefusedError NONE_FREE if requests of this bind need different images or different deployables of one
+    device, or if another request holds the device.
     """
     first: dict[int, _Request] = {}
     for request, _ in pairs:
@@ -449,14 +453,14 @@ def _release(found: Sequence[_Request], caller: Caller) -> None:
 
 
 def _load(uuids: Sequence[str], caller: Caller) -> list[_Request]:
-    """Lock and return these requests, by id. Raises Refused UNKNOWN for the first uuid that does not exist or that the
-    caller may not see."""
+    """Lock and return these requests, by id. Raises RefusedError UNKNOWN for the first uuid that does not exist or
+    that the caller may not see."""
     rows = _execute(sql.LOAD, {"uuids": list(uuids), "project": _project(caller)})
     found = [_Request.of(row) for row in rows]
     there = {request.uuid for request in found}
     for uuid in uuids:
         if uuid not in there:
-            raise Refused(Reason.UNKNOWN, f"ExtArq not found with uuid={uuid}")
+            raise RefusedError(Reason.UNKNOWN, f"ExtArq not found with uuid={uuid}")
     return found
 
 

@@ -14,7 +14,7 @@ from uuid import UUID
 from django.db import connection
 
 from accelerators.domain import groups
-from accelerators.domain.errors import Reason, Refused
+from accelerators.domain.errors import Reason, RefusedError
 from accelerators.models import Host
 from accelerators.requests.binding_sql import FREE, IN_OFFER
 
@@ -91,13 +91,13 @@ def choose(wanted: Sequence[Mapping[str, str]], there: Sequence[Candidate], wher
 
     Groups that fit the fewest providers are served first. Of the providers that have enough free handles, the one with
     the fewest is taken. No other combination is tried, so the choice can fail although another combination would fit.
-    Raises Refused NONE_FREE for the first group without a provider; `where` begins its sentence.
+    Raises RefusedError NONE_FREE for the first group without a provider; `where` begins its sentence.
     """
     plan = groups.plan(wanted)
     chosen, without = _take(plan, _fitting(wanted, there), {one.provider: one.free for one in there})
     if without is not None:
         asked = ", ".join(f"{key}={value}" for key, value in sorted(wanted[without].items()))
-        raise Refused(Reason.NONE_FREE, f"{where} has none free that is ready and fits {asked[:300]}.")
+        raise RefusedError(Reason.NONE_FREE, f"{where} has none free that is ready and fits {asked[:300]}.")
     shares: dict[str, tuple[str, int]] = {}
     for index, one in sorted(chosen.items()):
         before = shares.get(one.provider, ("", 0))[1]

@@ -17,7 +17,7 @@ from django.db.models import ProtectedError
 
 from accelerators import conductor
 from accelerators.domain.caller import Caller
-from accelerators.domain.errors import Reason, Refused
+from accelerators.domain.errors import Reason, RefusedError
 from accelerators.domain.groups import Group
 from accelerators.domain.states import Source
 from accelerators.models import DeviceProfile
@@ -68,7 +68,8 @@ def _changed() -> None:
 def create(name: str, groups: list[Group], description: str | None, uuid: UUID | None, caller: Caller) -> UUID:
     """Store a profile and record an event; return its uuid. The caller must have checked the name and the groups.
 
-    Without `uuid` a random one is chosen. Raises Refused: CONFLICT if the name is in use, DUPLICATE if the uuid is.
+    Without `uuid` a random one is chosen. Raises RefusedError: CONFLICT if the name is in use, DUPLICATE if the uuid
+    is.
     """
     chosen = uuid or uuid4()
     try:
@@ -85,15 +86,15 @@ def create(name: str, groups: list[Group], description: str | None, uuid: UUID |
 def edit(uuid: UUID, changes: dict[str, Any], caller: Caller) -> None:
     """Change the name, groups or description of a profile and record an event; locks its row.
 
-    Raises Refused: UNKNOWN; CONFLICT if the new name is in use; HELD while there are requests of this profile, because
-    they refer to its groups.
+    Raises RefusedError: UNKNOWN; CONFLICT if the new name is in use; HELD while there are requests of this profile,
+    because they refer to its groups.
     """
     try:
         with conductor.writing():
             profile = _locked(uuid)
             if profile.requests.exists():
                 text = f"Device profile {profile.name} is used by accelerator requests: make another one instead."
-                raise Refused(Reason.HELD, text)
+                raise RefusedError(Reason.HELD, text)
             before = {field: getattr(profile, field) for field in changes}
             for field, value in changes.items():
                 setattr(profile, field, value)
@@ -108,7 +109,7 @@ def edit(uuid: UUID, changes: dict[str, Any], caller: Caller) -> None:
 def delete(uuid: UUID, caller: Caller) -> None:
     """Delete a profile and record an event; locks its row.
 
-    Raises Refused: UNKNOWN; HELD while there are requests of this profile.
+    Raises RefusedError: UNKNOWN; HELD while there are requests of this profile.
     """
     with conductor.writing():
         profile = _locked(uuid)
@@ -116,25 +117,25 @@ def delete(uuid: UUID, caller: Caller) -> None:
             profile.delete()
         except ProtectedError:
             text = f"Device profile {profile.name} is used by accelerator requests: delete those first."
-            raise Refused(Reason.HELD, text) from None
+            raise RefusedError(Reason.HELD, text) from None
         _record("deleted", uuid, profile.name, caller, {"name": [profile.name, None], "groups": [profile.groups, None]})
         _changed()
 
 
 def _locked(uuid: UUID) -> DeviceProfile:
-    """Lock and return a profile's row; raise Refused UNKNOWN if there is none."""
+    """Lock and return a profile's row; raise RefusedError UNKNOWN if there is none."""
     found = DeviceProfile.objects.select_for_update().filter(uuid=uuid).first()
     if found is None:
-        raise Refused(Reason.UNKNOWN, f"Device Profile not found with uuid={uuid}")
+        raise RefusedError(Reason.UNKNOWN, f"Device Profile not found with uuid={uuid}")
     return found
 
 
-def _taken(error: IntegrityError, name: str, uuid: UUID) -> Refused:
+def _taken(error: IntegrityError, name: str, uuid: UUID) -> RefusedError:
     """Return the Refused for a violated unique constraint: DUPLICATE for the uuid, otherwise CONFLICT for the name."""
     cause = error.__cause__
     if isinstance(cause, psycopg.Error) and "uuid" in (cause.diag.constraint_name or ""):
-        return Refused(Reason.DUPLICATE, f"DeviceProfile with uuid {uuid} already exists.")
-    return Refused(Reason.CONFLICT, f"A device_profile with name {name} already exists.")
+        return RefusedError(Reason.DUPLICATE, f"DeviceProfile with uuid {uuid} already exists.")
+    return RefusedError(Reason.CONFLICT, f"A device_profile with name {name} already exists.")
 
 
 def _record(what: str, uuid: UUID, name: str, caller: Caller, changes: dict[str, Any]) -> None:

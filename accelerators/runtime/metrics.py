@@ -20,7 +20,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from accelerators.domain.errors import Refused
+from accelerators.domain.errors import RefusedError
 from accelerators.runtime import metric_files
 
 log = logging.getLogger(__name__)
@@ -176,7 +176,7 @@ def answering() -> Iterator[None]:
     try:
         yield
         outcome = "reserved"
-    except Refused as refused:
+    except RefusedError as refused:
         outcome = refused.reason.value
         raise
     finally:

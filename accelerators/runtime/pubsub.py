@@ -17,7 +17,7 @@ from collections.abc import Callable
 import psycopg
 from django.db import connection
 
-from accelerators import database_outage
+from accelerators.runtime import database_outage
 
 log = logging.getLogger(__name__)
 

@@ -14,14 +14,23 @@ from datetime import UTC, datetime, timedelta
 from accelerators import conductor
 from accelerators.domain import groups
 from accelerators.domain.caller import ADMIN, Caller, request_id
-from accelerators.domain.errors import Reason, Refused
+from accelerators.domain.errors import Reason, RefusedError
 from accelerators.domain.states import RequestState
 from accelerators.models import AcceleratorRequest, Attachment, DeviceProfile
 from accelerators.models.attachments import AttachmentState
 from accelerators.requests import binding, profiles
 from accelerators.requests.binding import Bind
 from accelerators.requests.candidates import Choice
-from accelerators.workflows.attachments import KIND, Moved, advance, choice, handles, host_of, looked_up, refuse_mixed
+from accelerators.workflows.attachments import (
+    KIND,
+    ConcurrentUpdateError,
+    advance,
+    choice,
+    handles,
+    host_of,
+    looked_up,
+    refuse_mixed,
+)
 
 BATCH = 50
 REMEMBERED = timedelta(days=30)
@@ -44,14 +53,14 @@ ORDER BY a.id LIMIT %(count)s::bigint
 def take_up(row: Attachment) -> None:
     """Choose providers for a new attachment and create its requests in the instance's project (step `chosen`).
 
-    Asks Nova first. Raises Refused; then nothing was created.
+    Asks Nova first. Raises RefusedError; then nothing was created.
     """
     host = host_of(looked_up(str(row.instance)))
     with conductor.writing():
         chosen = choice(row, host)
         requests = binding.create(row.profile or _of_class(chosen, _service(row)), _service(row))
         if len(requests) != len(chosen.providers):
-            raise Refused(Reason.AWAY, f"Profile {row.profile} is being changed: try again.")
+            raise RefusedError(Reason.AWAY, f"Profile {row.profile} is being changed: try again.")
         shares = {rp: {"resource_class": name, "amount": amount} for rp, (name, amount) in chosen.shares.items()}
         made = {"requests": requests, "providers": list(chosen.providers), "shares": shares, "host": host.name}
         advance(row, _S.ATTACHING, "chosen", f"{len(requests)} requests on {host.name}", **made)
@@ -61,12 +70,14 @@ def bind(row: Attachment) -> None:
     """Bind the requests of an attachment in step `claimed`.
 
     It is attached then, or in step `binding` while its host has to prepare something. Asks Nova first; the module
-    `binding` raises the intents that notify Nova. Raises Refused: unless the reason is AWAY, the attachment has to be
-    undone.
+    `binding` raises the intents that notify Nova. Raises RefusedError: unless the reason is AWAY, the attachment has
+    to be undone.
     """
     host = host_of(looked_up(str(row.instance)))
     if host.name != row.host:
-        raise Refused(Reason.CONFLICT, f"Instance {row.instance} has moved from {row.host} to {host.name} meanwhile.")
+        raise RefusedError(
+            Reason.CONFLICT, f"Instance {row.instance} has moved from {row.host} to {host.name} meanwhile."
+        )
     wanted = [
         Bind(str(request), row.host, str(provider), str(row.instance), row.project_id)
         for request, provider in zip(row.requests, row.providers, strict=True)
@@ -80,15 +91,16 @@ def bind(row: Attachment) -> None:
 def follow(row: Attachment) -> bool:
     """Check the requests of an attachment that is being bound, and mark it attached when all of them are Bound.
 
-    Returns False while its host is still preparing them. Raises Refused CONFLICT if a bind failed or requests are gone.
+    Returns False while its host is still preparing them. Raises RefusedError CONFLICT if a bind failed or requests
+    are gone.
     """
     found = {request.uuid: request for request in AcceleratorRequest.objects.filter(uuid__in=row.requests)}
     states = {request.state for request in found.values() if request.instance_uuid == row.instance}
     failed = next((request.fault for request in found.values() if request.state == RequestState.BIND_FAILED), None)
     if failed is not None:
-        raise Refused(Reason.CONFLICT, failed or "its bind failed")
+        raise RefusedError(Reason.CONFLICT, failed or "its bind failed")
     if len(found) < len(row.requests) or not states <= {RequestState.BOUND, RequestState.BIND_STARTED}:
-        raise Refused(Reason.CONFLICT, "Its requests were taken away while they were being bound.")
+        raise RefusedError(Reason.CONFLICT, "Its requests were taken away while they were being bound.")
     if states == {RequestState.BOUND}:
         advance(row, _S.ATTACHED, "bound", attached_at=datetime.now(UTC))
         return True
@@ -110,7 +122,7 @@ def fail(row: Attachment, fault: str) -> None:
 def free(row: Attachment) -> None:
     """Unbind and delete the attachment's requests that still exist, and order the host to detach what it made for them.
 
-    Raises Moved if somebody else is deleting the requests at this moment.
+    Raises ConcurrentUpdateError if somebody else is deleting the requests at this moment.
     """
     with conductor.writing():
         there = AcceleratorRequest.objects.filter(uuid__in=row.requests).order_by("id")
@@ -118,8 +130,8 @@ def free(row: Attachment) -> None:
         try:
             if uuids:
                 binding.delete(uuids, _service(row))
-        except Refused:  # somebody else is deleting the requests at this moment
-            raise Moved from None
+        except RefusedError:  # somebody else is deleting the requests at this moment
+            raise ConcurrentUpdateError from None
         advance(row, _S(row.state), "freed", f"{len(uuids)} requests")
 
 
@@ -187,8 +199,8 @@ def asked_for(row: Attachment) -> Iterator[None]:
 def _of_class(chosen: Choice, who: Caller) -> str:
     """Return the name of the profile for an attachment that names a device: one unit of the device's resource class.
 
-    The profile is created on first use. Raises Refused INVALID if the class cannot be requested, CONFLICT if a profile
-    of that name asks for something else.
+    The profile is created on first use. Raises RefusedError INVALID if the class cannot be requested, CONFLICT if a
+    profile of that name asks for something else.
     """
     ((name, _),) = chosen.shares.values()
     profile, wanted = f"attach-{name}", [{f"resources:{name}": "1"}]
@@ -197,9 +209,9 @@ def _of_class(chosen: Choice, who: Caller) -> str:
             text = "One of its class, for devices that are attached by themselves."
             profiles.create(profile, groups.check_groups(wanted), text, None, who)
         except groups.GroupError as error:
-            raise Refused(Reason.INVALID, f"Class {name} cannot be asked for: {error}") from None
+            raise RefusedError(Reason.INVALID, f"Class {name} cannot be asked for: {error}") from None
     if DeviceProfile.objects.get(name=profile).groups != wanted:
-        raise Refused(Reason.CONFLICT, f"Profile {profile} asks for something else than one {name}: rename it.")
+        raise RefusedError(Reason.CONFLICT, f"Profile {profile} asks for something else than one {name}: rename it.")
     return profile
 
 

@@ -5,7 +5,7 @@
 nothing that talks to Nova or Placement: the function that looks up an instance there is passed to `register`.
 
 Only `advance` changes the state of an attachment. It compares and sets, so of two processes that move the same
-attachment the second one gets `Moved` and has to read the row again.
+attachment the second one gets `ConcurrentUpdateError` and has to read the row again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from django.db.models.functions import Cast
 from accelerators import conductor
 from accelerators.commands.placing import check_reason
 from accelerators.domain.caller import Caller, request_id
-from accelerators.domain.errors import Reason, Refused
+from accelerators.domain.errors import Reason, RefusedError
 from accelerators.domain.libvirt_xml import Handle
 from accelerators.domain.states import HandleType, Source
 from accelerators.models import AcceleratorRequest, Attachment, DeviceProfile, Host
@@ -59,13 +59,13 @@ class Instance:
 Look = Callable[[str, str | None], Instance]
 """Look up an instance in Nova by its uuid, and check that Placement can take a claim for it; answers in a few seconds.
 
-If a project is given, the instance must belong to it. Raises Refused: UNKNOWN if there is no such instance or it
+If a project is given, the instance must belong to it. Raises RefusedError: UNKNOWN if there is no such instance or it
 belongs to another project; AWAY if a service does not answer; CONFLICT if nothing can be claimed for the instance.
 """
 _looks: list[Look] = []
 
 
-class Moved(Exception):
+class ConcurrentUpdateError(Exception):
     """Another process changed the attachment since the caller read it: read the row again."""
 
 
@@ -89,11 +89,11 @@ def ask(
     Returns the new row. Give either `profile` (name or uuid) or `device`. With `everyone` the caller may name instances
     of every project, otherwise only of their own. The attachment itself happens later, in the job `attachments`.
 
-    Nova (and Placement) are asked before the transaction. Raises Refused UNKNOWN, INVALID, CONFLICT, NONE_FREE or AWAY
-    if it is clear already that the attachment cannot succeed; then nothing is written.
+    Nova (and Placement) are asked before the transaction. Raises RefusedError UNKNOWN, INVALID, CONFLICT, NONE_FREE
+    or AWAY if it is clear already that the attachment cannot succeed; then nothing is written.
     """
     if bool(profile) == bool(device):
-        raise Refused(Reason.INVALID, "Say what is to be attached: a device profile, or a device.")
+        raise RefusedError(Reason.INVALID, "Say what is to be attached: a device profile, or a device.")
     reason = check_reason(reason)
     named = _profile(profile).name if profile else ""
     found = looked_up(str(instance), None if everyone else caller.project_id)
@@ -115,8 +115,8 @@ def detach(
     """Order an attachment to be detached, or to be undone if it is not attached yet. Returns its row.
 
     Does nothing if the attachment is ended or is being taken back already. With `everyone` the caller may name
-    attachments of every project, otherwise only of their own. Raises Refused: UNKNOWN; INVALID for a reason that cannot
-    be stored; CONFLICT if `uuid` is that of an accelerator request: one that Nova made is freed only by Nova.
+    attachments of every project, otherwise only of their own. Raises RefusedError: UNKNOWN; INVALID for a reason that
+    cannot be stored; CONFLICT if `uuid` is that of an accelerator request: one that Nova made is freed only by Nova.
     """
     reason = check_reason(reason)
     with conductor.writing():
@@ -136,30 +136,30 @@ def detach(
 def looked_up(instance: str, project: str | None = None) -> Instance:
     """Return what Nova knows of an instance, by the registered `Look`.
 
-    Raises Refused as `Look` does, and CONFLICT if no cloud is configured.
+    Raises RefusedError as `Look` does, and CONFLICT if no cloud is configured.
     """
     if not _looks:
         text = "No cloud is configured: whose instance it is, and on which host, only Nova can tell (CYBORG_CLOUD)."
-        raise Refused(Reason.CONFLICT, text)
+        raise RefusedError(Reason.CONFLICT, text)
     return _looks[0](instance, project)
 
 
 def host_of(found: Instance) -> Host:
     """Return the host of an instance.
 
-    Raises Refused CONFLICT if the instance is in a state in which nothing can be attached, if Nova is working on it, or
-    if not exactly one host matches its places.
+    Raises RefusedError CONFLICT if the instance is in a state in which nothing can be attached, if Nova is working on
+    it, or if not exactly one host matches its places.
     """
     if found.status not in FITTING or found.task:
         doing = f", and Nova is at it ({found.task})" if found.task else ""
         possible = ", ".join(FITTING)
         text = f"Instance {found.uuid} is {found.status}{doing}: devices are attached to one that is {possible}."
-        raise Refused(Reason.CONFLICT, text)
+        raise RefusedError(Reason.CONFLICT, text)
     there = Host.objects.filter(Q(name__in=found.places) | Q(node__in=found.places)).order_by("id")[:2]
     if len(there) != 1:
         named = ", ".join(sorted(found.places)) or "no host that Nova tells our service user of"
         which = "more than one host here" if there else "no host here"
-        raise Refused(Reason.CONFLICT, f"Instance {found.uuid} is on {named}, which is {which}.")
+        raise RefusedError(Reason.CONFLICT, f"Instance {found.uuid} is on {named}, which is {which}.")
     return there[0]
 
 
@@ -175,7 +175,8 @@ def advance(
 ) -> None:
     """Move an attachment to `state` and `step`, add the step to its history, set `columns`, and write an event.
 
-    Compare and set: raises Moved if state or step in the database differ from those in `row`. Updates `row` as well. A
+    Compare and set: raises ConcurrentUpdateError if state or step in the database differ from those in `row`. Updates
+    `row` as well. A
     history entry of the same name is replaced. `text` is stored in the history entry and as the reason of the event.
     """
     was, now = (row.state, row.step), datetime.now(UTC)
@@ -184,7 +185,7 @@ def advance(
     values = columns | {"state": state.value, "step": step, "steps": steps, "updated_at": now}
     with conductor.writing():
         if not Attachment.objects.filter(pk=row.pk, state=was[0], step=was[1]).update(**values):
-            raise Moved
+            raise ConcurrentUpdateError
         for field, value in values.items():
             setattr(row, field, value)
         changes = {"state": [was[0], state.value]} if was[0] != state else {}
@@ -216,55 +217,56 @@ def as_key() -> Cast:
 def choice(row: Attachment, host: Host) -> Choice:
     """Choose the providers on `host` that would serve this attachment now. Reserves and locks nothing.
 
-    Raises Refused: NONE_FREE; UNKNOWN if the profile is gone; INVALID if the profile asks for no accelerator; CONFLICT
-    as `refuse_mixed` does.
+    Raises RefusedError: NONE_FREE; UNKNOWN if the profile is gone; INVALID if the profile asks for no accelerator;
+    CONFLICT as `refuse_mixed` does.
     """
     wanted: Sequence[Mapping[str, str]]
     there = candidates.of(host, row.device)
     if row.device:
         where = f"Device {row.device} on {host.name}"
         if not there or not there[0].resource_class:
-            raise Refused(Reason.NONE_FREE, f"{where} has none free: it has to be ready there, and not all held.")
+            raise RefusedError(Reason.NONE_FREE, f"{where} has none free: it has to be ready there, and not all held.")
         wanted = [{f"resources:{there[0].resource_class}": "1"}]
     else:
         where, wanted = f"Host {host.name}", _profile(row.profile).groups
     chosen = candidates.choose(wanted, there, where)
     if not chosen.providers:
-        raise Refused(Reason.INVALID, f"Profile {row.profile} asks for no accelerator.")
+        raise RefusedError(Reason.INVALID, f"Profile {row.profile} asks for no accelerator.")
     refuse_mixed(row, chosen.types)
     return chosen
 
 
 def refuse_mixed(row: Attachment, types: Set[str]) -> None:
-    """Raise Refused CONFLICT if `types` has another type than PCI and the instance holds PCI devices of other requests.
+    """Raise RefusedError CONFLICT if `types` has another type than PCI and the instance holds PCI devices of other
+    requests.
 
     Nova passes PCI devices to an instance only if all its accelerators are PCI devices (contract section 5.1).
     """
     held = AcceleratorRequest.objects.filter(instance_uuid=row.instance, attach_handle__attach_type=HandleType.PCI)
     if (other := sorted(types - {HandleType.PCI.value})) and held.exclude(uuid__in=row.requests).exists():
         text = f"has PCI devices, which Nova would not give it at its next start beside {', '.join(other)}"
-        raise Refused(Reason.CONFLICT, f"Instance {row.instance} {text}: attach that to another instance.")
+        raise RefusedError(Reason.CONFLICT, f"Instance {row.instance} {text}: attach that to another instance.")
 
 
 def _profile(named: str) -> DeviceProfile:
-    """Find a device profile by its name, else by its uuid. Raises Refused UNKNOWN."""
+    """Find a device profile by its name, else by its uuid. Raises RefusedError UNKNOWN."""
     found = DeviceProfile.objects.filter(name=named.replace("\0", " ")).first()
     if found is None:
         with suppress(ValueError):
             found = DeviceProfile.objects.filter(uuid=UUID(named)).first()
     if found is None:
-        raise Refused(Reason.UNKNOWN, f"There is no device profile {named[:255]!r}.")
+        raise RefusedError(Reason.UNKNOWN, f"There is no device profile {named[:255]!r}.")
     return found
 
 
-def _no_attachment(uuid: UUID, own: Q) -> Refused:
+def _no_attachment(uuid: UUID, own: Q) -> RefusedError:
     """Explain why `uuid` cannot be detached: CONFLICT if it is the uuid of a request, otherwise UNKNOWN."""
     if holder := Attachment.objects.filter(own, requests__contains=[uuid]).values_list("uuid", flat=True).first():
-        return Refused(Reason.CONFLICT, f"{uuid} is a request of attachment {holder}: detach that.")
+        return RefusedError(Reason.CONFLICT, f"{uuid} is a request of attachment {holder}: detach that.")
     if AcceleratorRequest.objects.filter(own, uuid=uuid).exists():
         text = f"Request {uuid} was not made by an attachment but for Nova: it is freed when Nova deletes the instance."
-        return Refused(Reason.CONFLICT, text)
-    return Refused(Reason.UNKNOWN, f"There is no attachment {uuid}.")
+        return RefusedError(Reason.CONFLICT, text)
+    return RefusedError(Reason.UNKNOWN, f"There is no attachment {uuid}.")
 
 
 def _step(name: str, text: str) -> dict[str, str]:

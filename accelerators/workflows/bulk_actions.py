@@ -24,8 +24,8 @@ from accelerators.devices import lifecycle
 from accelerators.devices.lifecycle import Result, Seen
 from accelerators.domain.actions import Action, Standing, decide, drained
 from accelerators.domain.caller import Caller, request_id
-from accelerators.domain.errors import Reason, Refused
-from accelerators.domain.states import BulkState, DeviceState, Drain, IllegalMove, Outcome, Source
+from accelerators.domain.errors import Reason, RefusedError
+from accelerators.domain.states import BulkState, DeviceState, Drain, IllegalTransitionError, Outcome, Source
 from accelerators.models import AcceleratorRequest, Bulk, BulkItem, Device
 from accelerators.models.bulks import UNDER_WAY, WAITING
 from accelerators.runtime import jobs
@@ -73,12 +73,12 @@ def choose(action: Action | str, then: Drain, devices: QuerySet[Device], caller:
     """Store a set of devices with the present state of each as a draft, on which nothing is done until `confirm`.
 
     `action` may also be one of `bulk_commands.OPS`; `then` is the final state of a drain; `selection` describes the
-    list's filters. Raises Refused INVALID if there are no devices, or more than MOST.
+    list's filters. Raises RefusedError INVALID if there are no devices, or more than MOST.
     """
     number = devices.order_by()[: MOST + 1].count()
     if not 0 < number <= MOST:
         many = f"More than {MOST} devices are chosen: narrow the list by filters first."
-        raise Refused(Reason.INVALID, many if number else "No device is chosen.")
+        raise RefusedError(Reason.INVALID, many if number else "No device is chosen.")
     chosen, params = devices.order_by().values("id").query.sql_with_params()
     with conductor.writing():
         bulk = Bulk.objects.create(action=action, then=then, actor=caller.name[:255], selection=selection[:1000])
@@ -155,7 +155,7 @@ def foresee(
     action, blocked = Action(bulk.action), ""
     try:
         after = decide(action, now, Drain(bulk.then))
-    except IllegalMove as illegal:
+    except IllegalTransitionError as illegal:
         after, blocked = now, str(illegal)
     if after == now and not blocked:
         return Forecast(Outcome.UNCHANGED, f"is {now.word} already", held)
@@ -175,7 +175,7 @@ def confirm(bulk: Bulk, reason: str, held_too: bool, dry: bool = False) -> bool:
 
     Returns False if it is not a draft any more. Without `held_too` an action does not move devices that requests hold;
     commands (`bulk_commands.OPS`) ignore it. A set of at most SLICE devices is finished when this returns; the job
-    `bulks` works on a larger one. Raises Refused INVALID for a reason that cannot be stored.
+    `bulks` works on a larger one. Raises RefusedError INVALID for a reason that cannot be stored.
     """
     reason = placing.check_reason(reason)
     with conductor.writing():

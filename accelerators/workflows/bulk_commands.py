@@ -13,7 +13,7 @@ from accelerators import conductor
 from accelerators.commands import placing
 from accelerators.devices.lifecycle import PATIENCE_S, Result
 from accelerators.domain.caller import Caller
-from accelerators.domain.errors import Reason, Refused
+from accelerators.domain.errors import Reason, RefusedError
 from accelerators.domain.states import DeviceState, Source
 from accelerators.models import Device
 from drivers.plan import DESTRUCTIVE
@@ -62,10 +62,10 @@ def _one(op: str, device: Device, stood: str, caller: Caller, reason: str, until
     try:
         if op in DESTRUCTIVE and device.stands != stood:
             said = f"It was {stood} when it was chosen; it is {device.stands} now. Look at it again."
-            raise Refused(Reason.CONFLICT, said)
+            raise RefusedError(Reason.CONFLICT, said)
         if op in DESTRUCTIVE and time.monotonic() > until:
-            raise Refused(Reason.AWAY, "Whether it is held was not found out in time: try again.")
+            raise RefusedError(Reason.AWAY, "Whether it is held was not found out in time: try again.")
         command = placing.ask(op, device.uuid, caller, reason=reason, source=Source.PERSON)
-    except Refused as refused:
+    except RefusedError as refused:
         return Result(device.uuid, "refused", *about, refused.text, refused.reason)
     return Result(device.uuid, "moved", *about, f"command {command.pk}")

@@ -23,7 +23,7 @@ from accelerators.commands import placing
 from accelerators.commands.placing import Order
 from accelerators.devices.lifecycle import PATIENCE_S
 from accelerators.domain import driver_status
-from accelerators.domain.errors import Reason, Refused
+from accelerators.domain.errors import Reason, RefusedError
 from accelerators.domain.states import DriverState, RolloutOp, Source
 from accelerators.models import Command, Device, DriverWish, Host
 from drivers.inventory import WORD
@@ -70,23 +70,25 @@ class By(NamedTuple):
 
 
 def check(change: Change) -> Change:
-    """Check a change and return it. Raises Refused INVALID if it makes no sense or its settings are not allowed.
+    """Check a change and return it. Raises RefusedError INVALID if it makes no sense or its settings are not allowed.
 
     Settings are not allowed if they are too large, nested too deep, hold something that looks like a secret, or values
     that JSON or the database cannot represent, or name `acts`, which only the host's own configuration may set.
     """
     if not re.fullmatch(WORD, change.driver) or len(change.driver) > 64:
-        raise Refused(Reason.INVALID, "Say which driver, by its name; GET /api/drivers/ lists them.")
+        raise RefusedError(Reason.INVALID, "Say which driver, by its name; GET /api/drivers/ lists them.")
     if change.op is RolloutOp.UNINSTALL and (change.enabled is not None or change.settings is not None):
-        raise Refused(Reason.INVALID, "Uninstalling takes neither settings nor enabled: both are forgotten with it.")
+        raise RefusedError(
+            Reason.INVALID, "Uninstalling takes neither settings nor enabled: both are forgotten with it."
+        )
     if change.op is RolloutOp.UPDATE and change.enabled is None and change.settings is None:
-        raise Refused(Reason.INVALID, "Say what is to be other than it is: enabled, settings, or both.")
+        raise RefusedError(Reason.INVALID, "Say what is to be other than it is: enabled, settings, or both.")
     if change.settings is not None:
         if "acts" in change.settings:
             text = "acts: which acts are allowed on a host only that host's own CYBORG_DRIVER_SETTINGS can say."
-            raise Refused(Reason.INVALID, text)
+            raise RefusedError(Reason.INVALID, text)
         if _size(change.settings) > MAX_SETTINGS:
-            raise Refused(Reason.INVALID, f"Settings are at most {MAX_SETTINGS} bytes of JSON.")
+            raise RefusedError(Reason.INVALID, f"Settings are at most {MAX_SETTINGS} bytes of JSON.")
         _check_settings(change.settings)
     return change
 
@@ -95,37 +97,38 @@ def _size(settings: Settings) -> int:
     """Return the size of the settings in bytes of JSON.
 
     Values that JSON cannot represent are counted as text here; `_check_settings` refuses them later and names their
-    place. Raises Refused INVALID if the settings are nested too deep for Python, or hold a number that is too long.
+    place. Raises RefusedError INVALID if the settings are nested too deep for Python, or hold a number that is too
+    long.
     """
     try:
         text = json.dumps(settings, ensure_ascii=False, separators=(",", ":"), default=str, skipkeys=True)
     except (RecursionError, ValueError):  # ValueError: an integer of thousands of digits
         text = f"Settings are nested at most {MAX_DEPTH} deep, and their numbers are of 64 bits."
-        raise Refused(Reason.INVALID, text) from None
+        raise RefusedError(Reason.INVALID, text) from None
     return len(text.encode(errors="replace"))
 
 
 def _check_settings(value: Any, path: str = "settings", depth: int = 0) -> None:
-    """Check settings recursively. Raises Refused INVALID with the path of the first value that is not allowed."""
+    """Check settings recursively. Raises RefusedError INVALID with the path of the first value that is not allowed."""
     path = path[:200]
     if depth > MAX_DEPTH:
-        raise Refused(Reason.INVALID, f"{path}: settings are nested at most {MAX_DEPTH} deep.")
+        raise RefusedError(Reason.INVALID, f"{path}: settings are nested at most {MAX_DEPTH} deep.")
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if SECRET.search(key):
                 text = f"{path}.{key[:64]} looks like a secret: settings are shown and journaled, so put it into"
-                raise Refused(Reason.INVALID, f"{text} a file on the host, and its path here under another name.")
+                raise RefusedError(Reason.INVALID, f"{text} a file on the host, and its path here under another name.")
             _check_settings(inner, f"{path}.{key}", depth + 1)
             _check_settings(key, f"{path}.{key}", depth)
     elif isinstance(value, list):
         for number, inner in enumerate(value):
             _check_settings(inner, f"{path}[{number}]", depth + 1)
     elif isinstance(value, str) and not _storable(value):
-        raise Refused(Reason.INVALID, f"{path!r} holds characters that cannot be stored.")
+        raise RefusedError(Reason.INVALID, f"{path!r} holds characters that cannot be stored.")
     elif not isinstance(value, str | int | float | None):
-        raise Refused(Reason.INVALID, f"{path}: JSON has no {type(value).__name__}; say it as text.")
+        raise RefusedError(Reason.INVALID, f"{path}: JSON has no {type(value).__name__}; say it as text.")
     elif (isinstance(value, float) and not math.isfinite(value)) or (isinstance(value, int) and abs(value) > 2**63):
-        raise Refused(Reason.INVALID, f"{path}: no such number can be told.")
+        raise RefusedError(Reason.INVALID, f"{path}: no such number can be told.")
 
 
 def _storable(text: str) -> bool:
@@ -140,7 +143,8 @@ def order(host: Host, change: Change, by: By) -> Command | None:
     """Store a change of a driver on this host and place the `configure` command; returns the command.
 
     Returns None if nothing has to be changed. Locks the host and the driver's devices; the devices are busy until the
-    command has ended. Raises Refused: CONFLICT if the driver to be updated is not installed, another change of it or an
+    command has ended. Raises RefusedError: CONFLICT if the driver to be updated is not installed, another change of
+    it or an
     exclusive command on one of its devices is under way, or the agent takes no commands; HELD, naming the holder, if a
     device of a running driver is held; AWAY if a witness cannot be asked, or all of them take longer than PATIENCE_S.
     """
@@ -153,7 +157,7 @@ def order(host: Host, change: Change, by: By) -> Command | None:
             return None
         if wish and wish.command and wish.command.ended_at is None:
             text = f"{change.driver} on {host.name} is being changed (command {wish.command.uuid}): wait for its end."
-            raise Refused(Reason.CONFLICT, text)
+            raise RefusedError(Reason.CONFLICT, text)
         placing.reachable(host)
         devices = conductor.locked(Device.objects.filter(host=host, driver=change.driver))
         _refuse_busy(devices)
@@ -179,7 +183,7 @@ def is_driven(entry: Mapping[str, Any] | None, generation: int, runs: bool) -> b
 def _wanted(change: Change, wish: DriverWish | None, entry: Mapping[str, Any] | None, host: Host) -> Wanted | None:
     """Work out the configuration that a change leads to; None if there is nothing to uninstall.
 
-    Raises Refused CONFLICT for an update of a driver that is not installed on the host.
+    Raises RefusedError CONFLICT for an update of a driver that is not installed on the host.
     """
     here = wish.installed if wish else bool(entry) and driver_status.state_of(entry or {}) not in driver_status.OFF
     was = Wanted(True, wish.enabled, wish.settings) if wish and wish.installed else Wanted()
@@ -187,7 +191,7 @@ def _wanted(change: Change, wish: DriverWish | None, entry: Mapping[str, Any] | 
         left = here or bool(wish and not is_driven(entry, wish.generation, False))
         return Wanted(installed=False, enabled=False) if left else None
     if change.op is RolloutOp.UPDATE and not here:
-        raise Refused(Reason.CONFLICT, f"{change.driver} is not installed on {host.name}: install it there first.")
+        raise RefusedError(Reason.CONFLICT, f"{change.driver} is not installed on {host.name}: install it there first.")
     enabled = change.enabled if change.enabled is not None else change.op is RolloutOp.INSTALL or was.enabled
     return Wanted(True, enabled, was.settings if change.settings is None else change.settings)
 
@@ -200,24 +204,25 @@ def _is_so(wish: DriverWish | None, wanted: Wanted, entry: Mapping[str, Any] | N
 
 
 def _refuse_busy(devices: Sequence[Device]) -> None:
-    """Raise Refused CONFLICT if an exclusive command is working on any of these locked devices."""
+    """Raise RefusedError CONFLICT if an exclusive command is working on any of these locked devices."""
     for device in devices:
         if device.busy_with:
             text = f"Device {device.uuid} of {device.driver} is busy (command {device.busy_with}): wait for its end."
-            raise Refused(Reason.CONFLICT, text)
+            raise RefusedError(Reason.CONFLICT, text)
 
 
 def _refuse_held(devices: Sequence[Device], change: Change, host: Host) -> None:
-    """Raise Refused HELD if any of these locked devices is held, AWAY if that cannot be found out within PATIENCE_S."""
+    """Raise RefusedError HELD if any of these locked devices is held, AWAY if that cannot be found out within
+    PATIENCE_S."""
     what = {RolloutOp.UNINSTALL: "uninstalled", RolloutOp.UPDATE: "changed"}.get(change.op, "set up anew")
     for pk, request, instance in safety.holding([device.pk for device in devices], "uuid", "instance_uuid")[:1]:
         held = next(device for device in devices if device.pk == pk)
         text = f"Device {held.uuid} is held by request {request} of instance {instance}"
-        raise Refused(Reason.HELD, f"{text}: {change.driver} on {host.name} cannot be {what}.")
+        raise RefusedError(Reason.HELD, f"{text}: {change.driver} on {host.name} cannot be {what}.")
     until = time.monotonic() + PATIENCE_S
     for device in devices:
         if time.monotonic() > until:
-            raise Refused(Reason.AWAY, "Whether its devices are held was not found out in time: try again.")
+            raise RefusedError(Reason.AWAY, "Whether its devices are held was not found out in time: try again.")
         safety.refuse_unless_free(device, f"left by {change.driver} ({what})", {safety.REQUESTS})
 
 

@@ -22,7 +22,7 @@ from accelerators import conductor
 from accelerators.commands import placing
 from accelerators.domain import driver_status
 from accelerators.domain.caller import Caller, request_id
-from accelerators.domain.errors import Reason, Refused
+from accelerators.domain.errors import Reason, RefusedError
 from accelerators.domain.states import CommandState, RolloutOp, RolloutState, Source, StepState
 from accelerators.models import Host, Rollout, RolloutStep
 from accelerators.models.drivers import UNDER_WAY
@@ -51,22 +51,24 @@ def choose(names: Sequence[str] = (), selector: Mapping[str, Any] | None = None)
     """Return the hosts of these names, or those that a selector matches, sorted by name.
 
     A selector is `{"all": true}`, or has one or both of `driver` (hosts on which this driver runs or is wanted) and
-    `name` (a pattern with * and ?). Raises Refused INVALID for an unknown name, an invalid selector, no host, or more
-    than MOST.
+    `name` (a pattern with * and ?). Raises RefusedError INVALID for an unknown name, an invalid selector, no host, or
+    more than MOST.
     """
     if bool(names) == bool(selector):
-        raise Refused(Reason.INVALID, "Say on which hosts: by their names (hosts), or by a selector, not both.")
+        raise RefusedError(Reason.INVALID, "Say on which hosts: by their names (hosts), or by a selector, not both.")
     if not selector:
         found = Host.objects.filter(name__in=set(names)).order_by("name")
         if unknown := sorted(set(names) - {host.name for host in found}):
-            raise Refused(Reason.INVALID, f"There is no host {', '.join(unknown)[:300]}; GET /api/hosts/ lists them.")
+            raise RefusedError(
+                Reason.INVALID, f"There is no host {', '.join(unknown)[:300]}; GET /api/hosts/ lists them."
+            )
         return _some(list(found))
     driver, pattern, everywhere = selector.get("driver"), selector.get("name"), selector.get("all")
     texts = [value for value in (driver, pattern) if value is not None]
     usable = all(isinstance(text, str) and 0 < len(text) <= 255 and "\0" not in text for text in texts)
     if selector.keys() - {"driver", "name", "all"} or everywhere not in (None, True) or not usable:
         text = 'A selector is {"all": true}, or {"driver": "pci_driver"} and {"name": "cmp*"}, one or both.'
-        raise Refused(Reason.INVALID, text)
+        raise RefusedError(Reason.INVALID, text)
     hosts = [host for host in Host.objects.order_by("name") if not pattern or fnmatchcase(host.name, pattern)]
     if driver:
         wished = {*Host.objects.filter(wishes__driver=driver, wishes__installed=True).values_list("pk", flat=True)}
@@ -79,12 +81,12 @@ def start(
 ) -> Rollout:
     """Start a rollout of `change` on these hosts and return it; a single host is ordered when this returns.
 
-    Raises Refused INVALID, and for a single host whatever `driver_config.order` raises; then nothing is stored.
+    Raises RefusedError INVALID, and for a single host whatever `driver_config.order` raises; then nothing is stored.
     """
     driver_config.check(change)
     reason = placing.check_reason(reason)
     if not 1 <= pace.max_parallel <= MAX_PARALLEL:
-        raise Refused(Reason.INVALID, f"max_parallel: say how many hosts at a time, 1 to {MAX_PARALLEL}.")
+        raise RefusedError(Reason.INVALID, f"max_parallel: say how many hosts at a time, 1 to {MAX_PARALLEL}.")
     with conductor.writing():
         rollout = Rollout.objects.create(
             op=change.op,
@@ -159,7 +161,7 @@ def _advance(rollout: Rollout) -> bool:
         try:
             with transaction.atomic():
                 _order(rollout, waiting)
-        except Refused as refused:
+        except RefusedError as refused:
             _end(waiting, _S.FAILED, refused.text)
         return True
     if stand[_S.WAITING] or stand[_S.ORDERED] or rollout.ended_at:
@@ -186,9 +188,9 @@ def _hear(rollout: Rollout) -> bool:
 
 
 def _order(rollout: Rollout, waiting: RolloutStep) -> None:
-    """Place the command for one host, or mark it as done if nothing has to be changed there. Raises Refused."""
+    """Place the command for one host, or mark it as done if nothing has to be changed there. Raises RefusedError."""
     if waiting.host is None:
-        raise Refused(Reason.UNKNOWN, f"{waiting.host_name} is not there any more.")
+        raise RefusedError(Reason.UNKNOWN, f"{waiting.host_name} is not there any more.")
     token = request_id.set(rollout.request_id)
     try:
         change = Change(RolloutOp(rollout.op), rollout.driver, rollout.enabled, rollout.settings)
@@ -223,10 +225,10 @@ def _halt(rollout: Rollout, state: RolloutState, text: str) -> None:
 
 
 def _some(hosts: list[Host]) -> list[Host]:
-    """Return the hosts. Raises Refused INVALID if there are none, or more than MOST."""
+    """Return the hosts. Raises RefusedError INVALID if there are none, or more than MOST."""
     if not 0 < len(hosts) <= MOST:
         text = f"More than {MOST} hosts are chosen: choose fewer." if hosts else "No host is chosen: nothing fits."
-        raise Refused(Reason.INVALID, text)
+        raise RefusedError(Reason.INVALID, text)
     return hosts
 
 

@@ -17,7 +17,7 @@ from django.db.models.functions import Coalesce
 from accelerators import conductor, safety
 from accelerators.audit import retention
 from accelerators.devices import lifecycle
-from accelerators.domain.errors import Refused
+from accelerators.domain.errors import RefusedError
 from accelerators.domain.states import DriverState, Source
 from accelerators.models import AcceleratorRequest, AttachHandle, Attribute, Command, Deployable, Device
 from accelerators.models.commands import OPEN
@@ -88,7 +88,7 @@ def _free(device: Device) -> bool:
     """Whether every witness says that nobody holds the device; if not, the reason is logged."""
     try:
         safety.refuse_unless_free(device, "removed")
-    except Refused as refused:
+    except RefusedError as refused:
         log.info("%s", refused.text)
         return False
     return True

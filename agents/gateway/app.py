@@ -14,20 +14,20 @@ from typing import Any, Protocol
 
 import msgspec
 
-from accelerators import database_outage
 from accelerators.commands.placing import Answer, Progress
 from accelerators.domain import errors
+from accelerators.runtime import database_outage
 from agents import credentials, enrolment, key_revocation, wire
-from agents.enrolment import Identity, Refused
+from agents.enrolment import ConnectionRejectedError, Identity
 from agents.gateway import metrics
 from agents.gateway.command_dispatch import Courier, Said
+from agents.gateway.handshake import choose_version, client_address, deny_upgrade
 from agents.gateway.leases import Leases
 from agents.gateway.rejections import Refusals
 from agents.gateway.sample_cache import BEGINNING, Board
-from agents.gateway.sessions import Expelled, Holders, Session, send_text, tell
+from agents.gateway.sessions import Holders, Session, SessionClosedError, send_text, tell
 from agents.gateway.throttling import Admission, Spread
 from agents.gateway.writer import AdmitJob, CommandJob, SpoolJob, TrustJob, Writer
-from agents.handshake import choose_version, client_address, deny_upgrade
 
 log = logging.getLogger(__name__)
 
@@ -126,9 +126,9 @@ class Gateway:
         """
         try:
             if scope["method"] != "GET":
-                raise Refused(405, "method", "GET only")
+                raise ConnectionRejectedError(405, "method", "GET only")
             self._let_in(self.admission.ask(client_address(scope)))
-        except Refused as refused:
+        except ConnectionRejectedError as refused:
             status, (headers, body) = refused.status, enrolment.denial(refused)
         else:
             status, body = 200, msgspec.json.encode(self.challenges.make())
@@ -141,7 +141,7 @@ class Gateway:
         if wait:
             full = self.connected >= self.limits.agent_connections
             reason = "no more agents than CYBORG_AGENT_CONNECTIONS are taken" if full else "many agents connect at once"
-            refused = Refused(503, "busy", f"{reason}: come back when Retry-After says", wait)
+            refused = ConnectionRejectedError(503, "busy", f"{reason}: come back when Retry-After says", wait)
             self.refusals.add(MANY, refused.code, "too many agents at once: each is told when to come back")
             raise refused
 
@@ -165,8 +165,10 @@ class Gateway:
             with self.admission.handshake():
                 identity = await self._admit(credential)
             if credential.epoch > enrolment.highest_epoch(identity.epoch):
-                raise Refused(403, "epoch", f"epoch {credential.epoch} is out of range: is the journal damaged?")
-        except Refused as refused:
+                raise ConnectionRejectedError(
+                    403, "epoch", f"epoch {credential.epoch} is out of range: is the journal damaged?"
+                )
+        except ConnectionRejectedError as refused:
             if refused.code != "busy":
                 self.refusals.add(MANY if refused.status == 503 else host, refused.code, refused.reason)
             await deny_upgrade(scope, send, refused)
@@ -182,7 +184,7 @@ class Gateway:
             if await self._welcome(session):
                 await self._receive(session, receive)
                 self._count_message_error(host, scope)
-        except Expelled as expelled:
+        except SessionClosedError as expelled:
             session.expelled = expelled
         except asyncio.CancelledError:
             if session.expelled is None or session.task is None:
@@ -211,7 +213,8 @@ class Gateway:
             self.refusals.add(host, "malformed", f"no WebSocket message (close code {code}): {reason}")
 
     async def _admit(self, credential: credentials.Credential) -> Identity:
-        """Have the writer thread look up or enrol the agent. Raise Refused, a 503 if that takes longer than ADMIT_S."""
+        """Have the writer thread look up or enrol the agent. Raise ConnectionRejectedError, a 503 if that takes
+        longer than ADMIT_S."""
         future: asyncio.Future[Identity] = asyncio.get_running_loop().create_future()
         self._writer.put(AdmitJob(future, credential))
         try:
@@ -220,7 +223,7 @@ class Gateway:
         except TimeoutError:
             reason = "the database does not answer: come back later"
             database_outage.log_outage(f"an agent that connects waited {ADMIT_S:g} s in vain")
-            raise Refused(503, "database", reason, self.admission.place()) from None
+            raise ConnectionRejectedError(503, "database", reason, self.admission.place()) from None
 
     async def _welcome(self, session: Session) -> bool:
         """Send Welcome, and Rotate if a new key was asked for. Return False if the agent is already gone."""
@@ -235,7 +238,7 @@ class Gateway:
     async def _receive(self, session: Session, receive: Any) -> None:
         """Receive and handle messages until the peer closes. The first one settles which connection holds the host.
 
-        Raise Expelled for a message that is malformed or not allowed.
+        Raise SessionClosedError for a message that is malformed or not allowed.
         """
         newer, settled = session.offers_newer, False
         while (event := await (receive() if settled else _in_time(receive)))["type"] == "websocket.receive":
@@ -250,8 +253,8 @@ class Gateway:
                 message = wire.decode_from_agent(data)
                 if newer:
                     self.counters["unknown_fields"] += wire.unknown_fields(data, message)
-            except wire.Malformed as error:
-                raise Expelled("malformed", str(error)) from None
+            except wire.MalformedMessageError as error:
+                raise SessionClosedError("malformed", str(error)) from None
             if not settled:
                 session.boot_id = message.boot_id if type(message) is wire.Hello else ""
                 await self.holders.settle(session)
@@ -326,7 +329,7 @@ class Gateway:
         Expelled for a text with a NUL character.
         """
         if "\0" in "".join((told.text, told.hash, *told.detail, *told.detail.values())):
-            raise Expelled("malformed", "a text with a NUL character cannot be stored")
+            raise SessionClosedError("malformed", "a text with a NUL character cannot be stored")
         host = session.identity.host_id
         # Do not look up a report that this connection knows to be applied: another writer may have cleared the hash.
         known = told.hash and told.hash == session.applied
@@ -348,19 +351,20 @@ class Gateway:
     async def _rotate(self, session: Session, told: wire.NewKey) -> None:
         """Replace the agent's key by the one in NewKey, and send the Ack after the commit.
 
-        Raise Expelled if no new key was asked for, if a signature is wrong, or if the database refuses the key.
+        Raise SessionClosedError if no new key was asked for, if a signature is wrong, or if the database refuses the
+        key.
         """
         old, new, host = session.key, told.public_key, session.identity
         data = credentials.rotation_bytes(host.host, old, new, session.fingerprint)
         if not session.rotating:
-            raise Expelled("rotation", "no new key was asked for")
+            raise SessionClosedError("rotation", "no new key was asked for")
         if not (credentials.is_signed(old, told.signature, data) and credentials.is_signed(new, told.proof, data)):
-            raise Expelled("rotation", "the new key is not signed by the present one and by itself")
+            raise SessionClosedError("rotation", "the new key is not signed by the present one and by itself")
         session.next_key = new
         try:
             await self._ask(lambda: key_revocation.rotate(host.host_id, old, new))
-        except errors.Refused as refused:
-            raise Expelled("rotation", refused.text) from None
+        except errors.RefusedError as refused:
+            raise SessionClosedError("rotation", refused.text) from None
         session.key, session.next_key, session.rotating = new, "", False
         await tell(session, wire.Ack(0, "NewKey"))
 
@@ -384,13 +388,13 @@ class Gateway:
         host_id = session.identity.host_id
         metrics.tally["reports"] += 1
         if order[0] > session.highest_epoch:
-            raise Expelled("epoch", f"epoch {order[0]} is out of range: is the journal damaged?")
+            raise SessionClosedError("epoch", f"epoch {order[0]} is out of range: is the journal damaged?")
         self.leases.seen(host_id, order[0])
         if order > session.last and session.applied != content:
             if "\\u0000" in data:
-                raise Expelled("malformed", "a text with a NUL character cannot be stored")
+                raise SessionClosedError("malformed", "a text with a NUL character cannot be stored")
             if self._pending_bytes > self.limits.pending_report_bytes:
-                raise Expelled("busy", "too many reports wait to be stored: come back")
+                raise SessionClosedError("busy", "too many reports wait to be stored: come back")
             job = SpoolJob(asyncio.get_running_loop().create_future(), host_id, order, content, data, urgent)
             session.applied = "" if await self._durable(job) else content
         session.last = max(session.last, order)
@@ -405,7 +409,7 @@ class Gateway:
         finally:
             self._pending_bytes -= len(job.payload)
 
-    async def _refuse(self, session: Session, expelled: Expelled) -> None:
+    async def _refuse(self, session: Session, expelled: SessionClosedError) -> None:
         """Record the refusal, send Refuse and close. Wait at most FAREWELL_S for a peer that reads nothing."""
         self.refusals.add(session.identity.host, expelled.code, expelled.reason)
         text = wire.encode(wire.Refuse(expelled.code, expelled.reason[:4096]))
@@ -418,12 +422,12 @@ class Gateway:
 
 
 async def _in_time(receive: Any) -> Any:
-    """Receive the first event of a connection, or raise Expelled after FIRST_S."""
+    """Receive the first event of a connection, or raise SessionClosedError after FIRST_S."""
     try:
         async with asyncio.timeout(FIRST_S):
             return await receive()
     except TimeoutError:
-        raise Expelled("silent", f"nothing was said within {FIRST_S:.0f} s") from None
+        raise SessionClosedError("silent", f"nothing was said within {FIRST_S:.0f} s") from None
 
 
 def _text(data: str | bytes) -> str:
@@ -431,4 +435,4 @@ def _text(data: str | bytes) -> str:
     try:
         return data if isinstance(data, str) else data.decode()
     except UnicodeDecodeError:
-        raise wire.Malformed("it is not UTF-8") from None
+        raise wire.MalformedMessageError("it is not UTF-8") from None

@@ -21,11 +21,10 @@ import msgspec
 import psycopg
 from django.db import DatabaseError, InterfaceError, close_old_connections, connection
 
-from accelerators import database_outage
 from accelerators.commands import placement_delegation, placing
 from accelerators.commands.placing import Answer, Number, Progress
 from accelerators.models import Host
-from accelerators.runtime import pubsub
+from accelerators.runtime import database_outage, pubsub
 from agents import wire
 from agents.gateway.sessions import Session
 from agents.models import Agent

@@ -17,10 +17,10 @@ from typing import Any, BinaryIO, TypeVar
 
 from django.db import InterfaceError, OperationalError, connection
 
-from accelerators import database_outage
 from accelerators.images import store
+from accelerators.runtime import database_outage
 from agents import credentials, enrolment, key_revocation, wire
-from agents.enrolment import Challenges, Refused
+from agents.enrolment import Challenges, ConnectionRejectedError
 from agents.gateway.rejections import Refusals
 
 log = logging.getLogger(__name__)
@@ -58,9 +58,9 @@ class Imagery:
         host = ""
         try:
             if scope["method"] != "GET":
-                raise Refused(405, "method", "GET only")
+                raise ConnectionRejectedError(405, "method", "GET only")
             if self.sending >= AT_ONCE:
-                raise Refused(503, "busy", "too many images are being fetched: come back later")
+                raise ConnectionRejectedError(503, "busy", "too many images are being fetched: come back later")
             credential = enrolment.credential_of(scope)
             host = credential.host
             enrolment.verify(credential, self._challenges, fingerprints)
@@ -73,7 +73,7 @@ class Imagery:
                     await self._on_thread(file.close)
             finally:
                 self.sending -= 1
-        except Refused as refused:
+        except ConnectionRejectedError as refused:
             if refused.status != 405:
                 self._refusals.add(host, refused.code, refused.reason)
             headers, body = enrolment.denial(refused)
@@ -81,13 +81,14 @@ class Imagery:
             await send({"type": "http.response.body", "body": body})
 
     async def _find(self, credential: credentials.Credential, image: str) -> tuple[BinaryIO, int]:
-        """Open the image in a thread. Raise Refused, a 503 if the database is down or slower than ANSWER_S."""
+        """Open the image in a thread. Raise ConnectionRejectedError, a 503 if the database is down or slower than
+        ANSWER_S."""
         try:
             async with asyncio.timeout(ANSWER_S):
                 return await self._on_thread(lambda: _opened(credential, image))
         except (TimeoutError, OperationalError, InterfaceError) as error:
             database_outage.log_outage(error)
-            raise Refused(503, "database", "the database does not answer: come back later") from None
+            raise ConnectionRejectedError(503, "database", "the database does not answer: come back later") from None
 
     async def _stream(self, file: BinaryIO, size: int, receive: Any, send: Any) -> None:
         """Send the file in chunks as fast as the agent reads.
@@ -127,27 +128,31 @@ async def _until_gone(receive: Any) -> None:
 def _opened(credential: credentials.Credential, image: str) -> tuple[BinaryIO, int]:
     """Open an image for the host that a verified credential belongs to; return the file and its size.
 
-    Raise Refused if the key is not enrolled or barred, if no open command of the host names the image, or if the file
-    is gone. For a thread: it closes the thread's database connection.
+    Raise ConnectionRejectedError if the key is not enrolled or barred, if no open command of the host names the
+    image, or if the file is gone. For a thread: it closes the thread's database connection.
     """
     try:
         identity = enrolment.known([credential.public_key]).get(credential.public_key)
         if identity is None or identity.host != credential.host:
-            raise Refused(403, "not-enrolled", f"this key is not that of host {credential.host!r}")
+            raise ConnectionRejectedError(403, "not-enrolled", f"this key is not that of host {credential.host!r}")
         if identity.barred:
-            raise Refused(
+            raise ConnectionRejectedError(
                 403, identity.barred, key_revocation.why(identity.barred, identity.barred_reason, identity.host)
             )
         if not IMAGE_ID.fullmatch(image):
-            raise Refused(404, "no-image", "an image is named by its uuid")
+            raise ConnectionRejectedError(404, "no-image", "an image is named by its uuid")
         with connection.cursor() as cursor:
             cursor.execute(NAMED, [identity.host_id, image])
             if not cursor.fetchone()[0]:
-                raise Refused(403, "not-ordered", f"no open command of host {identity.host!r} names image {image}")
+                raise ConnectionRejectedError(
+                    403, "not-ordered", f"no open command of host {identity.host!r} names image {image}"
+                )
     finally:
         connection.close()
     try:
         path = store.path(image)
         return path.open("rb"), path.stat().st_size
     except OSError:
-        raise Refused(404, "no-image", f"image {image} is no longer here: give the command again") from None
+        raise ConnectionRejectedError(
+            404, "no-image", f"image {image} is no longer here: give the command again"
+        ) from None

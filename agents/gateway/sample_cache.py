@@ -22,7 +22,7 @@ import msgspec
 from agents import wire
 from agents.gateway import metrics
 from agents.gateway.rejections import Refusals
-from agents.gateway.sessions import Expelled, Session
+from agents.gateway.sessions import Session, SessionClosedError
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class _Line:
     sending: bool = False
 
 
-class Busy(Exception):
+class TooManyCensusesError(Exception):
     """Raised when MAX_CENSUSES run at this gateway already; no agent was asked."""
 
 
@@ -141,7 +141,9 @@ class Board:
         """
         line = self._line(session)
         if not line.looked_at:
-            raise Expelled("malformed", f"samples begin with {BEGINNING} in a text frame, so that they can be dropped")
+            raise SessionClosedError(
+                "malformed", f"samples begin with {BEGINNING} in a text frame, so that they can be dropped"
+            )
         line.looked_at, said = False, msgspec.json.encode(samples)
         self._bytes += len(said) - len(line.said)
         line.said, line.at, line.heard = said, time.time(), time.monotonic()
@@ -186,13 +188,13 @@ class Board:
         """Ask those of these hosts that are connected here for samples now.
 
         Wait until all have answered, or `within_s` seconds. Return when the census began (monotonic), to be given to
-        `said` as `since`. Raise Busy if MAX_CENSUSES run already; no agent is asked then.
+        `said` as `since`. Raise TooManyCensusesError if MAX_CENSUSES run already; no agent is asked then.
         """
         began = time.monotonic()
         if not (lines := self._reached(hosts)):
             return began
         if len(self._censuses) >= MAX_CENSUSES:
-            raise Busy(f"{MAX_CENSUSES} censuses are under way: ask again when one of them has ended")
+            raise TooManyCensusesError(f"{MAX_CENSUSES} censuses are under way: ask again when one of them has ended")
         census = _Census([line.session.identity.host_id for line in lines])
         self._censuses.add(census)
         try:

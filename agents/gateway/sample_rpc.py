@@ -17,7 +17,7 @@ from django.core.signing import BadSignature, TimestampSigner
 from msgspec import Meta, Struct
 
 from agents import wire
-from agents.gateway.sample_cache import Board, Busy
+from agents.gateway.sample_cache import Board, TooManyCensusesError
 
 PATH = "/ws/gateway/load"
 HEADER = "x-cyborg-signed"
@@ -64,7 +64,7 @@ class Answer(Struct, frozen=True):
     hosts: list[Held]
 
 
-class Unanswered(OSError):
+class GatewayUnreachableError(OSError):
     """Raised when a gateway did not answer a request; the text is the reason."""
 
 
@@ -102,7 +102,7 @@ class Door:
             return
         try:
             since = await _do(self._board, asked)
-        except Busy as error:
+        except TooManyCensusesError as error:
             await _refuse(send, 503, str(error))
             return
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
@@ -114,7 +114,7 @@ class Door:
 async def _do(board: Board, asked: Ask) -> float:
     """Ask agents for samples if the request says so; return since when samples are wanted (monotonic), 0.0 for any.
 
-    Raise Busy if too many censuses run.
+    Raise TooManyCensusesError if too many censuses run.
     """
     if asked.within_s:
         return await board.census(asked.hosts or (), asked.within_s)
@@ -173,7 +173,8 @@ def _signed(scope: Any) -> str | None:
 
 
 def ask(url: str, asked: Ask, timeout_s: float) -> Answer:
-    """Send a request to the gateway at `url` and return its answer. Raise Unanswered, or Busy on a 503.
+    """Send a request to the gateway at `url` and return its answer. Raise GatewayUnreachableError, or
+    TooManyCensusesError on a 503.
 
     It blocks. `timeout_s` limits each socket operation, not the whole call: the caller must limit that.
     """
@@ -183,17 +184,17 @@ def ask(url: str, asked: Ask, timeout_s: float) -> Answer:
         kind = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
         connection = kind(address.hostname or "", address.port, timeout=timeout_s)
     except (ValueError, http.client.HTTPException) as error:
-        raise Unanswered(f"{url[:200]!r} is no address: {error}") from None
+        raise GatewayUnreachableError(f"{url[:200]!r} is no address: {error}") from None
     try:
         connection.request("POST", PATH, body, {HEADER: _signer().sign(_digest(body))})
         response = connection.getresponse()
         said = response.read(MAX_ANSWER_BYTES)
         if response.status == 503:
-            raise Busy(said[:200].decode(errors="replace"))
+            raise TooManyCensusesError(said[:200].decode(errors="replace"))
         if response.status != 200:
-            raise Unanswered(f"{response.status} {said[:200].decode(errors='replace')}")
+            raise GatewayUnreachableError(f"{response.status} {said[:200].decode(errors='replace')}")
         return _answer.decode(said)
     except (OSError, http.client.HTTPException, msgspec.DecodeError) as error:
-        raise Unanswered(f"{type(error).__name__}: {error}") from None
+        raise GatewayUnreachableError(f"{type(error).__name__}: {error}") from None
     finally:
         connection.close()

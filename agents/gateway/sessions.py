@@ -33,7 +33,7 @@ MAX_COMING = 4
 Bar = Callable[[int, str, Connection, Connection], None]
 
 
-class Expelled(Exception):
+class SessionClosedError(Exception):
     """Raised to end a connection; the peer is sent a Refuse with `code` and `reason`."""
 
     def __init__(self, code: str, reason: str) -> None:
@@ -99,7 +99,7 @@ class Session:
         self.telling: list[asyncio.Future[bool]] = []
         """Futures of the last progress batch; all are done when the database has it."""
         self.probes: dict[str, asyncio.Future[bool]] = {}
-        self.expelled: Expelled | None = None
+        self.expelled: SessionClosedError | None = None
         self.task = asyncio.current_task()
 
     def expel(self, code: str, reason: str) -> None:
@@ -108,7 +108,7 @@ class Session:
         The task then sends the reason to the agent. Only the first call has an effect.
         """
         if self.expelled is None and self.task is not None:
-            self.expelled = Expelled(code, reason)
+            self.expelled = SessionClosedError(code, reason)
             self.task.cancel()
 
     def connection(self) -> Connection:
@@ -151,7 +151,7 @@ class Holders:
                 asked.set_result(False)
 
     async def settle(self, session: Session) -> None:
-        """Make this session, which has sent its first message, the holder of its host, or raise Expelled.
+        """Make this session, which has sent its first message, the holder of its host, or raise SessionClosedError.
 
         See the rule in the module's docstring. It may take PROBE_S.
         """
@@ -160,7 +160,7 @@ class Holders:
             if older is None:
                 self.by_host[host] = session
             elif older.identity.number > session.identity.number:
-                raise Expelled("superseded", "this host has connected again")
+                raise SessionClosedError("superseded", "this host has connected again")
             elif _same_process(older.connection(), session.connection()):
                 self._supersede(older)
             elif await self.answers(older):
@@ -228,13 +228,13 @@ class Holders:
         if self.by_host.get(session.identity.host_id) is session:
             del self.by_host[session.identity.host_id]
 
-    def _clone(self, older: Session, newer: Connection) -> Expelled:
+    def _clone(self, older: Session, newer: Connection) -> SessionClosedError:
         """Bar the key and expel the older session; return the error to raise in the newer one."""
         first = older.connection()
         self._bar(older.identity.host_id, older.key, first, newer)
         reason = key_revocation.why("clone", key_revocation.both(first, newer), older.identity.host)
         older.expel("clone", reason)
-        return Expelled("clone", reason)
+        return SessionClosedError("clone", reason)
 
     def _arrived(self, session: Session) -> None:
         """Remove a session from those that wait for their first message."""

@@ -23,16 +23,15 @@ from typing import Any, TypeVar
 import psycopg
 from django.db import DatabaseError, InterfaceError, OperationalError, close_old_connections, connection
 
-from accelerators import database_outage
 from accelerators.domain import errors
+from accelerators.runtime import database_outage, pubsub
 from accelerators.runtime import jobs as ticks
-from accelerators.runtime import pubsub
 from agents import credentials, enrolment, key_revocation
-from agents.enrolment import Refused
+from agents.enrolment import ConnectionRejectedError
 from agents.gateway import command_dispatch, metrics
 from agents.gateway.leases import Leases
 from agents.gateway.rejections import Refusals
-from agents.gateway.sessions import Expelled
+from agents.gateway.sessions import SessionClosedError
 from agents.gateway.throttling import Spread
 
 log = logging.getLogger(__name__)
@@ -78,7 +77,8 @@ class SpoolJob:
 
 @dataclass(slots=True)
 class AdmitJob:
-    """Look up or enrol the agent of a verified credential. The future gives an Identity or raises Refused."""
+    """Look up or enrol the agent of a verified credential. The future gives an Identity or raises
+    ConnectionRejectedError."""
 
     future: asyncio.Future[Any]
     credential: credentials.Credential
@@ -270,7 +270,8 @@ class Writer(threading.Thread):
             self._loop.call_soon_threadsafe(_resolve, _apart(self._spool, plain, _unserved))
 
     def _admit(self, jobs: list[AdmitJob]) -> Results:
-        """Look up all connecting agents in one statement, enrol those with a token; return an Identity or Refused each.
+        """Look up all connecting agents in one statement, enrol those with a token; return an Identity or
+        ConnectionRejectedError each.
 
         The applied hash is given as '' while a report of the host is queued here.
         """
@@ -281,13 +282,13 @@ class Writer(threading.Thread):
                 outcome: Any = enrolment.admit(job.credential, known.get(job.credential.public_key))
                 if self._held[outcome.host_id]:
                     outcome = replace(outcome, applied_hash="")
-            except Refused as refused:
+            except ConnectionRejectedError as refused:
                 outcome = refused
             except (OperationalError, InterfaceError):
                 raise
             except DatabaseError as error:
                 log.exception("enrolling %s failed", job.credential.host)
-                outcome = Refused(503, "database", f"enrolment failed: {type(error).__name__}")
+                outcome = ConnectionRejectedError(503, "database", f"enrolment failed: {type(error).__name__}")
             results.append((job.future, outcome))
         return results
 
@@ -370,7 +371,7 @@ def _outcome(decision: TrustJob) -> Exception | None:
         decision.work()
     except (OperationalError, InterfaceError, psycopg.OperationalError):
         raise
-    except errors.Refused as refused:
+    except errors.RefusedError as refused:
         return refused
     except DatabaseError as error:
         log.exception("a change of trust failed")
@@ -403,8 +404,8 @@ def _apart(serve: Callable[[list[T]], Results], jobs: list[T], refused: Callable
 def _unserved(job: Job) -> Exception:
     """Return the exception for the future of a job that could not be served."""
     if isinstance(job, AdmitJob):
-        return Refused(503, "database", "the database refuses this: see the gateway's log")
-    return Expelled("database", "the database cannot store this: see the gateway's log")
+        return ConnectionRejectedError(503, "database", "the database refuses this: see the gateway's log")
+    return SessionClosedError("database", "the database cannot store this: see the gateway's log")
 
 
 def _resolve(results: Results) -> None:

@@ -16,13 +16,13 @@ from typing import TypeVar
 
 import msgspec
 
-from agents.host.execution.plan_runner import Performance, Site
+from agents.host.execution.plan_runner import PlanRun, Site
 from agents.host.journal.command_log import TABLES, Ledger
 from drivers.base import Driver, Settings
 from drivers.errors import Unsupported, from_os
 from drivers.inventory import Device, DriverReport
 from drivers.isolation.driver_main import Ready
-from drivers.isolation.host_writer import Hand
+from drivers.isolation.host_writer import HostWriter
 from drivers.machine import Machine
 from drivers.pci.ownership import settle
 from drivers.plan import Act, Ask, Plan, Vitals
@@ -81,13 +81,13 @@ class Rehearsal:
     def do(self, act: Act, ask: Ask) -> str:
         """Carry out an act on the device `ask.key` and return a sentence about the result.
 
-        Raises `agents.host.execution.plan_runner.Ended`: `outcome` is *refused* (nothing was touched), *failed* or
-        *unknown*.
+        Raises `agents.host.execution.plan_runner.PlanFailedError`: `outcome` is *refused* (nothing was touched),
+        *failed* or *unknown*.
         """
         name = self._planner.driver.name
         if act == "uninstall":
             ask = msgspec.structs.replace(ask, first=self._ledger.first(name, ask.key))
-        return asyncio.run(Performance(self._site, name, ask, lambda percent, text: None).run(act))
+        return asyncio.run(PlanRun(self._site, name, ask, lambda percent, text: None).run(act))
 
     def _device(self, key: str) -> Device | None:
         return next((device for device in self.report().devices if device.key == key), None)
@@ -124,7 +124,7 @@ class _Planner:
         """Do nothing: this driver is never quarantined."""
 
 
-class _Hand(Hand):
+class _Hand(HostWriter):
     """A writer that passes writes into /sys to the simulated kernel, and does all others as the real one does."""
 
     def __init__(self, roots: Mapping[str, str], kernel: Kernel) -> None:

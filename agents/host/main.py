@@ -23,6 +23,7 @@ from typing import Any
 
 from agents import credentials, wire
 from agents.host import once
+from agents.host.connection.authority import Authority
 from agents.host.connection.http import Gateway
 from agents.host.connection.identity import Keyring, load_or_make
 from agents.host.connection.link import Link
@@ -33,16 +34,16 @@ from agents.host.discovery.sampler import Meter
 from agents.host.execution.command_semantics import OPS
 from agents.host.execution.executor import Executor
 from agents.host.execution.images import Images
-from agents.host.execution.placement_writer import Authority, Direct
+from agents.host.execution.placement_writer import Direct
 from agents.host.execution.plan_runner import Site
 from agents.host.journal.desired_drivers import Wishes
-from agents.host.journal.journal import Journal, WrongHost, known_host, open_journal
+from agents.host.journal.journal import Journal, WrongHostError, known_host, open_journal
 from agents.host.log_buffer import Tail
 from agents.host.settings import AgentSettings, allowed_acts, driver_tables, host_of, read_join, read_settings
 from drivers import catalogue
 from drivers.configuration import ConfigurationError, keys_of
 from drivers.errors import DriverError
-from drivers.isolation.host_writer import Hand
+from drivers.isolation.host_writer import HostWriter
 from drivers.isolation.process import die_with_parent
 from drivers.isolation.runner import DriverProcess
 from drivers.machine import Machine
@@ -73,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.once:
             return asyncio.run(_once(settings, as_json=arguments.json))
         return asyncio.run(_daemon(settings))
-    except (ConfigurationError, WrongHost) as error:
+    except (ConfigurationError, WrongHostError) as error:
         sys.stderr.write(f"cyborg-agent: {error}\n")
         return 2
     except KeyboardInterrupt:  # SIGINT came before the event loop handled signals, or during --once
@@ -138,7 +139,7 @@ async def _lacks(driver: DriverProcess) -> tuple[str, ...]:
 async def _daemon(settings: AgentSettings) -> int:
     """Lock the state directory, load the key and the journal, and run until a signal comes. Return the exit status.
 
-    Raises ConfigurationError and WrongHost.
+    Raises ConfigurationError and WrongHostError.
     """
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -228,7 +229,7 @@ def _executor(agent: _Agent, roster: Roster, reporter: Reporter, direct: Direct,
     site = Site(
         drivers=roster.running,
         machine=lambda driver: Machine(node, state_root=_state(agent.settings, driver)),
-        hand=lambda driver: Hand({"/sys": "/sys", "/state": _state(agent.settings, driver)}),
+        hand=lambda driver: HostWriter({"/sys": "/sys", "/state": _state(agent.settings, driver)}),
         device=reporter.device,
         ledger=agent.journal.ledger,
         boot=boot or "unknown",
@@ -332,7 +333,7 @@ def claim(directory: Path) -> int:
 async def _journal(directory: Path, host: str, stop: asyncio.Event) -> Journal | None:
     """Open the journal, with a retry every DISK_RETRY_S while SQLite fails; return None if `stop` is set first.
 
-    Raises WrongHost.
+    Raises WrongHostError.
     """
     while not stop.is_set():
         try:

@@ -111,7 +111,7 @@ def read_join(settings: AgentSettings) -> credentials.Join | None:
         return None
     try:
         join = credentials.parse_join_string(text)
-    except wire.Malformed as error:
+    except wire.MalformedMessageError as error:
         raise ConfigurationError(f"{source}: {error}") from None
     check_address(join.address, join.fingerprint, source)
     return join

@@ -13,7 +13,7 @@ from django.urls import reverse
 
 from accelerators.admin import device_actions
 from accelerators.commands.placing import MAX_REASON
-from accelerators.domain.errors import Refused
+from accelerators.domain.errors import RefusedError
 from accelerators.domain.states import Source
 from accelerators.ui import badges
 from accelerators.ui.changelist import ReadOnly
@@ -44,7 +44,7 @@ class MaintenanceAdmin(ReadOnly):
             said = request.POST.get("reason", ""), Source.PERSON
             try:
                 read_only.switch("on" in request.POST, device_actions.person(request), *said)
-            except Refused as refused:
+            except RefusedError as refused:
                 messages.error(request, refused.text)
             return HttpResponseRedirect(request.path)
         now = read_only.current()

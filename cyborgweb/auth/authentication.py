@@ -21,7 +21,7 @@ from accelerators import conductor
 from accelerators.domain.caller import Caller
 from cyborgweb.auth import keystone
 from cyborgweb.auth.roles import session_caller
-from cyborgweb.auth.token_cache import PAUSE_S, Unavailable
+from cyborgweb.auth.token_cache import PAUSE_S, TokenCheckUnavailableError
 from cyborgweb.models import digest
 from cyborgweb.settings.keys import keys
 from drivers.configuration import ConfigurationError
@@ -36,7 +36,7 @@ JOIN auth_user u ON u.id = t.user_id WHERE t.token_hash = ANY(%s) AND u.is_activ
 """By hand: it runs with every request, and compiling it anew cost more than all the rest of authentication."""
 
 
-class KeystoneAway(APIException):
+class KeystoneUnavailableError(APIException):
     """503: the token is not known here and Keystone cannot be asked. `wait` is for Retry-After, in seconds."""
 
     status_code = 503
@@ -104,8 +104,8 @@ def _of_keystone(token: str, service_token: str) -> Caller | None:
             if service is None or not _serves(service.roles):
                 return None
         caller = keystone.tokens().caller(token, allow_expired=bool(service_token)) if _plausible(token) else None
-    except Unavailable:
-        raise KeystoneAway from None
+    except TokenCheckUnavailableError:
+        raise KeystoneUnavailableError from None
     return replace(caller, service=True) if caller and service_token else caller
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from accelerators.domain.caller import Caller
-from cyborgweb.auth.token_cache import REFUSED, Judged, Tokens, Unavailable
+from cyborgweb.auth.token_cache import REFUSED, Judged, TokenCheckUnavailableError, Tokens
 from cyborgweb.monitoring import calls
 from cyborgweb.settings.keys import keys
 from drivers.configuration import ConfigurationError
@@ -70,7 +70,7 @@ def tokens() -> Tokens:
 
 
 def judge(token: str, allow_expired: bool) -> Judged:
-    """Ask Keystone about a token, now. Raises Unavailable."""
+    """Ask Keystone about a token, now. Raises TokenCheckUnavailableError."""
     with _answering():
         response = service_session().get(
             f"{auth_url()}/auth/tokens",
@@ -83,12 +83,12 @@ def judge(token: str, allow_expired: bool) -> Judged:
         case 200:
             return _read(response.content)
         case 401 | 403:
-            raise Unavailable(NOT_ALLOWED, unreachable=False)
+            raise TokenCheckUnavailableError(NOT_ALLOWED, unreachable=False)
         case 429:
-            raise Unavailable("Keystone has had too many questions", unreachable=False)
+            raise TokenCheckUnavailableError("Keystone has had too many questions", unreachable=False)
         case status if 400 <= status < 500:
             return REFUSED
-    raise Unavailable(f"{UNREACHABLE}: it answered {response.status_code}", unreachable=True)
+    raise TokenCheckUnavailableError(f"{UNREACHABLE}: it answered {response.status_code}", unreachable=True)
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Person:
 
 
 def log_in(name: str, password: str, domain: str, project: str) -> Person | None:
-    """Ask Keystone about a password; None: it says no. Nothing is kept. Raises Unavailable."""
+    """Ask Keystone about a password; None: it says no. Nothing is kept. Raises TokenCheckUnavailableError."""
     from keystoneauth1 import exceptions
     from keystoneauth1.identity.v3 import Password
 
@@ -136,11 +136,13 @@ def _answering() -> Iterator[None]:
     try:
         yield
     except away as error:
-        raise Unavailable(f"{UNREACHABLE}: {_line(error)}", unreachable=True) from None
+        raise TokenCheckUnavailableError(f"{UNREACHABLE}: {_line(error)}", unreachable=True) from None
     except exceptions.Unauthorized as error:
-        raise Unavailable(f"Keystone refuses the service user: {_line(error)}", unreachable=False) from None
+        raise TokenCheckUnavailableError(
+            f"Keystone refuses the service user: {_line(error)}", unreachable=False
+        ) from None
     except (exceptions.ClientException, ConfigurationError) as error:
-        raise Unavailable(_line(error), unreachable=False) from None
+        raise TokenCheckUnavailableError(_line(error), unreachable=False) from None
 
 
 def _line(error: Exception) -> str:
@@ -169,7 +171,7 @@ def _read(content: bytes) -> Judged:
     try:
         token = msgspec.json.decode(content, type=_Answer).token
     except msgspec.MsgspecError as error:
-        raise Unavailable(f"Keystone's answer cannot be read: {error}", unreachable=False) from None
+        raise TokenCheckUnavailableError(f"Keystone's answer cannot be read: {error}", unreachable=False) from None
     caller = Caller(
         name=token.user.name,
         user_id=token.user.id,

@@ -23,7 +23,7 @@ from unfold.forms import AuthenticationForm
 
 from accelerators.domain.caller import ADMIN
 from cyborgweb.auth import keystone, roles
-from cyborgweb.auth.token_cache import Unavailable
+from cyborgweb.auth.token_cache import TokenCheckUnavailableError
 from cyborgweb.models import KeystoneUser
 from cyborgweb.settings.keys import keys
 
@@ -70,7 +70,7 @@ class LoginForm(AuthenticationForm):
             return data
         try:
             person = keystone.log_in(data["username"], data["password"], data["domain"], data["project"])
-        except Unavailable as error:
+        except TokenCheckUnavailableError as error:
             log.warning("a login could not be checked: %s", error.why)
             raise forms.ValidationError(AWAY) from None
         if person is None:

@@ -41,7 +41,7 @@ ROLES[AUDITOR] = frozenset({AUDITOR, *RANKS[:1]})
 auditor's, who reads."""
 
 
-class Denied(PermissionDenied):
+class PolicyDeniedError(PermissionDenied):
     """Upstream's sentence. `remedy` is one of ours, for who reads more: which role would do."""
 
     def __init__(self, rule: str | None, remedy: str = "") -> None:
@@ -60,7 +60,7 @@ class RulePermission(BasePermission):
             if request.method not in READS and not getattr(view, "only_reads", False):
                 read_only.refuse()
             return True
-        raise Denied(rule, remedy(request.user, rule) if rule else "")
+        raise PolicyDeniedError(rule, remedy(request.user, rule) if rule else "")
 
 
 def allows(caller: Caller, rule: str) -> bool:
@@ -88,7 +88,7 @@ def _policy() -> Policy:
     return Policy(keys().policies, keys().enforce_new_defaults)
 
 
-class Broken(ValueError):
+class PolicyFileError(ValueError):
     """The policy file cannot be used; the message says what is wrong with it, on one line."""
 
 
@@ -148,7 +148,7 @@ class Policy:
         try:
             written = _parse(self._path) if there else {}
             self._in_force = InForce(_enforcer(written, self._new_defaults))
-        except Broken as error:
+        except PolicyFileError as error:
             instead = "the last good rules stay in force" if in_force else "nobody may do anything until it is mended"
             log.error("%s is broken (%s); %s", self._path, error, instead)
             return
@@ -186,21 +186,21 @@ def _parse(path: Path) -> dict[str, str]:
         with path.open("rb") as file:
             text = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
-        raise Broken(f"it cannot be read: {error.strerror}") from None
+        raise PolicyFileError(f"it cannot be read: {error.strerror}") from None
     if len(text) > MAX_FILE_BYTES:
-        raise Broken(f"it is larger than {MAX_FILE_BYTES} bytes")
+        raise PolicyFileError(f"it is larger than {MAX_FILE_BYTES} bytes")
     try:
         written = oslo.parse_file_contents(text)
     except ValueError as error:
-        raise Broken(f"it is not YAML: {' '.join(str(error).split())[:300]}") from None
+        raise PolicyFileError(f"it is not YAML: {' '.join(str(error).split())[:300]}") from None
     if not isinstance(written, dict):
-        raise Broken("it is not a list of rules, each `name: check`")
+        raise PolicyFileError("it is not a list of rules, each `name: check`")
     for name, check in written.items():
         if not isinstance(name, str) or not isinstance(check, str):
-            raise Broken(f"the rule {str(name)[:100]!r} is not text")
+            raise PolicyFileError(f"the rule {str(name)[:100]!r} is not text")
         # oslo.policy reads what it does not understand as "!", nobody.
         if "!" in str(oslo.Rules.from_dict({name: check})[name]) and "!" not in check:
-            raise Broken(f"the check of {name[:100]!r} cannot be understood")
+            raise PolicyFileError(f"the check of {name[:100]!r} cannot be understood")
     return written
 
 
@@ -215,7 +215,7 @@ def _enforcer(written: Mapping[str, str], new_defaults: bool) -> Any:
     try:
         enforcer.check_rules(raise_on_violation=True)
     except oslo.InvalidDefinitionError:
-        raise Broken("a rule refers to itself, or to one that does not exist") from None
+        raise PolicyFileError("a rule refers to itself, or to one that does not exist") from None
     return enforcer
 
 

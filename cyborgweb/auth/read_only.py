@@ -27,7 +27,7 @@ RETRY_S = 30
 _known: tuple[float, Maintenance | None] | None = None
 
 
-class ReadOnly(APIException):
+class ReadOnlyError(APIException):
     """503: come back later. `wait` is for Retry-After, in seconds."""
 
     status_code = 503
@@ -51,9 +51,9 @@ def sentence(now: Maintenance) -> str:
 
 
 def refuse() -> None:
-    """Raises ReadOnly while it is in force."""
+    """Raises ReadOnlyError while it is in force."""
     if now := current():
-        raise ReadOnly(sentence(now))
+        raise ReadOnlyError(sentence(now))
 
 
 def switch(on: bool, by: Caller, reason: str, source: Source) -> Maintenance | None:

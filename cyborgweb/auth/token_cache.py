@@ -28,7 +28,7 @@ TRY_S = 30.0
 ENTRIES = 10_000
 
 
-class Unavailable(Exception):
+class TokenCheckUnavailableError(Exception):
     """Keystone gives no answer about a token. `unreachable`: the network or Keystone itself failed; otherwise it
     refuses to talk to us, or we are not set up for it."""
 
@@ -47,7 +47,7 @@ class Judged:
 
 REFUSED = Judged(None, 0.0)
 Ask = Callable[[str, bool], Judged]
-"""Asks Keystone about a token, expired ones allowed or not. Raises Unavailable."""
+"""Asks Keystone about a token, expired ones allowed or not. Raises TokenCheckUnavailableError."""
 _Key = tuple[bytes, bool]
 
 
@@ -72,11 +72,11 @@ class Tokens:
         self._good: dict[_Key, tuple[Judged, float]] = {}
         self._bad: dict[_Key, tuple[Judged, float]] = {}
         self._asking: dict[_Key, Future[Judged]] = {}
-        self._failure: Unavailable | None = None
+        self._failure: TokenCheckUnavailableError | None = None
         self._ask_again_at = 0.0
 
     def caller(self, token: str, allow_expired: bool = False) -> Caller | None:
-        """Who it is; None: Keystone does not know the token, or it has ended. Raises Unavailable.
+        """Who it is; None: Keystone does not know the token, or it has ended. Raises TokenCheckUnavailableError.
 
         `allow_expired` is for tokens that come with a good service token: Keystone then lets them live longer.
         """
@@ -114,7 +114,7 @@ class Tokens:
     def _judged(self, key: _Key, token: str) -> Judged:
         try:
             judged = self._answer(token, key[1])
-        except Unavailable as failure:
+        except TokenCheckUnavailableError as failure:
             old, _ = self._good.get(key, (REFUSED, 0.0))
             if failure.unreachable and self._clock() < old.expires_at:
                 return old
@@ -132,11 +132,11 @@ class Tokens:
         with self._lock:
             if failure := self._failure:
                 if self._steady() < self._ask_again_at:
-                    raise Unavailable(failure.why, failure.unreachable)
+                    raise TokenCheckUnavailableError(failure.why, failure.unreachable)
                 self._ask_again_at = self._steady() + TRY_S if failure.unreachable else 0.0
         try:
             judged = self._ask(token, allow_expired)
-        except Unavailable as failure:
+        except TokenCheckUnavailableError as failure:
             with self._lock:
                 first, self._failure = self._failure is None, failure
                 # What answers at once, if only with a refusal, needs no pause; and no odd token can bring one about.

@@ -12,7 +12,7 @@ from cyborgweb.cli.following import Progress, follow
 from cyborgweb.cli.options import Asked, pass_asked, verb
 from cyborgweb.cli.outcomes import each, finish
 from cyborgweb.cli.output import show_one
-from cyborgweb.cli.problems import Exit, Problem
+from cyborgweb.cli.problems import CliError, Exit
 
 DETACHED = ("attachment", "outcome", "state", "text")
 GONE = ("detached", "failed")
@@ -49,7 +49,7 @@ def attach_instance(
         attachment = _followed(asked, attachment, "attach")
     show_one(attachment, asked.output)
     if attachment["state"] in ("undoing", *GONE):
-        raise Problem(Exit.REFUSED, attachment["fault"] or f"It is {attachment['state']}.")
+        raise CliError(Exit.REFUSED, attachment["fault"] or f"It is {attachment['state']}.")
 
 
 @verb("detach-instance", "detach-instance 6a0c1d0e-0a53-4a0c-8f0e-1c2d3e4f5a6b --yes")
@@ -67,7 +67,7 @@ def detach_instance(
     there = list(asked.api.rows("attachments/", 1000, instance=str(instance)))
     found = [row["uuid"] for row in there if row["state"] in OPEN and attachment in (None, UUID(row["uuid"]))]
     if not found:
-        raise Problem(Exit.NOT_FOUND, f"Instance {instance} has nothing that attach-instance gave it.")
+        raise CliError(Exit.NOT_FOUND, f"Instance {instance} has nothing that attach-instance gave it.")
     if len(found) > 1 and not every:
         raise click.UsageError(f"It was given {', '.join(found)}: say --attachment UUID, or --all.")
     options.sure(f"Detach {', '.join(found)}? Unplug it from the machine before.", yes)

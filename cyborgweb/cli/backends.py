@@ -13,7 +13,7 @@ from cyborgweb.cli.following import until_ended
 from cyborgweb.cli.options import Asked, pass_asked, verb
 from cyborgweb.cli.outcomes import each, finish
 from cyborgweb.cli.output import show, show_one
-from cyborgweb.cli.problems import Exit, Problem
+from cyborgweb.cli.problems import CliError, Exit
 
 KINDS = ("pci", "mdev", "accel-class", "firmware", "remote")
 SERVICES = ("passthrough", "sriov", "mdev", "program", "firmware", "reset", "health", "stats")
@@ -47,12 +47,12 @@ def backend_show(asked: Asked, backend: str, host: str | None, driver: str | Non
     else:
         rows = list(asked.api.rows("backends/", 2, **options.said({"name": backend, "host": host, "driver": driver})))
         if not rows:
-            raise Problem(
+            raise CliError(
                 Exit.NOT_FOUND, f"There is no backend {backend!r}: `cyborg backend-list` shows those there are."
             )
         if len(rows) > 1:
             text = f"Several hosts or drivers have a backend {backend!r}: say --host, and --driver if need be."
-            raise Problem(Exit.NOT_FOUND, text)
+            raise CliError(Exit.NOT_FOUND, text)
         found = rows[0]
     show_one(found, asked.output)
 

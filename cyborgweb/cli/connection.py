@@ -1,4 +1,4 @@
-"""Requests of the `cyborg` command to `/api/`: pages followed, refusals told as `Problem`.
+"""Requests of the `cyborg` command to `/api/`: pages followed, refusals told as `CliError`.
 
 Used by every verb through `Api`. Nothing is imported or asked before the first request, so `--help` costs nothing.
 """
@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from cyborgweb.cli.logins import HOW, Login, open_session
-from cyborgweb.cli.problems import Exit, Problem
+from cyborgweb.cli.problems import CliError, Exit
 
 PAGE = 500
 """Rows of one request, the most the API gives."""
@@ -30,7 +30,7 @@ NEVER_SENT = ("NewConnectionError", "NameResolutionError")
 
 
 class Api:
-    """The API below `/api/`. Every method raises Problem with the API's own sentence."""
+    """The API below `/api/`. Every method raises CliError with the API's own sentence."""
 
     def __init__(self, login: Login) -> None:
         self.login = login
@@ -55,7 +55,7 @@ class Api:
         while limit > 0:
             page = self.get(path, **query)
             if not isinstance(page.get("results"), list):
-                raise Problem(Exit.AWAY, f"{self._opened[1]}/api/{path} answered no list: is --url right?")
+                raise CliError(Exit.AWAY, f"{self._opened[1]}/api/{path} answered no list: is --url right?")
             yield from page["results"][:limit]
             limit -= len(page["results"])
             if not page.get("next"):
@@ -78,19 +78,19 @@ class Api:
             )
         except exceptions.ConnectTimeout:
             text = f"{where} did not answer within {self.login.timeout:g} s: try again, or with a longer --timeout."
-            raise Problem(Exit.AWAY, text + unsure) from None
+            raise CliError(Exit.AWAY, text + unsure) from None
         except exceptions.SSLError as error:
             text = f"{where} cannot be trusted ({_why(error)}): --cacert names the file of its authority."
-            raise Problem(Exit.AWAY, text) from None
+            raise CliError(Exit.AWAY, text) from None
         except (exceptions.ConnectionError, exceptions.DiscoveryFailure) as error:
             text = f"{where} cannot be reached ({_why(error)}): is --url right, and the service up?"
-            raise Problem(
+            raise CliError(
                 Exit.AWAY, text + ("" if any(word in str(error) for word in NEVER_SENT) else unsure)
             ) from None
         except exceptions.HttpServerError as error:
-            raise Problem(Exit.AWAY, f"{where} cannot log anybody in now: {_why(error)}") from None
+            raise CliError(Exit.AWAY, f"{where} cannot log anybody in now: {_why(error)}") from None
         except exceptions.ClientException as error:
-            raise Problem(Exit.NOT_ALLOWED, f"You are not logged in: {_why(error)} There are {HOW}.") from None
+            raise CliError(Exit.NOT_ALLOWED, f"You are not logged in: {_why(error)} There are {HOW}.") from None
         return _read(response, where)
 
 
@@ -98,17 +98,19 @@ ACCEPT = {"Accept": "application/json"}
 
 
 def _read(response: Any, where: str) -> dict[str, Any]:
-    """The body of an answer, or Problem."""
+    """The body of an answer, or CliError."""
     status = response.status_code
     if 300 <= status < 400:
         to = response.headers.get("Location", "elsewhere")
-        raise Problem(Exit.AWAY, f"{where} sends on to {to}: say in --url the address that is meant.")
+        raise CliError(Exit.AWAY, f"{where} sends on to {to}: say in --url the address that is meant.")
     try:
         body = response.json()
     except ValueError:
         body = None
     if not isinstance(body, dict):
-        raise Problem(CODES.get(status, Exit.AWAY), f"{where} answered {status}, not as this API does: is --url right?")
+        raise CliError(
+            CODES.get(status, Exit.AWAY), f"{where} answered {status}, not as this API does: is --url right?"
+        )
     if status < 300:
         return body
     error = body.get("error")
@@ -116,7 +118,7 @@ def _read(response: Any, where: str) -> dict[str, Any]:
     request = error.get("request_id") if isinstance(error, dict) and status >= 500 else None
     if status == 401:
         told = f"Your token is not known there, or has ended: say who you are with {HOW}."
-    raise Problem(
+    raise CliError(
         CODES.get(status, Exit.REFUSED),
         f"{told or f'{where} answered {status}.'}" + (f" (request {request})" if request else ""),
     )

@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from cyborgweb.cli.connection import Api
-from cyborgweb.cli.problems import Exit, Problem, printable
+from cyborgweb.cli.problems import CliError, Exit, printable
 
 FIRST_S, SLOWER, LAST_S = 0.1, 1.5, 2.0
 """Pauses between looks: short at first, for what is quick, then longer."""
@@ -35,7 +35,7 @@ class Progress:
 def follow(what: str, later: str, look: Callable[[], Progress]) -> None:
     """Look until it has ended. `what` is a title, `later` how to look again.
 
-    Raises Problem when it is broken off, or the server cannot be reached for two minutes.
+    Raises CliError when it is broken off, or the server cannot be reached for two minutes.
     """
     told, pause, heard = "", FIRST_S, time.monotonic()
     try:
@@ -43,10 +43,10 @@ def follow(what: str, later: str, look: Callable[[], Progress]) -> None:
             while True:
                 try:
                     now, heard = look(), time.monotonic()
-                except Problem as problem:
+                except CliError as problem:
                     if problem.exit_code != Exit.AWAY or time.monotonic() - heard > PATIENCE_S:
                         text = f"{problem.message} What was ordered goes on. Look again: {later}"
-                        raise Problem(problem.exit_code, text) from None
+                        raise CliError(problem.exit_code, text) from None
                     now = Progress(bar.pos if bar else 0, "the server cannot be reached; trying again", False)
                 if bar:
                     bar.update(int(now.percent) - bar.pos, printable(now.text))
@@ -58,7 +58,7 @@ def follow(what: str, later: str, look: Callable[[], Progress]) -> None:
                 pause = min(pause * SLOWER, LAST_S)
     except KeyboardInterrupt:
         text = f"Not followed any longer; what was ordered goes on. Look again: {later}"
-        raise Problem(Exit.INTERRUPTED, text) from None
+        raise CliError(Exit.INTERRUPTED, text) from None
 
 
 def _bar(what: str) -> Any:

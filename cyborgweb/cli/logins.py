@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from cyborgweb.cli.problems import Exit, Problem
+from cyborgweb.cli.problems import CliError, Exit
 
 MAX_TOKEN_BYTES = 65_536
 TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]{1,8192}")
@@ -56,7 +56,7 @@ class Way:
 
 
 def open_session(login: Login) -> tuple[Any, str]:
-    """A session, and the address before `/api`. Raises Problem, or what keystoneauth1 raises while it logs in."""
+    """A session, and the address before `/api`. Raises CliError, or what keystoneauth1 raises while it logs in."""
     chosen = _chosen(login)
     way = _by_cloud(login) if chosen == "os_cloud" else _by_token(login, chosen)
     if login.cacert or login.insecure:
@@ -73,7 +73,7 @@ def _chosen(login: Login) -> str:
     """Which of WAYS; the cloud where none is said, since its variables may say it."""
     on_line = [way for way in WAYS if way in login.on_line]
     if len(on_line) > 1:
-        raise Problem(Exit.USAGE, "Say one of --token, --token-file and --os-cloud, not several.")
+        raise CliError(Exit.USAGE, "Say one of --token, --token-file and --os-cloud, not several.")
     return next(iter(on_line or [way for way in WAYS if getattr(login, way)]), "os_cloud")
 
 
@@ -86,7 +86,7 @@ def _catalogued(way: Way) -> str:
             service_type=SERVICE, interface=way.interface, region_name=way.region, skip_discovery=True
         ):
             return str(found)
-    raise Problem(Exit.USAGE, f"The cloud's catalogue has no service of type {SERVICE}: say its address in --url.")
+    raise CliError(Exit.USAGE, f"The cloud's catalogue has no service of type {SERVICE}: say its address in --url.")
 
 
 def _by_token(login: Login, way: str) -> Way:
@@ -94,10 +94,10 @@ def _by_token(login: Login, way: str) -> Way:
     from keystoneauth1.token_endpoint import Token
 
     if not login.url:
-        raise Problem(Exit.USAGE, "A token needs an address: say it in --url or CYBORG_URL.")
+        raise CliError(Exit.USAGE, "A token needs an address: say it in --url or CYBORG_URL.")
     token = login.token.strip() if way == "token" else _of_file(login.token_file)
     if not TOKEN.fullmatch(token):
-        raise Problem(Exit.USAGE, "This is no token: `manage.py api_token NAME` prints one as its last line.")
+        raise CliError(Exit.USAGE, "This is no token: `manage.py api_token NAME` prints one as its last line.")
     return Way(Session(auth=Token(login.url, token)))
 
 
@@ -107,7 +107,7 @@ def _of_file(path: str) -> str:
         with Path(path).expanduser().open("rb") as file:
             lines = file.read(MAX_TOKEN_BYTES).decode(errors="replace").split()
     except OSError as error:
-        raise Problem(Exit.USAGE, f"The token file {path} cannot be read: {error.strerror}.") from None
+        raise CliError(Exit.USAGE, f"The token file {path} cannot be read: {error.strerror}.") from None
     return lines[-1] if lines else ""
 
 
@@ -117,11 +117,11 @@ def _by_cloud(login: Login) -> Way:
 
     cloud = login.os_cloud or os.environ.get("OS_CLOUD", "")
     if not cloud and not any(os.environ.get(name) for name in ("OS_AUTH_URL", "OS_AUTH_TYPE", "OS_TOKEN")):
-        raise Problem(Exit.NOT_ALLOWED, f"Say who you are: {HOW}.")
+        raise CliError(Exit.NOT_ALLOWED, f"Say who you are: {HOW}.")
     try:
         way = _of_clouds_yaml(cloud) if cloud else _of_variables()
     except ClientException as error:
-        raise Problem(Exit.USAGE, f"The OS_… variables cannot be used: {error}") from None
+        raise CliError(Exit.USAGE, f"The OS_… variables cannot be used: {error}") from None
     auth = way.session.auth
     if isinstance(auth, BaseGenericPlugin):
         # It would discover Identity's version first, and wait for its own lock for ever if a 401 is the answer (5.18).
@@ -132,7 +132,7 @@ def _by_cloud(login: Login) -> Way:
 
 def _of_clouds_yaml(cloud: str) -> Way:
     if find_spec("openstack") is None:
-        raise Problem(
+        raise CliError(
             Exit.USAGE, "clouds.yaml is read by openstacksdk: pip install openstacksdk, or use the OS_… variables."
         )
     from openstack.config import get_cloud_region
@@ -143,7 +143,7 @@ def _of_clouds_yaml(cloud: str) -> Way:
         interface = region.get_interface(SERVICE) or "public"
         return Way(region.get_session(), region.region_name, interface, region.get_endpoint(SERVICE) or "")
     except ConfigException as error:
-        raise Problem(Exit.USAGE, f"The cloud {cloud!r} cannot be used: {error}") from None
+        raise CliError(Exit.USAGE, f"The cloud {cloud!r} cannot be used: {error}") from None
 
 
 def _of_variables() -> Way:
@@ -165,5 +165,5 @@ def _root(url: str) -> str:
     """An address without what comes after the root."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query or parts.fragment:
-        raise Problem(Exit.USAGE, f"{url!r} is no address of the API: say https://HOST[:PORT].")
+        raise CliError(Exit.USAGE, f"{url!r} is no address of the API: say https://HOST[:PORT].")
     return url.rstrip("/").removesuffix("/api")

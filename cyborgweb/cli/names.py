@@ -8,7 +8,7 @@ from uuid import UUID
 import click
 
 from cyborgweb.cli.connection import Api
-from cyborgweb.cli.problems import Exit, Problem
+from cyborgweb.cli.problems import CliError, Exit
 
 BEGINNING = re.compile(r"[0-9a-f-]{4,36}")
 LOOKED_AT = 20_000
@@ -16,7 +16,7 @@ LOOKED_AT = 20_000
 
 
 def device(api: Api, text: str) -> str:
-    """A device's uuid, of its uuid, the beginning of it, or HOST/ADDRESS. Raises Problem, UsageError."""
+    """A device's uuid, of its uuid, the beginning of it, or HOST/ADDRESS. Raises CliError, UsageError."""
     try:
         return str(UUID(text))
     except ValueError:
@@ -31,7 +31,7 @@ def device(api: Api, text: str) -> str:
     elif BEGINNING.fullmatch(text.lower()):
         there = [row["uuid"] for row in api.rows("devices/", LOOKED_AT, fields="uuid")]
         if len(there) == LOOKED_AT:
-            raise Problem(
+            raise CliError(
                 Exit.REFUSED, f"There are too many devices to look for {text!r}: say all of it, or HOST/ADDRESS."
             )
         found = [uuid for uuid in there if uuid.startswith(text.lower())]
@@ -39,14 +39,14 @@ def device(api: Api, text: str) -> str:
         raise click.UsageError(f"{text!r} is no device: say its uuid, at least 4 signs of it, or HOST/ADDRESS.")
     if len(found) > 1:
         some = ", ".join(found[:3])
-        raise Problem(Exit.NOT_FOUND, f"{text!r} is not one device but {len(found)}: {some}…; say more of it.")
+        raise CliError(Exit.NOT_FOUND, f"{text!r} is not one device but {len(found)}: {some}…; say more of it.")
     if not found:
-        raise Problem(Exit.NOT_FOUND, f"There is no device {text!r}: `cyborg device-list` shows those there are.")
+        raise CliError(Exit.NOT_FOUND, f"There is no device {text!r}: `cyborg device-list` shows those there are.")
     return str(found[0])
 
 
 def host(api: Api, name: str) -> str:
-    """A host's uuid. Raises Problem."""
+    """A host's uuid. Raises CliError."""
     for row in api.rows("hosts/", 1, name=name, fields="uuid"):
         return str(row["uuid"])
-    raise Problem(Exit.NOT_FOUND, f"There is no host {name!r}: `cyborg agent-list` shows those there are.")
+    raise CliError(Exit.NOT_FOUND, f"There is no host {name!r}: `cyborg agent-list` shows those there are.")

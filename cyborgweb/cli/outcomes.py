@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from cyborgweb.cli.output import Output, show
-from cyborgweb.cli.problems import Exit, Problem
+from cyborgweb.cli.problems import CliError, Exit
 
 ENDS = (Exit.AWAY, Exit.NOT_ALLOWED)
 """After these, the next one would meet the same."""
@@ -19,13 +19,13 @@ def each(targets: Sequence[str], act: Callable[[str], dict[str, Any]]) -> list[d
     Raises the Problem of a single target as it is.
     """
     rows: list[dict[str, Any]] = []
-    over: Problem | None = None
+    over: CliError | None = None
     for target in targets:
         try:
             if over:
-                raise Problem(Exit(over.exit_code), f"Not tried: {over.message}")
+                raise CliError(Exit(over.exit_code), f"Not tried: {over.message}")
             rows.append({"outcome": "done", "text": ""} | act(target))
-        except Problem as problem:
+        except CliError as problem:
             if len(targets) == 1:
                 raise
             over = over or (problem if problem.exit_code in ENDS else None)

@@ -21,7 +21,7 @@ class Exit(IntEnum):
     INTERRUPTED = 130
 
 
-class Problem(click.ClickException):
+class CliError(click.ClickException):
     """One sentence on standard error, and the exit code that goes with it."""
 
     def __init__(self, code: int, sentence: str) -> None:

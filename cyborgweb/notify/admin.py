@@ -18,7 +18,7 @@ from django.utils.safestring import SafeString
 from unfold.decorators import display
 from unfold.widgets import UnfoldAdminCheckboxSelectMultipleWidget
 
-from accelerators.domain.errors import Refused
+from accelerators.domain.errors import RefusedError
 from accelerators.domain.states import Source
 from accelerators.ui import badges
 from accelerators.ui.changelist import Listing, ReadOnly
@@ -79,7 +79,7 @@ class SubscriptionForm(forms.ModelForm):
             try:
                 known = {name: getattr(self.instance, name) for name in ("way", "scope")}
                 subscriptions.check(Subscription(**known | data))
-            except Refused as refused:
+            except RefusedError as refused:
                 raise forms.ValidationError(refused.text) from None
         return data
 
@@ -201,7 +201,7 @@ class SubscriptionAdmin(Listing):
         """What somebody else did meanwhile is a sentence, not a failure."""
         try:
             return super().changeform_view(request, *args, **options)
-        except Refused as refused:
+        except RefusedError as refused:
             messages.error(request, refused.text)
             return HttpResponseRedirect(request.get_full_path())
 
@@ -235,7 +235,7 @@ class SubscriptionAdmin(Listing):
             else:
                 _, secret = subscriptions.rotate(row.pk, caller, Source.PERSON)
                 messages.warning(request, f"Its secret is now {secret} – keep it: it is not shown again.")
-        except Refused as refused:
+        except RefusedError as refused:
             messages.error(request, refused.text)
         return HttpResponseRedirect(reverse("admin:cyborgweb_subscription_change", args=[row.pk]))
 
@@ -293,7 +293,7 @@ class DeliveryAdmin(ReadOnly):
         try:
             count = subscriptions.replay(queryset, caller, Source.PERSON)
             messages.success(request, f"{count} deliver{'y is' if count == 1 else 'ies are'} brought again.")
-        except Refused as refused:
+        except RefusedError as refused:
             messages.error(request, refused.text)
 
     def has_replay_permission(self, request: HttpRequest) -> bool:

@@ -17,7 +17,7 @@ from rest_framework.response import Response
 
 from accelerators.api.own.fields import Chosen, Closed, Flag, Text, Url
 from accelerators.api.own.views import Collection
-from accelerators.domain.errors import Reason, Refused
+from accelerators.domain.errors import Reason, RefusedError
 from accelerators.domain.states import DeviceType
 from cyborgweb.auth import policy
 from cyborgweb.models.event_types import Kind, Progress, Scope, Standing, Way, sentence
@@ -235,7 +235,7 @@ class SubscriptionView(Collection):
         found = self.get_object()
         values = self._values(request, found)
         if values.pop("personal", found.personal) != found.personal:
-            raise Refused(Reason.CONFLICT, "Whose it is stays as it is: make another subscription.")
+            raise RefusedError(Reason.CONFLICT, "Whose it is stays as it is: make another subscription.")
         if values.get("scope") == Scope.CLOUD:
             self.require("cyborg:subscription:elevated")
         return Response(self.get_serializer(subscriptions.edit(found.pk, values, self.caller)).data)

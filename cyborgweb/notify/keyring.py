@@ -12,7 +12,7 @@ from cryptography.fernet import Fernet, InvalidToken
 from django.conf import settings
 
 
-class Unreadable(Exception):
+class DecryptionError(Exception):
     """It was encrypted with another key."""
 
 
@@ -22,11 +22,11 @@ def lock(secret: str) -> str:
 
 
 def unlock(stored: str) -> str:
-    """As it was. Raises Unreadable."""
+    """As it was. Raises DecryptionError."""
     try:
         return _fernet().decrypt(stored.encode()).decode()
     except InvalidToken:
-        raise Unreadable("Its secret was encrypted with another key: rotate it.") from None
+        raise DecryptionError("Its secret was encrypted with another key: rotate it.") from None
 
 
 def _fernet() -> Fernet:

@@ -213,15 +213,15 @@ def _posted(hooks: list[Due]) -> list[Outcome]:
         return list(threads.map(lambda one, secret: _post(one, secret, allowed), hooks, secrets))
 
 
-def _unlocked(stored: str) -> str | keyring.Unreadable:
+def _unlocked(stored: str) -> str | keyring.DecryptionError:
     try:
         return keyring.unlock(stored)
-    except keyring.Unreadable as error:
+    except keyring.DecryptionError as error:
         return error
 
 
-def _post(one: Due, secret: str | keyring.Unreadable, allowed: webhook.Allowed) -> Outcome:
-    if isinstance(secret, keyring.Unreadable):
+def _post(one: Due, secret: str | keyring.DecryptionError, allowed: webhook.Allowed) -> Outcome:
+    if isinstance(secret, keyring.DecryptionError):
         return Outcome(str(secret))
     body, now = one.body(), int(time.time())
     headers = {

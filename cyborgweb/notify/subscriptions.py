@@ -20,7 +20,7 @@ from django.db.models import Q, QuerySet
 
 from accelerators import conductor
 from accelerators.domain.caller import Caller
-from accelerators.domain.errors import Reason, Refused
+from accelerators.domain.errors import Reason, RefusedError
 from accelerators.domain.states import Source
 from accelerators.runtime import jobs
 from cyborgweb.models.event_types import JOBS, TEST, Kind, Progress, Scope, Standing, Way
@@ -51,7 +51,7 @@ def of(caller: Caller) -> Q:
 def create(
     values: Mapping[str, Any], caller: Caller, source: Source = Source.API, personal: bool = False
 ) -> tuple[Subscription, str]:
-    """Store one of checked values; with a webhook's secret, which is told nowhere else. Raises Refused."""
+    """Store one of checked values; with a webhook's secret, which is told nowhere else. Raises RefusedError."""
     person = caller.user_id if personal or values["way"] == Way.INBOX else ""
     made = Subscription(**values, project_id=caller.project_id, person=person, user=_user(caller))
     check(made)
@@ -61,18 +61,18 @@ def create(
         with connection.cursor() as cursor:
             cursor.execute("SELECT pg_advisory_xact_lock(%s)", [_LOCK])
         if Subscription.objects.filter(project_id=made.project_id, person=person).count() >= MOST:
-            raise Refused(Reason.CONFLICT, f"There are {MOST} subscriptions already: delete one first.")
+            raise RefusedError(Reason.CONFLICT, f"There are {MOST} subscriptions already: delete one first.")
         made.save()
         _record("created", made, {name: [None, value] for name, value in _shown(made).items() if value}, caller, source)
     return made, secret
 
 
 def edit(pk: int, values: Mapping[str, Any], caller: Caller, source: Source = Source.API) -> Subscription:
-    """Change one; one that was paused and is said to be active begins anew. Raises Refused."""
+    """Change one; one that was paused and is said to be active begins anew. Raises RefusedError."""
     with conductor.writing():
         row = _locked(pk)
         if "way" in values and values["way"] != row.way:
-            raise Refused(Reason.CONFLICT, "How it tells you stays as it is: make another subscription.")
+            raise RefusedError(Reason.CONFLICT, "How it tells you stays as it is: make another subscription.")
         before = _shown(row)
         for name, value in values.items():
             setattr(row, name, value)
@@ -88,7 +88,7 @@ def edit(pk: int, values: Mapping[str, Any], caller: Caller, source: Source = So
 
 
 def delete(pk: int, caller: Caller, source: Source = Source.API) -> None:
-    """Remove it, with its deliveries. Raises Refused UNKNOWN."""
+    """Remove it, with its deliveries. Raises RefusedError UNKNOWN."""
     with conductor.writing():
         row = _locked(pk)
         _record("deleted", row, {name: [value, None] for name, value in _shown(row).items() if value}, caller, source)
@@ -96,11 +96,11 @@ def delete(pk: int, caller: Caller, source: Source = Source.API) -> None:
 
 
 def rotate(pk: int, caller: Caller, source: Source = Source.API) -> tuple[Subscription, str]:
-    """Another secret, from the next try on. Raises Refused."""
+    """Another secret, from the next try on. Raises RefusedError."""
     with conductor.writing():
         row = _locked(pk)
         if row.way != Way.WEBHOOK:
-            raise Refused(Reason.STATE, "Only webhooks have a secret.")
+            raise RefusedError(Reason.STATE, "Only webhooks have a secret.")
         secret = webhook.new_secret()
         row.secret, row.updated_at = keyring.lock(secret), datetime.now(UTC)
         row.save(update_fields=["secret", "updated_at"])
@@ -109,14 +109,14 @@ def rotate(pk: int, caller: Caller, source: Source = Source.API) -> tuple[Subscr
 
 
 def test(pk: int, caller: Caller, source: Source = Source.API) -> Delivery:
-    """Write a message that says that it is a test; its delivery shows what came of it. Raises Refused."""
+    """Write a message that says that it is a test; its delivery shows what came of it. Raises RefusedError."""
     with conductor.writing():
         row = _locked(pk)
         if row.standing != Standing.ACTIVE:
-            raise Refused(Reason.STATE, f"This subscription is {row.standing}: make it active first.")
+            raise RefusedError(Reason.STATE, f"This subscription is {row.standing}: make it active first.")
         waiting = row.deliveries.filter(kind=TEST, progress=Progress.WAITING)
         if waiting.exists():
-            raise Refused(Reason.CONFLICT, "A test of it is under way: look at its deliveries.")
+            raise RefusedError(Reason.CONFLICT, "A test of it is under way: look at its deliveries.")
         told = {"subscription": str(row.uuid), "name": row.name, "by": caller.name}
         inbox = row.way == Way.INBOX
         made = row.deliveries.create(
@@ -140,7 +140,7 @@ def replay(wanted: QuerySet[Delivery], caller: Caller, source: Source = Source.A
         rows = list(again.select_related("subscription").select_for_update(of=("self",)).order_by("id"))
         off = next((row.subscription for row in rows if row.subscription.standing != Standing.ACTIVE), None)
         if off is not None:
-            raise Refused(Reason.STATE, f"The subscription {off.name} is {off.standing}: make it active first.")
+            raise RefusedError(Reason.STATE, f"The subscription {off.name} is {off.standing}: make it active first.")
         now = datetime.now(UTC)
         Delivery.objects.filter(pk__in=[row.pk for row in rows]).update(
             progress=Progress.WAITING, attempts=0, next_at=now, created_at=now, last_error=""
@@ -173,18 +173,20 @@ def read(rows: QuerySet[Delivery], messages: Iterable[Any] | None = None) -> int
 
 
 def check(row: Subscription) -> None:
-    """Raises Refused INVALID for what makes no sense together."""
+    """Raises RefusedError INVALID for what makes no sense together."""
     if not row.kinds or set(row.kinds) - set(Kind):
-        raise Refused(Reason.INVALID, f"Say what you want to be told of: one or more of {', '.join(Kind)}.")
+        raise RefusedError(Reason.INVALID, f"Say what you want to be told of: one or more of {', '.join(Kind)}.")
     if row.host and (row.scope != Scope.CLOUD or not HOST.fullmatch(row.host)):
-        raise Refused(Reason.INVALID, "A host is a name, with * and ? for what differs, and needs the scope cloud.")
+        raise RefusedError(
+            Reason.INVALID, "A host is a name, with * and ? for what differs, and needs the scope cloud."
+        )
     if row.way == Way.INBOX and row.target:
-        raise Refused(Reason.INVALID, "The inbox needs no target.")
+        raise RefusedError(Reason.INVALID, "The inbox needs no target.")
     if row.way == Way.WEBHOOK:
         try:
             webhook.where(row.target, allowed())
-        except webhook.Refused as refused:
-            raise Refused(Reason.INVALID, str(refused)) from None
+        except webhook.WebhookUrlError as refused:
+            raise RefusedError(Reason.INVALID, str(refused)) from None
     if row.way == Way.EMAIL:
         _check_address(row.target)
 
@@ -192,14 +194,14 @@ def check(row: Subscription) -> None:
 def _check_address(address: str) -> None:
     keys = settings.KEYS
     if not keys.mail_host:
-        raise Refused(Reason.INVALID, "This installation sends no mail: CYBORG_MAIL_HOST is not set.")
+        raise RefusedError(Reason.INVALID, "This installation sends no mail: CYBORG_MAIL_HOST is not set.")
     try:
         validate_email(address)
     except ValidationError:
-        raise Refused(Reason.INVALID, "The target is no e-mail address.") from None
+        raise RefusedError(Reason.INVALID, "The target is no e-mail address.") from None
     domains = keys.mail_domains or (keys.mail_from.rpartition("@")[2],)
     if "*" not in domains and address.rpartition("@")[2].lower() not in {domain.lower() for domain in domains}:
-        raise Refused(Reason.INVALID, f"Mail is sent to addresses at {', '.join(domains)} only.")
+        raise RefusedError(Reason.INVALID, f"Mail is sent to addresses at {', '.join(domains)} only.")
 
 
 def _shown(row: Subscription) -> dict[str, Any]:
@@ -211,7 +213,7 @@ def _shown(row: Subscription) -> dict[str, Any]:
 def _locked(pk: int) -> Subscription:
     found = Subscription.objects.select_for_update().filter(pk=pk).first()
     if found is None:
-        raise Refused(Reason.UNKNOWN, "The subscription is not there any more.")
+        raise RefusedError(Reason.UNKNOWN, "The subscription is not there any more.")
     return found
 
 

@@ -38,7 +38,7 @@ _lookups = ThreadPoolExecutor(64, thread_name_prefix="webhook-names")
 """As many as there are tries at once, so that a name server that hangs delays no other name."""
 
 
-class Refused(ValueError):
+class WebhookUrlError(ValueError):
     """A URL that messages are not brought to; the text says why, and what would do."""
 
 
@@ -99,24 +99,24 @@ def signature(secret: str, message: str, timestamp: int, body: bytes) -> str:
 
 
 def where(url: str, allowed: Allowed) -> Where:
-    """Take a URL apart. Raises Refused for one that cannot be used, whatever its name may mean."""
+    """Take a URL apart. Raises WebhookUrlError for one that cannot be used, whatever its name may mean."""
     if len(url) > MAX_URL or not url.isascii() or not url.isprintable() or set(url) & set(' \\"<>'):
-        raise Refused(f"A webhook's URL is at most {MAX_URL} characters of ASCII, without blanks.")
+        raise WebhookUrlError(f"A webhook's URL is at most {MAX_URL} characters of ASCII, without blanks.")
     try:
         parts = urlsplit(url)
         port, host = parts.port, parts.hostname or ""
     except ValueError:
-        raise Refused("This is no URL; say https://name/path.") from None
+        raise WebhookUrlError("This is no URL; say https://name/path.") from None
     if parts.scheme not in ("https", "http") or not host:
-        raise Refused("A webhook's URL begins with https:// and the name of a host.")
+        raise WebhookUrlError("A webhook's URL begins with https:// and the name of a host.")
     if parts.scheme == "http" and not allowed.http:
-        raise Refused("A webhook's URL begins with https://; this installation sends nothing unencrypted.")
+        raise WebhookUrlError("A webhook's URL begins with https://; this installation sends nothing unencrypted.")
     if parts.username is not None or parts.password is not None or parts.fragment:
-        raise Refused("A webhook's URL has no name, password or fragment; messages are signed instead.")
+        raise WebhookUrlError("A webhook's URL has no name, password or fragment; messages are signed instead.")
     if (literal := _literal(host)) is not None:
         _check([literal], host, allowed)
     elif not HOST.fullmatch(host):
-        raise Refused("The host in this URL is no name that can be looked up.")
+        raise WebhookUrlError("The host in this URL is no name that can be looked up.")
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     secure = parts.scheme == "https"
     return Where(secure, host, port or (443 if secure else 80), path)
@@ -136,7 +136,7 @@ def post(url: str, headers: dict[str, str], body: bytes, allowed: Allowed, looku
             connection.settimeout(_left(end))
             connection.sendall(_request(to, headers, body))
             status = _status(connection, end)
-    except Refused as refused:
+    except WebhookUrlError as refused:
         return Outcome(str(refused))
     except TimeoutError:
         return Outcome("The receiver did not answer in time.")
@@ -164,10 +164,10 @@ def _literal(host: str) -> Address | None:
 
 def _check(addresses: Sequence[Address], host: str, allowed: Allowed) -> None:
     if not addresses:
-        raise Refused(f"{host} has no address.")
+        raise WebhookUrlError(f"{host} has no address.")
     if not all(allowed.takes(address) for address in addresses):
         # Which address it is, whoever subscribes may not know: it is what a name means to us, inside.
-        raise Refused(f"{host} leads to an address which is not public; webhooks are not sent there.")
+        raise WebhookUrlError(f"{host} leads to an address which is not public; webhooks are not sent there.")
 
 
 def _connected(to: Where, allowed: Allowed, lookup: Lookup) -> socket.socket:
@@ -213,7 +213,7 @@ def _request(to: Where, headers: dict[str, str], body: bytes) -> bytes:
 
 
 def _status(connection: socket.socket, end: float) -> int:
-    """Of the answer, of which nothing else is read. Raises Refused when it is none."""
+    """Of the answer, of which nothing else is read. Raises WebhookUrlError when it is none."""
     answer = b""
     while len(answer) < MOST_ANSWER:
         connection.settimeout(_left(end))
@@ -223,7 +223,7 @@ def _status(connection: socket.socket, end: float) -> int:
             return int(found[1])
         if not more or b"\n" in answer:
             break
-    raise Refused("The receiver's answer is no HTTP." if answer else "The receiver closed without an answer.")
+    raise WebhookUrlError("The receiver's answer is no HTTP." if answer else "The receiver closed without an answer.")
 
 
 def _left(end: float) -> float:

@@ -12,7 +12,7 @@ from django.core.exceptions import PermissionDenied
 from django.http import HttpRequest, HttpResponse
 from django.template.response import TemplateResponse
 
-from accelerators.domain.errors import Reason, Refused
+from accelerators.domain.errors import Reason, RefusedError
 from accelerators.models import DeviceProfile
 from accelerators.ui import badges
 from cyborgweb.pages import capacity
@@ -39,21 +39,21 @@ def page(request: HttpRequest) -> HttpResponse:
     if request.method == "POST":
         try:
             context |= _answer(census.take(_question(said)))
-        except Refused as refused:
+        except RefusedError as refused:
             context["refused"] = refused.text
     return TemplateResponse(request, "console/census.html", context)
 
 
 def _question(said: dict[str, str]) -> census.Question:
-    """Raises Refused INVALID."""
+    """Raises RefusedError INVALID."""
     count = said["count"] or "1"
     if not (count.isascii() and count.isdecimal() and len(count) <= 3 and 1 <= int(count) <= census.MOST):
-        raise Refused(Reason.INVALID, f"Say for how many requests more: 1 to {census.MOST}.")
+        raise RefusedError(Reason.INVALID, f"Say for how many requests more: 1 to {census.MOST}.")
     names = tuple(dict.fromkeys(said["hosts"].replace(",", " ").split())) if len(said["hosts"]) <= LONGEST else ()
     if len(said["hosts"]) > LONGEST or len(names) > census.MOST_NAMED or any("\0" in text for text in said.values()):
-        raise Refused(Reason.INVALID, f"Name at most {census.MOST_NAMED} hosts, or none to ask all.")
+        raise RefusedError(Reason.INVALID, f"Name at most {census.MOST_NAMED} hosts, or none to ask all.")
     if said["hosts"] and not names:
-        raise Refused(Reason.INVALID, "Name a host, or leave it out to ask all.")
+        raise RefusedError(Reason.INVALID, "Name a host, or leave it out to ask all.")
     return census.Question(names or None, said["profile"], int(count))
 
 

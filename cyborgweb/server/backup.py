@@ -39,7 +39,7 @@ OTHERS = """SELECT count(*) FROM pg_stat_activity WHERE datname = current_databa
   AND coalesce(backend_type, 'client backend') = 'client backend'"""
 
 
-class Unusable(RuntimeError):
+class BackupError(RuntimeError):
     """It cannot be backed up, or restored, like this; one sentence that says what to do."""
 
 
@@ -53,9 +53,10 @@ class About(msgspec.Struct, frozen=True):
 
 
 def take(folder: Path, progress: Progress) -> About:
-    """Make the folder, complete or not at all; `progress` is told the dump's bytes. Raises Unusable, PostgresError."""
+    """Make the folder, complete or not at all; `progress` is told the dump's bytes. Raises BackupError,
+    PostgresError."""
     if folder.exists():
-        raise Unusable(f"{folder} is there already: a backup is a folder of its own")
+        raise BackupError(f"{folder} is there already: a backup is a folder of its own")
     made = folder.with_name(f"{folder.name}.part")
     shutil.rmtree(made, ignore_errors=True)  # left by one that was broken off
     try:
@@ -73,21 +74,21 @@ def take(folder: Path, progress: Progress) -> About:
         made.rename(folder)
         sync_directory(folder.parent)
     except OSError as error:
-        raise Unusable(f"{made} cannot be written: {error.strerror}") from None
+        raise BackupError(f"{made} cannot be written: {error.strerror}") from None
     return about
 
 
 def read(folder: Path) -> About:
-    """What the folder holds. Raises Unusable, also for a backup of a later release than this."""
+    """What the folder holds. Raises BackupError, also for a backup of a later release than this."""
     try:
         about = msgspec.json.decode((folder / ABOUT).read_bytes(), type=About)
     except OSError as error:
-        raise Unusable(f"{folder} is no backup: {ABOUT} cannot be read ({error.strerror})") from None
+        raise BackupError(f"{folder} is no backup: {ABOUT} cannot be read ({error.strerror})") from None
     except msgspec.DecodeError as error:
-        raise Unusable(f"{folder} is no backup of this release: {ABOUT}: {error}") from None
+        raise BackupError(f"{folder} is no backup of this release: {ABOUT}: {error}") from None
     known = {".".join(one) for one in MigrationLoader(None).disk_migrations}
     if later := sorted(set(about.migrations) - known):
-        raise Unusable(f"{folder} is of a later release, which knows {later[-1]}: restore it with that one")
+        raise BackupError(f"{folder} is of a later release, which knows {later[-1]}: restore it with that one")
     return about
 
 
@@ -106,20 +107,20 @@ def load(folder: Path, about: About) -> None:
 
 
 def nobody_else() -> None:
-    """Raises Unusable while somebody is connected to the database."""
+    """Raises BackupError while somebody is connected to the database."""
     if others := _count(OTHERS):
-        raise Unusable(
+        raise BackupError(
             f"{others} other connections to the database: stop every web process, cluster and supervisor first"
         )
 
 
 def has_tables(wanted: bool) -> None:
-    """Raises Unusable unless it is so that the database has tables, or that it is empty."""
+    """Raises BackupError unless it is so that the database has tables, or that it is empty."""
     there = _count(TABLES) > 0
     if wanted and not there:
-        raise Unusable("the database is empty: nothing has been restored yet")
+        raise BackupError("the database is empty: nothing has been restored yet")
     if there and not wanted:
-        raise Unusable(
+        raise BackupError(
             "the database is not empty, and nothing is ever restored over another one: name an empty one in"
             f" CYBORG_DATABASE_URL, or move the folder {keys().state / 'postgres'} away"
         )
@@ -129,7 +130,7 @@ def has_tables(wanted: bool) -> None:
 def database(alone: bool) -> Iterator[None]:
     """The database answers: the embedded one is started for so long where the product does not run.
 
-    `alone`: raises Unusable where it does. Raises PostgresError when it cannot be started.
+    `alone`: raises BackupError where it does. Raises PostgresError when it cannot be started.
     """
     settings = keys()
     if settings.database_url and not alone:
@@ -139,7 +140,7 @@ def database(alone: bool) -> Iterator[None]:
     with (settings.state / "lock").open("a") as lock:
         runs = not _taken(lock.fileno())
         if runs and alone:
-            raise Unusable(f"the product runs on {settings.state}: stop it first")
+            raise BackupError(f"the product runs on {settings.state}: stop it first")
         if runs or settings.database_url:
             yield
             return
@@ -176,7 +177,7 @@ def _run(name: str, words: list[str], written: Path | None = None, progress: Pro
                 if written and progress and written.exists():
                     progress(written.stat().st_size)
     if running.returncode:
-        raise Unusable(f"{name} failed: {said.strip()[-500:]}")
+        raise BackupError(f"{name} failed: {said.strip()[-500:]}")
 
 
 def _server() -> int:

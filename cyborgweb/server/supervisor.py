@@ -53,7 +53,7 @@ rules = [{{ vendor = "1af4", type = "FPGA" }}]
 """
 
 
-class CannotStart(RuntimeError):
+class StartError(RuntimeError):
     """What stands in the way, in one sentence for the person at the terminal."""
 
 
@@ -72,7 +72,7 @@ class Supervisor:
         self.wake_r, self.wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def run(self) -> None:
-        """Everything, until SIGINT or SIGTERM; raises CannotStart before anything runs."""
+        """Everything, until SIGINT or SIGTERM; raises StartError before anything runs."""
         self._catch_signals()
         lock = self._own_state_directory()
         listener = _listener(self.settings.listen, "CYBORG_LISTEN")
@@ -115,13 +115,13 @@ class Supervisor:
             state.mkdir(parents=True, exist_ok=True, mode=0o700)
             lock = (state / "lock").open("a")
         except OSError as error:
-            raise CannotStart(
+            raise StartError(
                 f"the state directory {state} is not writable ({error.strerror}): set CYBORG_STATE_DIR"
             ) from None
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise CannotStart(
+            raise StartError(
                 f"another one runs on {state}: stop it, or set CYBORG_STATE_DIR to another folder"
             ) from None
         return lock
@@ -174,7 +174,7 @@ class Supervisor:
         if self.stopping:
             return {}
         if preparing.returncode:
-            raise CannotStart("the database could not be prepared; the reason stands above")
+            raise StartError("the database could not be prepared; the reason stands above")
         facts: dict[str, Any] = json.loads(said.splitlines()[-1])
         return facts
 
@@ -296,7 +296,7 @@ def _listener(listen: str, key: str) -> socket.socket:
     try:
         listener.bind((host, port))
     except OSError as error:
-        raise CannotStart(
+        raise StartError(
             f"cannot listen on {host}:{port} ({error.strerror}): set {key}, port 0 takes a free one"
         ) from None
     listener.listen(4096)
@@ -335,7 +335,7 @@ def main() -> None:
         die_with_parent(signal.SIGTERM)
     try:
         Supervisor(keys(), agent=arguments.agent).run()
-    except (CannotStart, ConfigurationError, PostgresError) as error:
+    except (StartError, ConfigurationError, PostgresError) as error:
         print(f"cyborgweb: {error}", file=sys.stderr)  # noqa: T201
         sys.exit(2)
 

@@ -84,7 +84,7 @@ def _facing(database: str) -> str:
 
 def websocket_settings(max_message_bytes: int) -> dict[str, Any]:
     """Return uvicorn's settings for WebSockets. The tests' server uses them, too."""
-    from cyborgweb.websocket_protocol import WebSocketProtocol
+    from cyborgweb.server.websocket_protocol import WebSocketProtocol
 
     return {
         "ws": WebSocketProtocol,

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from accelerators.domain import groups
-from accelerators.domain.errors import Reason, Refused
+from accelerators.domain.errors import Reason, RefusedError
 from accelerators.models import Host
 from accelerators.requests import candidates, profiles
 from accelerators.requests.candidates import Candidate
@@ -35,7 +35,7 @@ SPEAK = ("up", "late")
 """Agents that stand so are asked; the others could not answer."""
 
 
-class Full(Refused):
+class CensusBusyError(RefusedError):
     """AT_ONCE others are under way. `wait` is for Retry-After, in seconds."""
 
     wait = 5
@@ -90,10 +90,10 @@ class Census:
 
 
 def take(question: Question) -> Census:
-    """Ask. Raises Full, and Refused UNKNOWN for a host or a profile there is not, CONFLICT for a profile that asks for
-    nothing."""
+    """Ask. Raises CensusBusyError, and RefusedError UNKNOWN for a host or a profile there is not, CONFLICT for a
+    profile that asks for nothing."""
     if not _turns.acquire(blocking=False):
-        raise Full
+        raise CensusBusyError
     try:
         return _take(question)
     finally:
@@ -120,9 +120,9 @@ def _wanted(name: str) -> tuple[Mapping[str, str], ...] | None:
         return None
     profile = profiles.by_name(name)
     if profile is None:
-        raise Refused(Reason.UNKNOWN, f"There is no device profile {name!r}.")
+        raise RefusedError(Reason.UNKNOWN, f"There is no device profile {name!r}.")
     if not groups.plan(profile.groups):
-        raise Refused(Reason.CONFLICT, f"Profile {name} asks for no accelerator.")
+        raise RefusedError(Reason.CONFLICT, f"Profile {name} asks for no accelerator.")
     return profile.groups
 
 
@@ -132,7 +132,7 @@ def _hosts(names: tuple[str, ...] | None) -> tuple[list[Host], int]:
     if names is not None:
         hosts = list(found.filter(name__in=names))
         if unknown := sorted(set(names) - {host.name for host in hosts}):
-            raise Refused(Reason.UNKNOWN, f"There is no host {', '.join(unknown)[:300]}.")
+            raise RefusedError(Reason.UNKNOWN, f"There is no host {', '.join(unknown)[:300]}.")
         return hosts, 0
     hosts = list(found[: MOST_HOSTS + 1])
     return hosts[:MOST_HOSTS], Host.objects.count() - MOST_HOSTS if len(hosts) > MOST_HOSTS else 0

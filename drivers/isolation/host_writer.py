@@ -1,4 +1,4 @@
-"""The agent's side of writing to the host: a `Hand` writes for the steps of one act at a time.
+"""The agent's side of writing to the host: a `HostWriter` writes for the steps of one act at a time.
 
 The write itself is done by a worker process (`drivers.isolation.write_worker`), which is started at the first write and
 killed when a write does not return in time. If not even SIGKILL ends the worker, it hangs in the kernel and holds the
@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from drivers.errors import Busy, Denied, DriverError, Failed, Timeout, Unsupported, from_os
-from drivers.isolation.pipe import Broken, Pipe
+from drivers.isolation.pipe import Pipe, PipeError
 from drivers.isolation.runner import PASSED_ON
 from drivers.plan import Image
 
@@ -27,7 +27,7 @@ START_S = 30.0
 WORKER = (sys.executable, "-I", "-m", "drivers.isolation.write_worker")
 
 
-class Hand:
+class HostWriter:
     """Writes below the directories in `roots` (`/sys`, `/state` → real directory), through one worker process.
 
     All methods raise the errors of `drivers.errors`; after Timeout the outcome of the write is unknown. Call `close`
@@ -83,7 +83,7 @@ class Hand:
         except TimeoutError:
             await self.close()
             raise Timeout(f"{path}: the kernel did not answer within {timeout_s:g} s; the outcome is unknown") from None
-        except Broken as error:
+        except PipeError as error:
             await self.close()
             raise Timeout(f"{path}: the worker that wrote it is gone ({error}); the outcome is unknown") from None
         except BaseException:  # cancelled, or the worker did not start: nobody waits for an answer any more
@@ -103,7 +103,7 @@ class Hand:
                     lambda: Pipe(MAX_ANSWER), *self._command, env=environment, start_new_session=True
                 )
                 await self._pipe.line()
-        except (OSError, Broken) as error:
+        except (OSError, PipeError) as error:
             raise Failed(f"no worker can be started to write with: {str(error) or 'it does not answer'}") from None
         return self._pipe
 

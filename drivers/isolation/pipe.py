@@ -24,7 +24,7 @@ REAP_S = 2.0
 """How long after SIGKILL, in seconds, a process that has not ended counts as stuck in the kernel."""
 
 
-class Broken(Exception):
+class PipeError(Exception):
     """Communication with the process is no longer possible; the text states the reason."""
 
 
@@ -103,11 +103,11 @@ class Pipe(asyncio.SubprocessProtocol):
     async def line(self) -> bytes:
         """Wait for the next line that the process wrote and return it. There is no deadline; the caller sets one.
 
-        Raises Broken if the process sent too much, or if it ended and all its lines are read.
+        Raises PipeError if the process sent too much, or if it ended and all its lines are read.
         """
         while not self._lines or self._broken.startswith("it flooded"):
             if self._broken:
-                raise Broken(self._broken)
+                raise PipeError(self._broken)
             self._arrived.clear()
             await self._arrived.wait()
         return self._lines.popleft()

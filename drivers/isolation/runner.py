@@ -22,7 +22,7 @@ from drivers.base import API
 from drivers.errors import KINDS, Denied, DriverError, Failed
 from drivers.inventory import DriverReport, Sample
 from drivers.isolation.driver_main import Answer, Call, Ready
-from drivers.isolation.pipe import Broken, Pipe
+from drivers.isolation.pipe import Pipe, PipeError
 from drivers.plan import Act, Ask, Load, Plan, Vitals, stray
 
 log = logging.getLogger("cyborg.driver")
@@ -143,7 +143,7 @@ class DriverProcess:
                     answer = await self._ask("samples", SAMPLES_S, asks=asks)
             except TimeoutError:
                 raise self._error(Failed, f"it did not say its load within {SAMPLES_S:g} s") from None
-            except Broken as error:
+            except PipeError as error:
                 await self._stop()
                 raise self._error(Failed, f"it broke when it was asked for its load: {error}") from None
         if answer.error:
@@ -191,7 +191,7 @@ class DriverProcess:
             try:
                 async with asyncio.timeout(self._deadline_s):
                     answer = await self._ask(call, self._deadline_s, ask=ask)
-            except (Broken, TimeoutError) as error:
+            except (PipeError, TimeoutError) as error:
                 late = f"it did not answer within {self._deadline_s:g} s and was killed"
                 await self._give_up(str(error) or late)
                 raise self._error(Failed, self._broken) from None
@@ -204,7 +204,7 @@ class DriverProcess:
         return answer
 
     async def _ask(self, call: Call, deadline_s: float, **about: object) -> Answer:
-        """Send one request to a running process, started if needed, and return its answer. Raises Broken."""
+        """Send one request to a running process, started if needed, and return its answer. Raises PipeError."""
         if self._given_up:
             await self._catch_up()
         pipe = await self._running()
@@ -222,13 +222,13 @@ class DriverProcess:
             try:
                 async with asyncio.timeout(CATCH_UP_S):
                     await self._answer(self._pipe, "load")
-            except (TimeoutError, Broken):
+            except (TimeoutError, PipeError):
                 await self._stop()
         self._given_up = False
 
     async def _running(self) -> Pipe:
         if self._pipe and self._pipe.killed and not self._pipe.exited.is_set():
-            raise Broken("it is stuck in the kernel and cannot even be killed")
+            raise PipeError("it is stuck in the kernel and cannot even be killed")
         if self._pipe is None or self._pipe.exited.is_set():
             self._pipe = await self._start()
         self._pipe.begin()
@@ -241,39 +241,39 @@ class DriverProcess:
                 lambda: Pipe(self._max_answer), *self._command, env=environment, start_new_session=True
             )
         except OSError as error:
-            raise Broken(f"it cannot be started: {error}") from None
+            raise PipeError(f"it cannot be started: {error}") from None
         return pipe
 
     async def _answer(self, pipe: Pipe, wanted: str) -> Answer:
         """Return the next answer, which must belong to the last request and have the field `wanted` or an error.
 
-        Raises Broken for any other line; a manifest before it is stored.
+        Raises PipeError for any other line; a manifest before it is stored.
         """
         while True:
             answer = _decoded(await pipe.line())
             if answer.ready is not None:
                 self._learn(pipe, answer.ready)
             elif answer.error and not answer.id:
-                raise Broken(answer.error)
+                raise PipeError(answer.error)
             elif answer.id != self._calls:
-                raise Broken(f"it answered rubbish: to question {answer.id} in place of {self._calls}")
+                raise PipeError(f"it answered rubbish: to question {answer.id} in place of {self._calls}")
             elif answer.report and answer.report.driver != self.name:
-                raise Broken(f"it answered rubbish: in the name of {answer.report.driver!r}")
+                raise PipeError(f"it answered rubbish: in the name of {answer.report.driver!r}")
             elif not answer.error and getattr(answer, wanted) is None:
-                raise Broken(f"it answered rubbish: neither a {wanted} nor an error")
+                raise PipeError(f"it answered rubbish: neither a {wanted} nor an error")
             else:
                 return answer
 
     def _learn(self, pipe: Pipe, ready: Ready) -> None:
         """Store the manifest that a process sends before its first answer.
 
-        Raises Broken for a second manifest (the paths that a driver may write do not change while it runs), a wrong
+        Raises PipeError for a second manifest (the paths that a driver may write do not change while it runs), a wrong
         name or another protocol version. Logs each missing sandbox restriction once.
         """
         if pipe.introduced:
-            raise Broken("it answered rubbish: a second manifest")
+            raise PipeError("it answered rubbish: a second manifest")
         if (ready.name, ready.api) != (self.name, API):
-            raise Broken(f"it speaks for {ready.name!r} by version {ready.api} of the drivers' protocol, not {API}")
+            raise PipeError(f"it speaks for {ready.name!r} by version {ready.api} of the drivers' protocol, not {API}")
         pipe.introduced = True
         self.manifest = ready
         for reason in {*ready.unconfined} - _warned:
@@ -311,10 +311,10 @@ class DriverProcess:
 
 def _decoded(line: bytes) -> Answer:
     if rb"\u0000" in line:
-        raise Broken("it answered rubbish: text with NUL characters, which no database takes")
+        raise PipeError("it answered rubbish: text with NUL characters, which no database takes")
     try:
         answer = msgspec.json.decode(line, type=Answer)
         msgspec.json.encode(answer)  # a lone surrogate can be decoded, but not encoded and sent on
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise Broken(f"it answered rubbish: {str(error)[:200]}") from None
+        raise PipeError(f"it answered rubbish: {str(error)[:200]}") from None
     return answer

@@ -22,7 +22,7 @@ PIECE = 64 * 1024
 POLL_S = 0.1
 
 
-class Refused(Exception):
+class WriteRefusedError(Exception):
     """An order failed; `answer` is the answer to send."""
 
     def __init__(self, **answer: object) -> None:
@@ -33,7 +33,7 @@ class Refused(Exception):
 def attribute(path: str, value: str | bytes) -> None:
     """Write the value to an existing file in one system call, as sysfs requires.
 
-    Raises Refused if opening, writing or closing fails, or if only a part was written.
+    Raises WriteRefusedError if opening, writing or closing fails, or if only a part was written.
     """
     data = value.encode() if isinstance(value, str) else value
     at = "open"
@@ -45,13 +45,13 @@ def attribute(path: str, value: str | bytes) -> None:
         finally:
             os.close(handle)
     except OSError as error:
-        raise Refused(errno=error.errno, at=at, path=path) from None
+        raise WriteRefusedError(errno=error.errno, at=at, path=path) from None
     if written != len(data):
-        raise Refused(failed=f"{path} took {written} of {len(data)} bytes")
+        raise WriteRefusedError(failed=f"{path} took {written} of {len(data)} bytes")
 
 
 def own(path: str, value: str) -> None:
-    """Replace a file of the driver's own directory atomically; an empty value removes it. Raises Refused."""
+    """Replace a file of the driver's own directory atomically; an empty value removes it. Raises WriteRefusedError."""
     if value:
         _replace(path, lambda new: _fill(new, value))
     else:
@@ -60,23 +60,24 @@ def own(path: str, value: str) -> None:
         except FileNotFoundError:
             return
         except OSError as error:
-            raise Refused(errno=error.errno, at="open", path=path) from None
+            raise WriteRefusedError(errno=error.errno, at="open", path=path) from None
 
 
 def copy(path: str, image: str) -> None:
-    """Copy the image to a file of the driver's own directory, atomically. Raises Refused."""
+    """Copy the image to a file of the driver's own directory, atomically. Raises WriteRefusedError."""
     _replace(path, lambda new: shutil.copyfile(image, new))
 
 
 def firmware(path: str, image: str, say: Callable[..., None]) -> None:
     """Upload the image through the kernel's firmware upload class and wait until the upload has ended.
 
-    `path` is the directory of the class device; `say` is called with the progress. Raises Refused if another upload
+    `path` is the directory of the class device; `say` is called with the progress. Raises WriteRefusedError if
+    another upload
     runs, because the kernel does not refuse that (Documentation/ABI/testing/sysfs-class-firmware), or if the device
     reports an error. Raises OSError if writing the data fails.
     """
     if (status := _text(f"{path}/status")) != "idle":
-        raise Refused(busy=f"{path} is {status}: another upload runs")
+        raise WriteRefusedError(busy=f"{path} is {status}: another upload runs")
     attribute(f"{path}/loading", "1")
     handle = os.open(f"{path}/data", os.O_WRONLY | os.O_CLOEXEC)
     try:
@@ -94,11 +95,12 @@ def firmware(path: str, image: str, say: Callable[..., None]) -> None:
         say(percent=min(max(done * 100 // size, 0), 100), text=status)
         time.sleep(POLL_S)
     if error := _text(f"{path}/error"):
-        raise Refused(failed=f"the device refused the image: {error}")
+        raise WriteRefusedError(failed=f"the device refused the image: {error}")
 
 
 def _replace(path: str, fill: Callable[[str], object]) -> None:
-    """Replace a file atomically: `fill` writes `path` + `.new`, which is synced and renamed. Raises Refused."""
+    """Replace a file atomically: `fill` writes `path` + `.new`, which is synced and renamed. Raises
+    WriteRefusedError."""
     new = f"{path}.new"
     try:
         os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
@@ -110,7 +112,7 @@ def _replace(path: str, fill: Callable[[str], object]) -> None:
             os.close(handle)
         os.replace(new, path)
     except OSError as error:
-        raise Refused(errno=error.errno, at="open", path=path) from None
+        raise WriteRefusedError(errno=error.errno, at="open", path=path) from None
 
 
 def _fill(path: str, value: str) -> None:
@@ -123,7 +125,7 @@ def _text(path: str) -> str:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read(4096).strip()
     except OSError as error:
-        raise Refused(errno=error.errno, at="open", path=path) from None
+        raise WriteRefusedError(errno=error.errno, at="open", path=path) from None
 
 
 def _do(order: dict[str, Any], say: Callable[..., None]) -> dict[str, object]:
@@ -136,7 +138,7 @@ def _do(order: dict[str, Any], say: Callable[..., None]) -> dict[str, object]:
     }
     try:
         work[order["do"]]()
-    except Refused as refused:
+    except WriteRefusedError as refused:
         return refused.answer
     except OSError as error:
         return {"errno": error.errno, "at": "write", "path": error.filename or order["path"]}

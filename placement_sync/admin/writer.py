@@ -15,7 +15,7 @@ from unfold.admin import ModelAdmin
 from unfold.decorators import display
 
 from accelerators.admin import device_actions
-from accelerators.domain.errors import Refused
+from accelerators.domain.errors import RefusedError
 from accelerators.models import Host
 from accelerators.ui import badges
 from placement_sync.jobs import writer_election
@@ -84,7 +84,7 @@ class WriterAdmin(ModelAdmin):
         context = {"title": "Who writes to Placement", "show_save_and_continue": False, "show_delete": False}
         try:
             return super().changeform_view(request, object_id, form_url, context | (extra_context or {}))
-        except Refused as refused:
+        except RefusedError as refused:
             messages.error(request, refused.text)
             return HttpResponseRedirect(request.get_full_path())
 

@@ -18,16 +18,22 @@ from django.db import transaction
 from django.db.models import Q
 
 from accelerators import outbox
-from accelerators.domain.errors import Reason, Refused
+from accelerators.domain.errors import Reason, RefusedError
 from accelerators.models import Attachment
 from accelerators.models.attachments import ENDED, AttachmentState
 from accelerators.runtime import jobs
 from accelerators.workflows import attachment_steps as steps
 from accelerators.workflows import attachments
-from accelerators.workflows.attachments import Instance, Moved
+from accelerators.workflows.attachments import ConcurrentUpdateError, Instance
 from placement_sync import allocations
 from placement_sync.allocations import Change, Share
-from placement_sync.client import CONCURRENT, Away, Conflict, Placement, Rejected
+from placement_sync.client import (
+    CONCURRENT,
+    Placement,
+    PlacementConflictError,
+    PlacementRejectedError,
+    PlacementUnavailableError,
+)
 from placement_sync.cloud import session
 from placement_sync.nova import client
 
@@ -46,7 +52,7 @@ it.
 OFF = "Placement is switched off: nothing is claimed there"
 
 
-class Waits(Exception):
+class RetryLaterError(Exception):
     """Another attachment of the same instance has to go first."""
 
 
@@ -77,14 +83,14 @@ def step() -> bool:
                 outbox.waits(intent, f"{row.host} prepares it", PAUSE_S)
             elif row is None or row.state in AT_REST:
                 outbox.done([intent])
-    except Away as away:
+    except PlacementUnavailableError as away:
         _wait_together(str(away))
         return False
-    except Moved:
+    except ConcurrentUpdateError:
         outbox.failed([intent], "somebody else moved it", 0.0)
-    except Waits as wait:
+    except RetryLaterError as wait:
         outbox.waits(intent, str(wait), PAUSE_S)
-    except (Conflict, Rejected, Refused) as error:
+    except (PlacementConflictError, PlacementRejectedError, RefusedError) as error:
         outbox.failed([intent], str(error))
     except Exception as error:
         log.exception("attachment %s", intent.key)
@@ -95,34 +101,39 @@ def step() -> bool:
 def look(uuid: str, project: str | None = None) -> Instance:
     """Ask Nova for an instance, and check that Placement has allocations of it, to which a claim can be added.
 
-    Takes at most 4 s (2 s per service). Raises Refused: UNKNOWN if Nova has no such instance, or it is not of
+    Takes at most 4 s (2 s per service). Raises RefusedError: UNKNOWN if Nova has no such instance, or it is not of
     `project`; AWAY if a service does not answer; CONFLICT if nothing can be attached now or with this configuration.
     For an instance of another project Placement is not asked: the answer would reveal that the instance exists.
     """
     keys = settings.KEYS
     if (cloud := session(keys.nova_endpoint)) is None:
         text = "Nova is switched off or not configured: whose instance it is, and where, only Nova can tell."
-        raise Refused(Reason.CONFLICT, text)
+        raise RefusedError(Reason.CONFLICT, text)
     try:
         found = _instance(uuid, client.get(cloud, keys.nova_endpoint, f"/servers/{uuid}", {}, client.DEADLINE_S))
         if project not in (None, found.project):
-            raise Refused(Reason.UNKNOWN, NOT_THERE.format(uuid))
+            raise RefusedError(Reason.UNKNOWN, NOT_THERE.format(uuid))
         if keys.placement_endpoint != "off":
             consumer = Placement(cloud, keys.placement_endpoint, client.DEADLINE_S).consumer(uuid)
             if consumer.generation is None:
                 text = f"Placement has nothing allocated to instance {uuid}: nothing can be added to that."
-                raise Refused(Reason.CONFLICT, text)
-    except (client.Unusable, Away, Conflict, Rejected) as error:
-        raise Refused(Reason.AWAY, f"Instance {uuid} cannot be asked for now: {error}. Try again.") from None
+                raise RefusedError(Reason.CONFLICT, text)
+    except (
+        client.NovaUnavailableError,
+        PlacementUnavailableError,
+        PlacementConflictError,
+        PlacementRejectedError,
+    ) as error:
+        raise RefusedError(Reason.AWAY, f"Instance {uuid} cannot be asked for now: {error}. Try again.") from None
     return found
 
 
 def _instance(uuid: str, answer: Any) -> Instance:
-    """Convert Nova's answer into an Instance. Raises Refused UNKNOWN, and Unusable."""
+    """Convert Nova's answer into an Instance. Raises RefusedError UNKNOWN, and Unusable."""
     if answer.status_code == 404:
-        raise Refused(Reason.UNKNOWN, NOT_THERE.format(uuid))
+        raise RefusedError(Reason.UNKNOWN, NOT_THERE.format(uuid))
     if answer.status_code != 200:
-        raise client.Unusable(f"Nova answered {answer.status_code}")
+        raise client.NovaUnavailableError(f"Nova answered {answer.status_code}")
     try:
         found = answer.json()["server"]
         places = (found.get(f"OS-EXT-SRV-ATTR:{name}") for name in ("hypervisor_hostname", "host"))
@@ -130,13 +141,14 @@ def _instance(uuid: str, answer: Any) -> Instance:
         named = frozenset(str(place)[:255] for place in places if place)
         return Instance(uuid, str(found["tenant_id"])[:255], str(found["status"])[:64], named, task)
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise client.Unusable("Nova's answer is no server") from None
+        raise client.NovaUnavailableError("Nova's answer is no server") from None
 
 
 def _forward(row: Attachment) -> None:
     """Take the next step of an attachment.
 
-    Raises Away, Moved, Waits, Conflict, Rejected and Refused AWAY if the step has to be retried. Any other refusal
+    Raises PlacementUnavailableError, ConcurrentUpdateError, RetryLaterError, PlacementConflictError,
+    PlacementRejectedError and RefusedError AWAY if the step has to be retried. Any other refusal
     fails the attachment or starts its undo.
     """
     try:
@@ -153,7 +165,7 @@ def _forward(row: Attachment) -> None:
                 steps.free(row)
             case _:
                 _give_back(row)
-    except Refused as refused:
+    except RefusedError as refused:
         if refused.reason is Reason.AWAY:
             raise
         if row.state == AttachmentState.ASKED:
@@ -166,7 +178,7 @@ def _claim(row: Attachment) -> None:
     """Claim the shares in Placement; without Placement, go on without a claim.
 
     One step records the write and the next one sends it. When Placement shows the shares, the attachment is `claimed`.
-    Raises Refused CONFLICT if the instance has no allocations or Placement rejects the write; Conflict if another
+    Raises RefusedError CONFLICT if the instance has no allocations or Placement rejects the write; Conflict if another
     writer was faster; Waits.
     """
     if (placement := _placement()) is None:
@@ -176,16 +188,16 @@ def _claim(row: Attachment) -> None:
     seen = placement.consumer(str(row.instance))
     change = allocations.claiming(seen, shares, last)
     if change is None:
-        raise Refused(Reason.CONFLICT, f"Placement has nothing allocated to instance {row.instance} any more.")
+        raise RefusedError(Reason.CONFLICT, f"Placement has nothing allocated to instance {row.instance} any more.")
     if not change.nothing and change != last:
         return attachments.advance(row, AttachmentState.ATTACHING, "claiming", claim=msgspec.to_builtins(change))
     if not change.nothing:
         try:
             placement.allocate(seen.uuid, allocations.body(seen, shares, change))
-        except (Conflict, Rejected) as error:
+        except (PlacementConflictError, PlacementRejectedError) as error:
             if _overtaken(error):
                 raise
-            raise Refused(Reason.CONFLICT, str(error)) from None
+            raise RefusedError(Reason.CONFLICT, str(error)) from None
     said = ", ".join(f"{share.amount} {share.resource_class} of {rp}" for rp, share in sorted(shares.items()))
     attachments.advance(row, AttachmentState.ATTACHING, "claimed", said)
 
@@ -213,7 +225,7 @@ def _give_back(row: Attachment) -> None:
     if change is not None:
         try:
             placement.allocate(seen.uuid, allocations.body(seen, shares, change))
-        except (Conflict, Rejected) as error:
+        except (PlacementConflictError, PlacementRejectedError) as error:
             if _overtaken(error) or not change.nothing or not steps.long_given_up(row):
                 raise
             return steps.end(row, "nothing of it is there")
@@ -221,7 +233,7 @@ def _give_back(row: Attachment) -> None:
 
 
 def _in_turn(row: Attachment) -> None:
-    """Raise Waits while another attachment of the instance has a write that is not settled.
+    """Raise RetryLaterError while another attachment of the instance has a write that is not settled.
 
     An attachment with an unsettled write never waits; only one that begins to claim waits for a claim that has to be
     undone. So attachments cannot wait for each other in a circle.
@@ -233,12 +245,12 @@ def _in_turn(row: Attachment) -> None:
         first |= Q(state=AttachmentState.UNDOING, claim__isnull=False)
     others = Attachment.objects.filter(first, instance=row.instance, ended_at=None).exclude(pk=row.pk)
     if (uuid := others.values_list("uuid", flat=True).first()) is not None:
-        raise Waits(f"attachment {uuid} of this instance comes first")
+        raise RetryLaterError(f"attachment {uuid} of this instance comes first")
 
 
-def _overtaken(error: Conflict | Rejected) -> bool:
+def _overtaken(error: PlacementConflictError | PlacementRejectedError) -> bool:
     """Whether another writer changed the consumer first."""
-    return isinstance(error, Conflict) and error.code == CONCURRENT
+    return isinstance(error, PlacementConflictError) and error.code == CONCURRENT
 
 
 def _placement() -> Placement | None:

@@ -24,7 +24,7 @@ from accelerators import conductor
 from accelerators.domain.states import Source
 from accelerators.models import Device, Host
 from accelerators.runtime import jobs
-from placement_sync.client import Away, Conflict, Placement, Rejected
+from placement_sync.client import Placement, PlacementConflictError, PlacementRejectedError, PlacementUnavailableError
 from placement_sync.cloud import session
 from placement_sync.jobs import discrepancies_sql as sql
 from placement_sync.models import Discrepancy, Kind
@@ -263,7 +263,7 @@ def _without_device(broken: Sequence[Holding]) -> tuple[list[Fault], set[str]]:
         return [], set()
     asked = sorted({one.instance for one in broken})
     answers = client.servers(cloud, settings.KEYS.nova_endpoint, asked[:QUESTIONS])
-    unclear = {uuid for uuid in asked if isinstance(answers.get(uuid, client.UNASKED), client.Unusable)}
+    unclear = {uuid for uuid in asked if isinstance(answers.get(uuid, client.UNASKED), client.NovaUnavailableError)}
     hosts = Host.objects.in_bulk({one.host for one in broken})
     found = {}
     for one in broken:
@@ -300,9 +300,9 @@ def _read(cloud: Any, providers: Sequence[str]) -> dict[str, dict[str, dict[str,
         try:
             found = Placement(cloud, settings.KEYS.placement_endpoint).allocations(uuid)
             return {str(UUID(consumer)): dict(amounts) for consumer, amounts in found.items()}
-        except Away as error:
+        except PlacementUnavailableError as error:
             away.append(error)
-        except (Conflict, Rejected, ValueError):
+        except (PlacementConflictError, PlacementRejectedError, ValueError):
             return None
         return None
 

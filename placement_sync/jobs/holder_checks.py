@@ -15,8 +15,8 @@ from django.conf import settings
 from django.db import connection
 
 from accelerators.models import Deployable, Device
-from accelerators.safety import DEADLINE_S, Testimony
-from placement_sync.client import Away, Conflict, Placement, Rejected
+from accelerators.safety import DEADLINE_S, HolderCheck
+from placement_sync.client import Placement, PlacementConflictError, PlacementRejectedError, PlacementUnavailableError
 from placement_sync.cloud import session
 from placement_sync.nova import client
 
@@ -27,7 +27,7 @@ DAYS, LATELY = 30, 64
 """The check of Nova covers the instances that gave back a handle of the device in the last DAYS days; at most LATELY of
 them, the latest first.
 """
-NOBODY = Testimony()
+NOBODY = HolderCheck()
 GONE = 10_000
 """Largest number of instances that are remembered as unknown to Nova. Their ids never come back."""
 
@@ -54,7 +54,7 @@ _away: dict[str, tuple[float, str]] = {}
 _gone: set[str] = set()
 
 
-def allocations(device: Device) -> Testimony:
+def allocations(device: Device) -> HolderCheck:
     """Return the consumers with an allocation of any of the device's providers, or why that is unknown."""
     known = Deployable.objects.filter(device=device, rp_uuid__isnull=False).values_list("rp_uuid", flat=True)
     providers = [str(uuid) for uuid in known]
@@ -62,7 +62,7 @@ def allocations(device: Device) -> Testimony:
     return _asked("placement", endpoint, lambda cloud: testimony(cloud, endpoint, providers)) if providers else NOBODY
 
 
-def testimony(cloud: Any, endpoint: str, providers: Iterable[str]) -> Testimony:
+def testimony(cloud: Any, endpoint: str, providers: Iterable[str]) -> HolderCheck:
     """Return the consumers with an allocation of any of these providers (at most SHOWN), or why that is unknown.
 
     Costs one call per provider, each with a deadline of 2 s.
@@ -72,12 +72,12 @@ def testimony(cloud: Any, endpoint: str, providers: Iterable[str]) -> Testimony:
     try:
         for uuid in providers:
             consumers |= placement.allocations(uuid).keys()
-    except (Away, Conflict, Rejected) as error:
-        return Testimony(unknown=str(error))
-    return Testimony(tuple(f"Placement's consumer {consumer}" for consumer in sorted(consumers)[:SHOWN]))
+    except (PlacementUnavailableError, PlacementConflictError, PlacementRejectedError) as error:
+        return HolderCheck(unknown=str(error))
+    return HolderCheck(tuple(f"Placement's consumer {consumer}" for consumer in sorted(consumers)[:SHOWN]))
 
 
-def instances(device: Device) -> Testimony:
+def instances(device: Device) -> HolderCheck:
     """Return the instances that gave back their request of this device and are still on its host.
 
     Their guests may still use the device. An instance that was deleted, is shelved, or is on another host does not hold
@@ -93,7 +93,7 @@ def instances(device: Device) -> Testimony:
     )
 
 
-def _living(cloud: Any, endpoint: str, had: Iterable[str], *names: str) -> Testimony:
+def _living(cloud: Any, endpoint: str, had: Iterable[str], *names: str) -> HolderCheck:
     """Ask Nova for the instances in `had` and return those that are on the host with one of `names`."""
     found = client.servers(cloud, endpoint, list(had))
     if len(_gone) > GONE:
@@ -104,11 +104,11 @@ def _living(cloud: Any, endpoint: str, had: Iterable[str], *names: str) -> Testi
         for uuid, answer in found.items()
         if isinstance(answer, client.Server) and answer.on(*names)
     ]
-    unknown = next((str(answer) for answer in found.values() if isinstance(answer, client.Unusable)), "")
-    return Testimony(tuple(holders[:SHOWN]), unknown)
+    unknown = next((str(answer) for answer in found.values() if isinstance(answer, client.NovaUnavailableError)), "")
+    return HolderCheck(tuple(holders[:SHOWN]), unknown)
 
 
-def _asked(name: str, endpoint: str, ask: Callable[[Any], Testimony]) -> Testimony:
+def _asked(name: str, endpoint: str, ask: Callable[[Any], HolderCheck]) -> HolderCheck:
     """Call `ask` with the cloud session and return its answer; without a cloud, nobody holds anything.
 
     If the service was away less than AWAY_S ago, return its last error without a call.
@@ -117,7 +117,7 @@ def _asked(name: str, endpoint: str, ask: Callable[[Any], Testimony]) -> Testimo
         return NOBODY
     until, why = _away.get(name, (0.0, ""))
     if time.monotonic() < until:
-        return Testimony(unknown=why)
+        return HolderCheck(unknown=why)
     found = ask(cloud)
     if found.unknown and not found.holders:
         _away[name] = (time.monotonic() + AWAY_S, found.unknown)

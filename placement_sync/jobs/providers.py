@@ -22,11 +22,11 @@ from accelerators.models import Host, Intent
 from accelerators.requests import binding
 from accelerators.runtime import jobs
 from placement_sync import mapping
-from placement_sync.client import Away, Conflict, Placement, Rejected
+from placement_sync.client import Placement, PlacementConflictError, PlacementRejectedError, PlacementUnavailableError
 from placement_sync.cloud import session
 from placement_sync.jobs import repository, writer_election
 from placement_sync.jobs.writer_election import JOB, Turn
-from placement_sync.sync import Outcome, Waiting, bring
+from placement_sync.sync import Outcome, ProviderMissingError, bring
 
 KIND = "provider"
 AT_ONCE = 8
@@ -74,7 +74,7 @@ def step() -> bool:
         elif intent.key in hosts:
             wanted.append(intent)
     looks = [id for id, turn in turns.items() if turn is Turn.AGENT]
-    away: Away | None = None
+    away: PlacementUnavailableError | None = None
     for intent, outcome in zip(wanted, _brought(there, [hosts[one.key] for one in wanted], looks), strict=True):
         host = hosts[intent.key]
         if isinstance(outcome, Outcome) and host.id in looks and outcome.writes:
@@ -86,17 +86,17 @@ def step() -> bool:
                 repository.keep(host, outcome)
                 outbox.done([intent])
             _bind_programmed(intent.key)
-        elif isinstance(outcome, Away):
+        elif isinstance(outcome, PlacementUnavailableError):
             away = outcome
         else:
-            outbox.failed([intent], str(outcome), WAITING_S if isinstance(outcome, Waiting) else None)
+            outbox.failed([intent], str(outcome), WAITING_S if isinstance(outcome, ProviderMissingError) else None)
     if away is not None:
         _wait_together(str(away))
         return False
     return len(due) == BATCH
 
 
-class LeftToAgent(Exception):
+class AgentWritesError(Exception):
     """The host's agent writes for this host. The job sends it what differs."""
 
 
@@ -110,7 +110,9 @@ def sync_hosts(cloud: Any, hosts: Sequence[Host], dry_run: bool = False) -> list
     theirs = [host for host in hosts if turns.get(host.id, Turn.CONDUCTOR) is not Turn.CONDUCTOR]
     ours = [host for host in hosts if host not in theirs]
     conductor.providers_changed(theirs)
-    left: dict[int, Ended] = {host.id: LeftToAgent("left to its agent, which is told what differs") for host in theirs}
+    left: dict[int, Ended] = {
+        host.id: AgentWritesError("left to its agent, which is told what differs") for host in theirs
+    }
     looks = [host.id for host in ours] if dry_run else ()
     came = dict(zip((host.id for host in ours), _brought(cloud, ours, looks), strict=True)) | left
     return [came[host.id] for host in hosts]
@@ -122,7 +124,7 @@ def _brought(cloud: Any, hosts: Sequence[Host], looks: Collection[int] = ()) -> 
     After one host found Placement away, the others are not tried and get the same error.
     """
     words: set[str] = set()
-    gone: list[Away] = []
+    gone: list[PlacementUnavailableError] = []
 
     def one(host: Host, *known: Any) -> Ended:
         if gone:
@@ -132,10 +134,10 @@ def _brought(cloud: Any, hosts: Sequence[Host], looks: Collection[int] = ()) -> 
         desired, problems = mapping.desired(parts)
         try:
             outcome = bring(placement, host.name, desired, written, root, dry_run=host.id in looks)
-        except Away as away:
+        except PlacementUnavailableError as away:
             gone.append(away)
             return away
-        except (Waiting, Conflict, Rejected) as error:
+        except (ProviderMissingError, PlacementConflictError, PlacementRejectedError) as error:
             return error
         outcome.problems += problems
         return outcome

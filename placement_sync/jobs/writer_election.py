@@ -20,7 +20,7 @@ from django.db.models.functions import Now
 from accelerators import conductor
 from accelerators.commands import placement_delegation, placing
 from accelerators.commands.placing import Order, check_reason
-from accelerators.domain.errors import Reason, Refused
+from accelerators.domain.errors import Reason, RefusedError
 from accelerators.domain.states import CommandState, Source
 from accelerators.models import Command, Host
 from accelerators.models.commands import OPEN
@@ -60,10 +60,10 @@ def switch(who: str, by: str, reason: str = "", source: Source = Source.PERSON) 
     """Make `who` (conductor or agents) the writer, and return the writer. Does nothing if it is the writer already.
 
     Locks the writer's row and records an event. Agents that are writing stop before their next call; commands that no
-    agent has taken yet are refused. Raises Refused INVALID.
+    agent has taken yet are refused. Raises RefusedError INVALID.
     """
     if who not in Who.values:
-        raise Refused(Reason.INVALID, f"Nobody called {who[:64]!r} writes: say {' or '.join(Who.values)}.")
+        raise RefusedError(Reason.INVALID, f"Nobody called {who[:64]!r} writes: say {' or '.join(Who.values)}.")
     reason = check_reason(reason)
     with conductor.writing():
         Writer.objects.get_or_create(id=1)

@@ -91,11 +91,11 @@ def fetcher(session: Any, endpoint: str = "", timeout_s: float = DEADLINE_S) -> 
     return fetch
 
 
-class Unusable(Exception):
+class NovaUnavailableError(Exception):
     """Nova gave no answer, or not a complete one, so nothing can be concluded from it."""
 
 
-UNASKED = Unusable("Nova was not asked")
+UNASKED = NovaUnavailableError("Nova was not asked")
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,8 @@ class Server:
 
 
 def get(session: Any, endpoint: str, path: str, params: Mapping[str, str], timeout_s: float) -> Any:
-    """Send a GET request and return Nova's answer, whatever its status. Raises Unusable if there is no answer."""
+    """Send a GET request and return Nova's answer, whatever its status. Raises NovaUnavailableError if there is no
+    answer."""
     from keystoneauth1.exceptions import ClientException
 
     try:
@@ -131,27 +132,27 @@ def get(session: Any, endpoint: str, path: str, params: Mapping[str, str], timeo
             **({"endpoint_override": endpoint} if endpoint else {}),
         )
     except ClientException as error:
-        raise Unusable(" ".join(str(error).split())[:300]) from None
+        raise NovaUnavailableError(" ".join(str(error).split())[:300]) from None
 
 
 def server(session: Any, endpoint: str, uuid: str, timeout_s: float = DEADLINE_S) -> Server | None:
-    """Return one instance, or None if Nova answers 404. Raises Unusable."""
+    """Return one instance, or None if Nova answers 404. Raises NovaUnavailableError."""
     answer = get(session, endpoint, f"/servers/{uuid}", {}, timeout_s)
     if answer.status_code == 404:
         return None
     if answer.status_code != 200:
-        raise Unusable(f"GET /servers/{uuid}: Nova answered {answer.status_code}")
+        raise NovaUnavailableError(f"GET /servers/{uuid}: Nova answered {answer.status_code}")
     try:
         found = answer.json()["server"]
         places = (found.get(f"OS-EXT-SRV-ATTR:{name}") for name in ("host", "hypervisor_hostname"))
         return Server(str(found["status"])[:64], frozenset(str(place) for place in places if place))
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise Unusable(f"GET /servers/{uuid}: not a server") from None
+        raise NovaUnavailableError(f"GET /servers/{uuid}: not a server") from None
 
 
 def servers(
     session: Any, endpoint: str, uuids: Collection[str], deadline_s: float = DEADLINE_S
-) -> dict[str, Server | Unusable | None]:
+) -> dict[str, Server | NovaUnavailableError | None]:
     """Return several instances, read in parallel (AT_ONCE threads).
 
     An instance is Unusable if Nova has not answered for it within `deadline_s`, which is for all together.
@@ -163,13 +164,13 @@ def servers(
     return {uuid: _answer(future) for uuid, future in asked.items()}
 
 
-def _answer(future: Future[Server | None]) -> Server | Unusable | None:
-    """Return the result of a call, or Unusable if it is not finished or has failed."""
+def _answer(future: Future[Server | None]) -> Server | NovaUnavailableError | None:
+    """Return the result of a call, or NovaUnavailableError if it is not finished or has failed."""
     if not future.done() or future.cancelled():
-        return Unusable("Nova did not answer in time")
+        return NovaUnavailableError("Nova did not answer in time")
     try:
         return future.result()
-    except Unusable as unusable:
+    except NovaUnavailableError as unusable:
         return unusable
 
 

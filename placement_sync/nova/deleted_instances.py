@@ -23,7 +23,7 @@ from accelerators.requests import binding
 from accelerators.runtime import jobs
 from placement_sync.cloud import session
 from placement_sync.models import Look, Vanished
-from placement_sync.nova.client import Unusable, get
+from placement_sync.nova.client import NovaUnavailableError, get
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ def step() -> bool:
         for uuid in sorted(gone(missing, known, now)):
             if nova.is_gone(uuid):
                 _free(uuid)
-    except Unusable as error:
+    except NovaUnavailableError as error:
         log.warning("who holds accelerators was not compared with Nova: %s", error)
     return False
 
@@ -84,10 +84,12 @@ def gone(missing: Collection[str], known: Mapping[str, datetime], now: datetime)
 
 
 def _missing(held: Collection[str], listed: Collection[str]) -> set[str]:
-    """Return the instances that the listing lacks. Raises Unusable if it lacks all of MANY or more."""
+    """Return the instances that the listing lacks. Raises NovaUnavailableError if it lacks all of MANY or more."""
     missing = set(held) - set(listed)
     if len(missing) == len(held) >= MANY:
-        raise Unusable(f"its listing has none of the {len(held)} instances that hold accelerators: is it this cloud's?")
+        raise NovaUnavailableError(
+            f"its listing has none of the {len(held)} instances that hold accelerators: is it this cloud's?"
+        )
     return missing
 
 
@@ -113,7 +115,8 @@ class _Nova:
         self._session, self._endpoint = session, endpoint
 
     def listed(self) -> set[str]:
-        """Return the uuids of all instances of all projects. Raises Unusable unless the listing is complete."""
+        """Return the uuids of all instances of all projects. Raises NovaUnavailableError unless the listing is
+        complete."""
         return {uuid for page in self._pages() for uuid in page}
 
     def _pages(self) -> Iterator[list[str]]:
@@ -121,19 +124,19 @@ class _Nova:
         while True:
             answer = self._get("/servers", params)
             if answer.status_code != 200:
-                raise Unusable(f"GET /servers: {answer.status_code}")
+                raise NovaUnavailableError(f"GET /servers: {answer.status_code}")
             try:
                 found = [str(server["id"]) for server in answer.json()["servers"]]
                 more = any(link.get("rel") == "next" for link in answer.json().get("servers_links", ()))
             except (ValueError, KeyError, TypeError, AttributeError):
-                raise Unusable("GET /servers: not a list of servers") from None
+                raise NovaUnavailableError("GET /servers: not a list of servers") from None
             yield found
             if not more or not found:
                 return
             params["marker"] = found[-1]
 
     def is_gone(self, uuid: str) -> bool:
-        """Whether Nova answers 404 for this instance. Raises Unusable if it does not answer."""
+        """Whether Nova answers 404 for this instance. Raises NovaUnavailableError if it does not answer."""
         return bool(self._get(f"/servers/{uuid}", {}).status_code == 404)
 
     def _get(self, path: str, params: Mapping[str, str]) -> Any:

@@ -10,7 +10,7 @@ from accelerators import conductor
 from accelerators.devices import admission_rules, lifecycle
 from accelerators.domain.admission import Facts, Rule, first
 from accelerators.domain.caller import Caller
-from accelerators.domain.errors import Reason, Refused
+from accelerators.domain.errors import Reason, RefusedError
 from accelerators.models import AdmissionRule, Deployable, Device, Event, Intent
 from tests.support.reports import a_host, answer, apply, card
 
@@ -116,6 +116,6 @@ def test_rules_are_applied_to_what_waits_and_nothing_else(monkeypatch: pytest.Mo
 def test_there_are_not_more_rules_than_a_merge_can_try(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission_rules, "MOST", 1)
     rule("one")
-    with pytest.raises(Refused, match="There are 1 rules already") as refused:
+    with pytest.raises(RefusedError, match="There are 1 rules already") as refused:
         rule("two")
     assert refused.value.reason == Reason.CONFLICT

@@ -13,7 +13,7 @@ from accelerators import conductor
 from accelerators.commands import placing
 from accelerators.commands.placing import Answer
 from accelerators.domain.caller import Caller
-from accelerators.domain.errors import Reason, Refused
+from accelerators.domain.errors import Reason, RefusedError
 from accelerators.models import (
     AcceleratorRequest,
     AttachHandle,
@@ -174,7 +174,7 @@ def test_a_device_is_programmed_for_all_that_are_bound_together(handle: AttachHa
     attach = Command.objects.get()
     assert (attach.state, attach.exclusive, attach.arguments["wanted"]) == ("preparing", True, {"function_id": "adder"})
     assert Device.objects.get().busy_with == attach.uuid
-    with pytest.raises(Refused, match="its device is busy with a command") as refused:
+    with pytest.raises(RefusedError, match="its device is busy with a command") as refused:
         bound("plain")
     assert refused.value.reason == Reason.NONE_FREE
     placing.prepared(attach.id, ADDER)
@@ -223,7 +223,7 @@ def test_a_bind_whose_handles_others_keep_locked_ends_and_can_be_tried_again(
     thread = threading.Thread(target=others, daemon=True)
     thread.start()
     assert locked.wait(10)
-    with pytest.raises(Refused, match="Others are taking the same accelerators") as refused:
+    with pytest.raises(RefusedError, match="Others are taking the same accelerators") as refused:
         bound()
     over.set()
     thread.join(10)
@@ -235,7 +235,7 @@ def test_a_bind_whose_handles_others_keep_locked_ends_and_can_be_tried_again(
 
 def test_a_device_is_not_programmed_with_two_images_for_one_bind(handle: AttachHandle) -> None:
     uuids, instance = [*binding.create("adder", NOVA), *binding.create("bits", NOVA)], str(uuid4())
-    with pytest.raises(Refused, match="cannot be programmed with two images at once") as refused:
+    with pytest.raises(RefusedError, match="cannot be programmed with two images at once") as refused:
         binding.bind([Bind(uuid, "cmp1", PROVIDER, instance) for uuid in uuids], NOVA)
     assert refused.value.reason == Reason.NONE_FREE
     assert {*AcceleratorRequest.objects.values_list("state", "attach_handle")} == {("BindFailed", None)}
@@ -251,7 +251,7 @@ def test_what_holds_the_bitstream_already_is_bound_at_once_beside_others(handle:
     (beside,) = bound("bits")
     assert state(beside)[0] == "Bound"
     with pytest.raises(
-        Refused, match=f"held by request ({request.uuid}|{beside.uuid}): it cannot be programmed for an"
+        RefusedError, match=f"held by request ({request.uuid}|{beside.uuid}): it cannot be programmed for an"
     ):
         bound("adder")
 

@@ -29,7 +29,7 @@ from accelerators.commands import placing
 from accelerators.commands.placing import ON_HOST, Answer
 from accelerators.devices import lifecycle
 from accelerators.domain.caller import Caller
-from accelerators.domain.errors import Reason, Refused
+from accelerators.domain.errors import Reason, RefusedError
 from accelerators.domain.states import RequestState
 from accelerators.models import (
     AcceleratorRequest,
@@ -188,7 +188,7 @@ class Requests(RuleBasedStateMachine):
         legal = BINDABLE.issuperset(self.states[uuid] for uuid in uuids)
         try:
             binding.bind([Bind(uuid, "cmp1", self.providers[card], instance) for uuid in uuids], NOVA)
-        except Refused as refused:
+        except RefusedError as refused:
             if not legal:
                 assert refused.reason == Reason.STATE
                 return
@@ -214,7 +214,7 @@ class Requests(RuleBasedStateMachine):
         device = self.now.devices[card]
         try:
             (lifecycle.enable if offer else lifecycle.disable)(UUID(device.uuid), NOVA)
-        except Refused as refused:
+        except RefusedError as refused:
             assert offer and device.busy_with and refused.reason == Reason.CONFLICT
 
     @rule(card=st.integers(0, 1))
@@ -223,7 +223,7 @@ class Requests(RuleBasedStateMachine):
         held = any(one.handle and one.device == device.id for one in self.now.requests)
         try:
             placing.ask("reset", UUID(device.uuid), NOVA)
-        except Refused as refused:
+        except RefusedError as refused:
             assert refused.reason == (Reason.CONFLICT if device.busy_with else Reason.HELD)
             assert held or device.busy_with
         else:

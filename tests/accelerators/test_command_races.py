@@ -14,7 +14,7 @@ from accelerators import conductor
 from accelerators.commands import placing
 from accelerators.commands.placing import Answer
 from accelerators.domain.caller import Caller
-from accelerators.domain.errors import Reason, Refused
+from accelerators.domain.errors import Reason, RefusedError
 from accelerators.models import AcceleratorRequest, AttachHandle, Command, Deployable, Device, DeviceProfile
 from accelerators.models.commands import OPEN
 from accelerators.requests import binding
@@ -35,15 +35,15 @@ class Pair:
     def __init__(self) -> None:
         self._threads, self._start = ThreadPoolExecutor(2), threading.Barrier(2)
 
-    def race(self, *works: Callable[[], object]) -> list[Refused | None]:
+    def race(self, *works: Callable[[], object]) -> list[RefusedError | None]:
         """How each ended."""
         return [future.result(30) for future in [self._threads.submit(self._run, work) for work in works]]
 
-    def _run(self, work: Callable[[], object]) -> Refused | None:
+    def _run(self, work: Callable[[], object]) -> RefusedError | None:
         self._start.wait(30)
         try:
             work()
-        except Refused as refused:
+        except RefusedError as refused:
             return refused
         return None
 

@@ -16,7 +16,7 @@ from accelerators.commands.placing import Answer, Progress
 from accelerators.devices import lifecycle
 from accelerators.domain.actions import Action
 from accelerators.domain.caller import Caller
-from accelerators.domain.errors import Reason, Refused
+from accelerators.domain.errors import Reason, RefusedError
 from accelerators.domain.states import CommandState, Source
 from accelerators.models import Command, Deployable, Device, Event, Host
 from accelerators.runtime import pubsub
@@ -100,7 +100,7 @@ def test_a_device_that_could_not_be_installed_says_why_in_its_drivers_words(devi
 def test_what_a_person_decides_while_it_installs_stays(device: Device) -> None:
     lifecycle.enable(device.uuid, OLGA)
     lifecycle.disable(device.uuid, OLGA, "not yet")
-    with pytest.raises(Refused, match="is busy with install") as refused:
+    with pytest.raises(RefusedError, match="is busy with install") as refused:
         lifecycle.enable(device.uuid, OLGA)
     assert refused.value.reason == Reason.CONFLICT
     said(Command.objects.get())
@@ -141,8 +141,8 @@ def test_a_merge_orders_all_installations_in_one_statement(monkeypatch: pytest.M
 
 
 def test_what_is_held_is_not_installed_anew(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(safety, "requests", lambda device: safety.Testimony(("request x",)))
-    with pytest.raises(Refused, match="held by request x: it cannot be installed"):
+    monkeypatch.setattr(safety, "requests", lambda device: safety.HolderCheck(("request x",)))
+    with pytest.raises(RefusedError, match="held by request x: it cannot be installed"):
         lifecycle.enable(device.uuid, OLGA)
 
 
@@ -231,7 +231,7 @@ def test_what_is_uninstalled_is_inactive(device: Device, before: str, after: str
     with conductor.writing():
         Device.objects.update(state=before)
     command = placing.ask("uninstall", device.uuid, OLGA, reason="to be sold")
-    with pytest.raises(Refused, match="is busy with uninstall"):
+    with pytest.raises(RefusedError, match="is busy with uninstall"):
         lifecycle.enable(device.uuid, OLGA)
     said(command)
     assert state(device) == (after, "to be sold", "olga")
@@ -287,7 +287,7 @@ Ask = Callable[[Device], object]
     ],
 )
 def test_asks_that_are_refused(device: Device, ask: Ask, reason: Reason, text: str) -> None:
-    with pytest.raises(Refused, match=text) as refused:
+    with pytest.raises(RefusedError, match=text) as refused:
         ask(device)
     assert refused.value.reason == reason
     assert Command.objects.count() == 0
@@ -296,12 +296,12 @@ def test_asks_that_are_refused(device: Device, ask: Ask, reason: Reason, text: s
 def test_what_a_devices_state_or_driver_or_another_command_does_not_allow(device: Device) -> None:
     with conductor.writing():
         Device.objects.update(state="ready", acts="health reset uninstall")
-    with pytest.raises(Refused, match="is ready: uninstall is possible when it is failed, inactive"):
+    with pytest.raises(RefusedError, match="is ready: uninstall is possible when it is failed, inactive"):
         placing.ask("uninstall", device.uuid, OLGA)
-    with pytest.raises(Refused, match="test_driver cannot program it"):
+    with pytest.raises(RefusedError, match="test_driver cannot program it"):
         placing.ask("program", device.uuid, OLGA, image=IMAGE)
     placing.ask("reset", device.uuid, OLGA)
-    with pytest.raises(Refused, match=r"busy with reset \(command "):
+    with pytest.raises(RefusedError, match=r"busy with reset \(command "):
         placing.ask("reset", device.uuid, OLGA)
     assert placing.ask("health", device.uuid, OLGA).state == "queued"
 
@@ -310,8 +310,8 @@ def test_S1_nothing_destructive_is_ordered_while_a_witness_does_not_call_it_free
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for testimony, reason in (
-        (safety.Testimony(("instance i",)), Reason.HELD),
-        (safety.Testimony(unknown="no answer"), Reason.AWAY),
+        (safety.HolderCheck(("instance i",)), Reason.HELD),
+        (safety.HolderCheck(unknown="no answer"), Reason.AWAY),
     ):
         monkeypatch.setitem(safety._witnesses, "placement", lambda device, said=testimony: said)
         for op, more in (
@@ -320,7 +320,7 @@ def test_S1_nothing_destructive_is_ordered_while_a_witness_does_not_call_it_free
             ("partition", {"layout": {"a": "b"}}),
             ("program", {"image": IMAGE}),
         ):
-            with pytest.raises(Refused) as refused:
+            with pytest.raises(RefusedError) as refused:
                 placing.ask(op, device.uuid, OLGA, **more)
             assert refused.value.reason == reason
     placing.ask("health", device.uuid, OLGA)

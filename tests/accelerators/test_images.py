@@ -15,7 +15,7 @@ from accelerators import conductor
 from accelerators.commands import placing
 from accelerators.commands.placing import Order
 from accelerators.domain.caller import Caller
-from accelerators.domain.errors import Reason, Refused
+from accelerators.domain.errors import Reason, RefusedError
 from accelerators.domain.states import Source
 from accelerators.images import download, store
 from accelerators.models import Command, Device, Event, Image
@@ -98,7 +98,7 @@ def test_an_uploaded_image_is_a_checked_file_and_an_event() -> None:
 def test_uploads_that_are_refused_leave_nothing(
     size: int, chunks: list[bytes], name: str, properties: dict[str, str], says: str
 ) -> None:
-    with pytest.raises(Refused, match=says) as refused:
+    with pytest.raises(RefusedError, match=says) as refused:
         store.upload(chunks, size, name, properties, OPERATOR, Source.API)
     assert refused.value.reason == Reason.INVALID
     assert not Image.objects.exists() and not [*store.directory().iterdir()]
@@ -109,7 +109,7 @@ def test_a_full_disk_is_said_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch)
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(store.os, "fsync", full)
-    with pytest.raises(Refused, match="No space left on device") as refused:
+    with pytest.raises(RefusedError, match="No space left on device") as refused:
         upload()
     assert refused.value.reason == Reason.AWAY and not [*store.directory().iterdir()]
 
@@ -222,7 +222,7 @@ def test_copies_are_dropped_the_longest_unused_first_and_uploads_never(
             Command.objects.filter(pk=command.pk).update(ended_at=command.created_at)
     kept = {str(uuid) for uuid in Image.objects.values_list("uuid", flat=True)}
     assert kept == {str(own.uuid), contents[0], contents[3]} == {file.name for file in store.directory().iterdir()}
-    with pytest.raises(Refused, match=f"Command {opened.uuid}"):
+    with pytest.raises(RefusedError, match=f"Command {opened.uuid}"):
         store.remove(UUID(contents[0]), OPERATOR, Source.API)
     store.path(contents[3]).unlink()
     again = wait(bitstream_id=contents[3])

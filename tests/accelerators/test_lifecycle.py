@@ -17,8 +17,8 @@ from accelerators import conductor, safety
 from accelerators.devices import lifecycle
 from accelerators.domain.actions import Action, Standing, decide, drained, possible
 from accelerators.domain.caller import Caller
-from accelerators.domain.errors import Reason, Refused
-from accelerators.domain.states import DeviceState, Drain, IllegalMove, Source
+from accelerators.domain.errors import Reason, RefusedError
+from accelerators.domain.states import DeviceState, Drain, IllegalTransitionError, Source
 from accelerators.models import AcceleratorRequest, Deployable, Device, DeviceProfile, Event, Intent
 from accelerators.requests import binding
 from accelerators.requests.binding import Bind
@@ -62,7 +62,7 @@ def test_every_action_from_every_state_is_a_legal_step_or_a_refusal(state: Devic
         now = Standing(state, held=held)
         try:
             after = decide(action, now, then)
-        except IllegalMove as refused:
+        except IllegalTransitionError as refused:
             assert action not in OUT, "taking out of offer was refused"
             assert str(state) in str(refused)
             assert action not in possible(now)
@@ -81,7 +81,7 @@ def test_no_order_of_actions_offers_what_drains_or_moves_what_is_missing(
     for action, then in asked:
         try:
             after = decide(action, now, then)
-        except IllegalMove:
+        except IllegalTransitionError:
             continue
         assert (after.state == DeviceState.MISSING) == (now.state == DeviceState.MISSING)
         assert after.drain_to is None or after.here not in OFFERED
@@ -149,7 +149,7 @@ def test_what_a_device_goes_through_until_it_is_reinstated(device: Device) -> No
 def test_S1_what_is_held_is_not_retired_and_it_is_said_by_whom(device: Device) -> None:
     request = bound(device)
     lifecycle.disable(device.uuid, OLGA)
-    with pytest.raises(Refused, match=f"request {request} of instance") as refused:
+    with pytest.raises(RefusedError, match=f"request {request} of instance") as refused:
         lifecycle.ask(Action.RETIRE, device.uuid, OLGA)
     assert refused.value.reason == Reason.HELD
     assert now(device) == ("maintenance", None)
@@ -157,9 +157,9 @@ def test_S1_what_is_held_is_not_retired_and_it_is_said_by_whom(device: Device) -
 
 
 def test_nothing_is_retired_while_a_witness_cannot_be_asked(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(safety._witnesses, "placement", lambda device: safety.Testimony(unknown="it does not answer"))
+    monkeypatch.setitem(safety._witnesses, "placement", lambda device: safety.HolderCheck(unknown="it does not answer"))
     lifecycle.disable(device.uuid, OLGA)
-    with pytest.raises(Refused, match="placement: it does not answer") as refused:
+    with pytest.raises(RefusedError, match="placement: it does not answer") as refused:
         lifecycle.ask(Action.RETIRE, device.uuid, OLGA)
     assert refused.value.reason == Reason.AWAY
     assert lifecycle.ask(Action.DRAIN, device.uuid, OLGA, then=Drain.RETIRED).text == "draining: 0 requests left"
@@ -261,7 +261,7 @@ def test_more_than_a_slice_is_moved_slice_by_slice(db: None, monkeypatch: pytest
 
 def test_a_reason_that_cannot_be_stored_is_refused(device: Device) -> None:
     for bad in ("x" * 501, "a\0b"):
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(RefusedError) as refused:
             lifecycle.disable(device.uuid, OLGA, bad)
         assert refused.value.reason == Reason.INVALID
 

@@ -22,7 +22,7 @@ from accelerators.commands.placing import Answer
 from accelerators.devices import admission_rules, lifecycle
 from accelerators.domain.actions import Action
 from accelerators.domain.caller import Caller
-from accelerators.domain.errors import Refused
+from accelerators.domain.errors import RefusedError
 from accelerators.domain.states import Drain, Source
 from accelerators.images import download, store
 from accelerators.models import (
@@ -162,7 +162,7 @@ class Everything(RuleBasedStateMachine):
             profiles.forget()
             uuids = binding.create(data.draw(st.sampled_from(names)), NOVA)
             rp, instance = str(data.draw(st.sampled_from(offers)).rp_uuid), str(uuid4())
-            with suppress(Refused):  # it says so itself: BindFailed
+            with suppress(RefusedError):  # it says so itself: BindFailed
                 binding.bind([Bind(uuid, "cmp", rp, instance, project) for uuid in uuids], NOVA)
 
     @rule(content=st.sampled_from([b"one", b"two"]))
@@ -177,14 +177,14 @@ class Everything(RuleBasedStateMachine):
     @rule(data=st.data())
     def an_image_is_removed(self, data: st.DataObject) -> None:
         if there := list(Image.objects.order_by("id").values_list("uuid", flat=True)):
-            with suppress(Refused):  # a command is to use it
+            with suppress(RefusedError):  # a command is to use it
                 store.remove(data.draw(st.sampled_from(there)), NOVA, Source.API)
 
     @rule(data=st.data(), uploads=st.booleans())
     def a_device_is_programmed_with_an_image(self, data: st.DataObject, uploads: bool) -> None:
         if devices := list(Device.objects.order_by("id").values_list("uuid", flat=True)):
             image = upload(b"three") if uploads else UUID(IMAGE["id"])
-            with suppress(Refused):  # it is held, busy or not there
+            with suppress(RefusedError):  # it is held, busy or not there
                 placing.ask("program", data.draw(st.sampled_from(devices)), NOVA, image=image)
 
     @rule()
@@ -199,7 +199,7 @@ class Everything(RuleBasedStateMachine):
         chosen = {"device": devices} if of_device else {"profile": names}
         for name, choices in chosen.items():
             if choices:
-                with suppress(Refused):  # none is free
+                with suppress(RefusedError):  # none is free
                     attachments.ask(UUID(self.instances[which]), NOVA, **{name: data.draw(st.sampled_from(choices))})
                     if begins:
                         due_now()
@@ -285,7 +285,7 @@ def test_X6_images_are_replayed_from_upload_and_use_to_removal(cloud: Cloud) -> 
     assert_events_say_it("image", image, "here")
     command = placing.ask("program", device.uuid, NOVA, image=image)
     download.run()
-    with pytest.raises(Refused):
+    with pytest.raises(RefusedError):
         store.remove(image, NOVA, Source.API)
     assert_events_say_it("image", image, "here")
     placing.answer([Answer(command.host_id, command.pk, "succeeded", "as wanted")])

@@ -14,7 +14,7 @@ from accelerators.commands import placing
 from accelerators.commands.placing import Answer
 from accelerators.domain import driver_status
 from accelerators.domain.caller import Caller
-from accelerators.domain.errors import Reason, Refused
+from accelerators.domain.errors import Reason, RefusedError
 from accelerators.domain.states import RolloutOp, Source
 from accelerators.models import Command, Device, DriverWish, Event, Host, HostDriver, Rollout
 from accelerators.workflows import command_results, driver_config, driver_rollouts, sweep
@@ -187,7 +187,7 @@ def test_S1_a_driver_whose_devices_are_held_is_left_alone(fill: Fill) -> None:
     (host,) = fill(10)
     held = Device.objects.filter(deployables__attach_handles__request__isnull=False).first()
     for op, change in ((UNINSTALL, {}), (UPDATE, {"enabled": False}), (UPDATE, {"settings": {}}), (INSTALL, {})):
-        with pytest.raises(Refused, match=r"is held by request .* of instance .* cannot be") as refused:
+        with pytest.raises(RefusedError, match=r"is held by request .* of instance .* cannot be") as refused:
             begin(op, [host], driver="pci_driver", **change)
         assert refused.value.reason == Reason.HELD
     assert held is not None
@@ -200,18 +200,18 @@ def test_S1_a_driver_whose_devices_are_held_is_left_alone(fill: Fill) -> None:
 
 def test_S1_a_driver_is_left_alone_while_a_witness_cannot_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     (host,) = hosts(1, answer(card(1)))
-    monkeypatch.setitem(safety._witnesses, "nova", lambda device: safety.Testimony(unknown="it does not answer"))
-    with pytest.raises(Refused, match=r"is held is unknown \(nova: it does not answer\)") as refused:
+    monkeypatch.setitem(safety._witnesses, "nova", lambda device: safety.HolderCheck(unknown="it does not answer"))
+    with pytest.raises(RefusedError, match=r"is held is unknown \(nova: it does not answer\)") as refused:
         begin(UNINSTALL, [host])
     assert refused.value.reason == Reason.AWAY
 
 
 def test_S1_many_devices_are_asked_about_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Device] = []
-    monkeypatch.setitem(safety._witnesses, "nova", lambda device: asked.append(device) or safety.Testimony())
+    monkeypatch.setitem(safety._witnesses, "nova", lambda device: asked.append(device) or safety.HolderCheck())
     (host,) = hosts(1, answer(card(1), card(2)))
     monkeypatch.setattr(driver_config, "PATIENCE_S", -1.0)
-    with pytest.raises(Refused, match="was not found out in time: try again") as refused:
+    with pytest.raises(RefusedError, match="was not found out in time: try again") as refused:
         begin(UNINSTALL, [host])
     assert (refused.value.reason, asked) == (Reason.AWAY, [])
     assert not Rollout.objects.exists()
@@ -223,7 +223,7 @@ def test_a_device_of_a_driver_that_is_off_stays_busy_with_its_own_command() -> N
     said(Command.objects.get())
     with conductor.writing():
         Device.objects.update(busy_with=NOBODY)
-    with pytest.raises(Refused, match=f"is busy .command {NOBODY}.") as refused:
+    with pytest.raises(RefusedError, match=f"is busy .command {NOBODY}.") as refused:
         begin(UPDATE, [host], enabled=True)
     assert refused.value.reason == Reason.CONFLICT
     assert str(Device.objects.get().busy_with) == NOBODY
@@ -244,9 +244,9 @@ def test_nothing_is_bound_to_a_device_while_its_driver_is_changed() -> None:
     (host,) = hosts(1, answer(card(1, acts="reset")))
     device = Device.objects.get()
     begin(UPDATE, [host], settings={"a": 1})
-    with pytest.raises(Refused, match="is busy with configure"):
+    with pytest.raises(RefusedError, match="is busy with configure"):
         placing.ask("reset", device.uuid, OLGA)
-    with pytest.raises(Refused, match="is being changed"):
+    with pytest.raises(RefusedError, match="is being changed"):
         begin(UPDATE, [host], settings={"a": 2})
     said(Command.objects.get(), "failed")
     assert begin(UPDATE, [host], settings={"a": 2}).state == "running"
@@ -327,7 +327,7 @@ Bad = tuple[Change, str]
     ],
 )
 def test_what_makes_no_sense(change: Change, says: str) -> None:
-    with pytest.raises(Refused, match=says) as refused:
+    with pytest.raises(RefusedError, match=says) as refused:
         check(change)
     assert refused.value.reason == Reason.INVALID
 
@@ -345,11 +345,11 @@ def test_hosts_are_chosen_by_name_pattern_and_driver() -> None:
     assert driver_rollouts.choose(selector={"driver": DRIVER}) == [two]
     assert driver_rollouts.choose(selector={"driver": "far_driver", "name": "cmp*"}) == [three]
     for names, selector in (([], None), (["cmp0"], {"all": True}), (["nope"], None), ([], {"name": "x*"})):
-        with pytest.raises(Refused) as refused:
+        with pytest.raises(RefusedError) as refused:
             driver_rollouts.choose(names, selector)
         assert refused.value.reason == Reason.INVALID
     for selector in ({"all": False}, {"name": 7}, {"driver": ""}, {"zone": "a"}):
-        with pytest.raises(Refused, match="A selector is"):
+        with pytest.raises(RefusedError, match="A selector is"):
             driver_rollouts.choose(selector=selector)
 
 

@@ -10,7 +10,7 @@ from django.db import connection
 
 from accelerators import conductor, safety
 from accelerators.models import AcceleratorRequest, AttachHandle, Device, DeviceProfile, Event, Host, Intent
-from accelerators.safety import Testimony
+from accelerators.safety import HolderCheck
 from accelerators.workflows import sweep
 from accelerators.workflows.sweep import remove_missing
 from tests.support import emptying
@@ -66,14 +66,14 @@ def test_missing_stays_while_its_driver_fails(host: Host) -> None:
     assert missing() == 1
 
 
-@pytest.mark.parametrize("said", [Testimony(holders=("allocation a",)), Testimony(unknown="it does not answer")])
-def test_S1_missing_stays_while_a_witness_does_not_call_it_free(host: Host, said: Testimony) -> None:
+@pytest.mark.parametrize("said", [HolderCheck(holders=("allocation a",)), HolderCheck(unknown="it does not answer")])
+def test_S1_missing_stays_while_a_witness_does_not_call_it_free(host: Host, said: HolderCheck) -> None:
     safety.register("stranger", lambda device: said)
     try:
         assert remove_missing(LATER) is False
         assert missing() == 1
     finally:
-        safety.register("stranger", lambda device: Testimony())
+        safety.register("stranger", lambda device: HolderCheck())
     remove_missing(LATER)
     assert missing() == 0
 

@@ -9,7 +9,7 @@ import pytest
 from accelerators import conductor
 from accelerators.commands import placing
 from accelerators.domain.caller import Caller
-from accelerators.domain.errors import Refused
+from accelerators.domain.errors import RefusedError
 from accelerators.models import Command, Device, Event, Host
 from accelerators.runtime import pubsub
 from accelerators.workflows import command_results
@@ -146,7 +146,7 @@ def test_C2_an_agent_that_is_older_than_commands_is_sent_none(agent: WireAgent) 
         assert command.text == "the agent of cmp1 (release 0.1) takes no commands: update it"
         assert ask(socket, wire.Beat(1)) == wire.Ack(1, "Beat"), "nothing else was sent to it"
         until(lambda: Agent.objects.get().ops == "")
-        with pytest.raises(Refused, match="takes no commands: update it"):
+        with pytest.raises(RefusedError, match="takes no commands: update it"):
             logs()
 
 

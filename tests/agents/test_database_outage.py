@@ -10,8 +10,7 @@ import psycopg
 import pytest
 from django.db import connection
 
-from accelerators import database_outage
-from accelerators.runtime import pubsub
+from accelerators.runtime import database_outage, pubsub
 from agents import wire
 from agents.gateway.app import Gateway
 from tests.agents.conftest import House

@@ -22,7 +22,7 @@ from accelerators.commands import placing, programming
 from accelerators.commands.placing import Answer
 from accelerators.domain import traits
 from accelerators.domain.caller import Caller
-from accelerators.domain.errors import Reason, Refused
+from accelerators.domain.errors import Reason, RefusedError
 from accelerators.domain.states import Source
 from accelerators.images import download, store
 from accelerators.inventory import attributes
@@ -229,6 +229,6 @@ def test_what_programming_wrote_is_changed_by_programming_only(call: Call, part:
     body = {"deployable_id": part.pk, "key": "trait_function", "value": "CUSTOM_OTHER"}
     for response in (call("POST", "/v2/attributes", body), call("DELETE", f"/v2/attributes/{found.uuid}")):
         assert (response.status_code, "says what was programmed" in reason(response)) == (409, True)
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(RefusedError) as refused:
         attributes.remove(found.uuid, OPERATOR)
     assert refused.value.reason == Reason.CONFLICT

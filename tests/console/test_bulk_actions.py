@@ -21,7 +21,7 @@ from accelerators.devices import lifecycle
 from accelerators.devices.lifecycle import Seen
 from accelerators.domain.actions import Action
 from accelerators.domain.caller import Caller
-from accelerators.domain.errors import Refused
+from accelerators.domain.errors import RefusedError
 from accelerators.domain.states import Drain
 from accelerators.models import Bulk, Command, Device, Event, Host
 from accelerators.workflows import bulk_actions
@@ -217,7 +217,7 @@ def test_of_two_operators_at_once_one_wins_and_the_other_is_told(fill: Fill) -> 
         try:
             seen = Seen({device.uuid: "inactive"})
             said.append(lifecycle.ask(action, device.uuid, OLGA, f"to {action}", seen=seen).state)
-        except Refused as refused:
+        except RefusedError as refused:
             said.append(refused.text)
         finally:
             connection.close()
@@ -259,9 +259,9 @@ def test_bounds_and_what_is_kept(operator: Client, fill: Fill, monkeypatch: pyte
     fill(10)
     monkeypatch.setattr(bulk_actions, "MOST", 9)
     every = Device.objects.all()
-    with pytest.raises(Refused, match="More than 9 devices are chosen"):
+    with pytest.raises(RefusedError, match="More than 9 devices are chosen"):
         bulk_actions.choose(Action.ENABLE, Drain.MAINTENANCE, every, OLGA)
-    with pytest.raises(Refused, match="No device is chosen"):
+    with pytest.raises(RefusedError, match="No device is chosen"):
         bulk_actions.choose(Action.ENABLE, Drain.MAINTENANCE, every.none(), OLGA)
     bulk = bulk_actions.choose(Action.ENABLE, Drain.MAINTENANCE, every.filter(address__lte="0000:02:00.0"), OLGA)
     assert [item.stood for item in bulk.items.all()] == [item.device.stands for item in bulk.items.all()]

@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 
 from drivers.errors import Busy, Denied, DriverError, Failed, Gone, Invalid, Timeout, Unsupported
-from drivers.isolation.host_writer import Hand, _problem
+from drivers.isolation.host_writer import HostWriter, _problem
 from drivers.plan import Image
 
 SLOT = "/sys/class/firmware/secure-update0"
 
 
-def with_hand(root: Path, work: Callable[[Hand], Awaitable[None]]) -> None:
+def with_hand(root: Path, work: Callable[[HostWriter], Awaitable[None]]) -> None:
     async def story() -> None:
-        hand = Hand({"/sys": str(root / "sys"), "/state": str(root / "state")})
+        hand = HostWriter({"/sys": str(root / "sys"), "/state": str(root / "state")})
         try:
             await work(hand)
         finally:
@@ -41,7 +41,7 @@ def attribute(root: Path, path: str, value: str = "0") -> Path:
 def test_a_value_is_written_into_what_is_there_and_nothing_is_made(tmp_path: Path) -> None:
     file = attribute(tmp_path, "/sys/a/numvfs")
 
-    async def work(hand: Hand) -> None:
+    async def work(hand: HostWriter) -> None:
         await hand.write("/sys/a/numvfs", "4", 5)
         assert file.read_text() == "4"
         with pytest.raises(Gone, match="/sys/a/other: No such file"):
@@ -54,7 +54,7 @@ def test_a_value_is_written_into_what_is_there_and_nothing_is_made(tmp_path: Pat
 
 
 def test_the_drivers_own_files_are_made_replaced_and_removed(tmp_path: Path) -> None:
-    async def work(hand: Hand) -> None:
+    async def work(hand: HostWriter) -> None:
         await hand.write("/state/b/0/on", "1", 5)
         await hand.write("/state/b/0/on", "two", 5)
         folder = tmp_path / "state/b/0"
@@ -70,7 +70,7 @@ def test_a_write_that_hangs_is_ended_and_the_next_one_goes_on(tmp_path: Path) ->
     attribute(tmp_path, "/sys/a/mode")
     os.mkfifo(tmp_path / "sys/a/reset")  # without a reader, opening it waits
 
-    async def work(hand: Hand) -> None:
+    async def work(hand: HostWriter) -> None:
         with pytest.raises(
             Timeout, match=r"/sys/a/reset: the kernel did not answer within 0.3 s; the outcome is unknow"
         ):
@@ -90,7 +90,7 @@ def test_a_worker_that_is_killed_leaves_the_outcome_unknown(tmp_path: Path) -> N
     attribute(tmp_path, "/sys/mode")
     os.mkfifo(tmp_path / "sys/wait")
 
-    async def work(hand: Hand) -> None:
+    async def work(hand: HostWriter) -> None:
         await hand.write("/sys/mode", "1", 10)
         assert hand._pipe is not None
         asked = asyncio.ensure_future(hand.write("/sys/wait", "1", 10))
@@ -106,7 +106,7 @@ def test_a_worker_that_starts_and_says_nothing_is_not_waited_for(monkeypatch: py
     monkeypatch.setattr("drivers.isolation.host_writer.START_S", 0.05)
 
     async def story() -> None:
-        hand = Hand({"/sys": "/nowhere"}, ("sleep", "60"))
+        hand = HostWriter({"/sys": "/nowhere"}, ("sleep", "60"))
         with pytest.raises(Failed, match="no worker can be started to write with: it does not answer"):
             async with asyncio.timeout(10):
                 await hand.write("/sys/mode", "1", 10)
@@ -119,7 +119,7 @@ def test_who_no_longer_waits_leaves_no_worker(tmp_path: Path) -> None:
     attribute(tmp_path, "/sys/mode")
     os.mkfifo(tmp_path / "sys/wait")
 
-    async def work(hand: Hand) -> None:
+    async def work(hand: HostWriter) -> None:
         await hand.write("/sys/mode", "1", 10)
         assert hand._pipe is not None
         asked = asyncio.ensure_future(hand.write("/sys/wait", "1", 10))
@@ -161,7 +161,7 @@ def image(root: Path, data: bytes) -> Image:
 def test_an_image_is_copied_whole(tmp_path: Path) -> None:
     data = os.urandom(200_000)
 
-    async def work(hand: Hand) -> None:
+    async def work(hand: HostWriter) -> None:
         await hand.upload("/state/b/image", "copy", image(tmp_path, data), 5, lambda _: None)
         assert (tmp_path / "state/b/image").read_bytes() == data
         with pytest.raises(Gone):
@@ -194,7 +194,7 @@ def test_firmware_goes_through_the_kernels_upload_class(
         files["error"].write_text(error)
         status.write_text("idle")
 
-    async def work(hand: Hand) -> None:
+    async def work(hand: HostWriter) -> None:
         thread = threading.Thread(target=kernel, daemon=True)
         thread.start()
         told: list[int] = []
@@ -223,7 +223,7 @@ def test_a_second_upload_is_not_begun_while_one_runs(tmp_path: Path) -> None:
     attribute(tmp_path, f"{SLOT}/status", "programming")
     loading = attribute(tmp_path, f"{SLOT}/loading", "0")
 
-    async def work(hand: Hand) -> None:
+    async def work(hand: HostWriter) -> None:
         with pytest.raises(Busy, match="is programming: another upload runs"):
             await hand.upload(SLOT, "firmware", image(tmp_path, b"x"), 5, lambda _: None)
         assert loading.read_text() == "0"

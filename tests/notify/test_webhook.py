@@ -51,7 +51,7 @@ def test_a_name_that_leads_inside_is_refused_when_it_is_sent(address: str) -> No
     assert address.partition("%")[0] not in outcome.error, "what a name means inside is nobody's"
     literal = address.partition("%")[0]
     url = f"https://[{literal}]/" if ":" in literal else f"https://{literal}/"
-    with pytest.raises(webhook.Refused, match="not public"):
+    with pytest.raises(webhook.WebhookUrlError, match="not public"):
         where(url, PUBLIC)
 
 
@@ -88,7 +88,7 @@ def test_the_connection_goes_to_the_address_that_was_checked() -> None:
     ],
 )
 def test_a_url_that_cannot_be_used_is_refused_with_a_sentence(url: str, says: str) -> None:
-    with pytest.raises(webhook.Refused, match=says):
+    with pytest.raises(webhook.WebhookUrlError, match=says):
         where(url, PUBLIC)
     assert says in post(url, {}, b"", PUBLIC).error
 
@@ -126,5 +126,5 @@ def test_a_network_that_is_listed_may_be_reached_and_its_neighbour_not() -> None
     some = Allowed(networks=networks(["10.1.0.0/16", "fd00::/8"]))
     assert where("https://10.1.2.3/", some).host == "10.1.2.3"
     assert where("https://[fd00::1]/", some)
-    with pytest.raises(webhook.Refused, match=r"10\.2"):
+    with pytest.raises(webhook.WebhookUrlError, match=r"10\.2"):
         where("https://10.2.2.3/", some)

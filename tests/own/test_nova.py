@@ -16,7 +16,7 @@ from keystoneauth1.session import Session
 
 from accelerators.api.own.instances import Instance, Known
 from drivers.configuration import ConfigurationError
-from placement_sync.nova.client import AT_ONCE, GONE, REMEMBERED_S, Nova, Unusable, servers
+from placement_sync.nova.client import AT_ONCE, GONE, REMEMBERED_S, Nova, NovaUnavailableError, servers
 from tests.support.webserver import until
 
 
@@ -144,7 +144,7 @@ def test_after_the_deadline_nova_is_asked_for_no_further_instance(compute: Compu
     session = Session(auth=NoAuth(endpoint=compute.address))
     found = servers(session, compute.address, [str(n) for n in range(10 * AT_ONCE)], deadline_s=0.1)
     assert {str(answer) for answer in found.values()} >= {"Nova did not answer in time"}
-    assert all(isinstance(answer, Unusable) for answer in found.values())
+    assert all(isinstance(answer, NovaUnavailableError) for answer in found.values())
     until(lambda: not any(thread.name.startswith("servers") for thread in threading.enumerate()))
     assert len(compute.asked) < len(found)
     until(lambda: compute.accepted)

@@ -16,7 +16,7 @@ from accelerators.commands import placing
 from accelerators.commands.placing import Answer
 from accelerators.devices import partitioning
 from accelerators.domain.caller import Caller
-from accelerators.domain.errors import Reason, Refused
+from accelerators.domain.errors import Reason, RefusedError
 from accelerators.models import AcceleratorRequest, AttachHandle, Command, Device, DeviceProfile, Event, Host
 from accelerators.workflows import command_results
 from drivers.inventory import Device as Card
@@ -280,5 +280,5 @@ def test_of_two_operators_at_once_exactly_one_wins(ask: Ask) -> None:
         won, lost = sorted(threads.map(more, range(2)), key=lambda result: result.command is None)
     assert won.command == Command.objects.get() and won.command.arguments["layout"] == {"vfs": "4"}
     assert lost.reason is Reason.CONFLICT and "is at generation 1 now, not 0" in lost.refused
-    with pytest.raises(Refused, match="generation 1 now, not 0"):
+    with pytest.raises(RefusedError, match="generation 1 now, not 0"):
         partitioning.update(device(1).uuid, {"vfs": "8"}, OLGA, generation=0)

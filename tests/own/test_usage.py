@@ -15,7 +15,7 @@ from django.db import connection
 from django.test.utils import CaptureQueriesContext
 
 from accelerators import conductor
-from accelerators.domain.errors import Refused
+from accelerators.domain.errors import RefusedError
 from accelerators.models import AcceleratorRequest, AttachHandle, Deployable, Device, DeviceProfile, Host
 from accelerators.requests import candidates
 from agents import telemetry
@@ -140,7 +140,7 @@ def test_free_is_what_a_bind_would_get(ask: Ask, heard: Heard) -> None:
     wanted = [{"resources:FPGA": "1"}]
     assert candidates.room(wanted, there, 5) == 2
     assert set(candidates.choose(wanted * 2, there, "there").providers) == {one.provider for one in there}
-    with pytest.raises(Refused, match="none free"):
+    with pytest.raises(RefusedError, match="none free"):
         candidates.choose([{"resources:FPGA": "2"}], there, "there")
 
 

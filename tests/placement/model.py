@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from placement_sync.allocations import Consumer
-from placement_sync.client import Conflict
+from placement_sync.client import PlacementConflictError
 from placement_sync.reconcile import Inventory, Observed
 
 DEFAULTS = {"reserved": 0, "min_unit": 1, "max_unit": 2147483647, "step_size": 1, "allocation_ratio": 1.0}
-CHANGED = Conflict("placement.concurrent_update", "somebody was faster")
+CHANGED = PlacementConflictError("placement.concurrent_update", "somebody was faster")
 
 
 @dataclass
@@ -87,12 +87,14 @@ class Model:
         consumers = self.allocated.get((provider, name), {})
         used = sum(n for who, n in consumers.items() if who != uuid) + amount
         if entry and used > entry["total"] - entry["reserved"] and amount > consumers.get(uuid, 0):
-            raise Conflict("placement.undefined_code", f"Unable to allocate inventory: {name} is over capacity")
+            raise PlacementConflictError(
+                "placement.undefined_code", f"Unable to allocate inventory: {name} is over capacity"
+            )
 
     def create(self, uuid: str, name: str, parent: str) -> int:
         self._write()
         if uuid in self.providers or any(one.name == name for one in self.providers.values()):
-            raise Conflict("", "there is one")
+            raise PlacementConflictError("", "there is one")
         self.providers[uuid] = Observed(uuid, name, parent, 0)
         return 0
 
@@ -105,7 +107,7 @@ class Model:
         now = self._guarded(uuid, generation)
         for name in now.inventories.keys() - inventories.keys():
             if self.allocated.get((uuid, name)):
-                raise Conflict("placement.inventory.inuse", f"{name} is in use")
+                raise PlacementConflictError("placement.inventory.inuse", f"{name} is in use")
         whole = {name: {**DEFAULTS, **entry} for name, entry in inventories.items()}
         self.providers[uuid] = replace(self.providers[uuid], inventories=whole)
         return self._next(uuid)
@@ -118,7 +120,7 @@ class Model:
     def delete(self, uuid: str) -> None:
         self._write()
         if self.allocations(uuid):
-            raise Conflict("placement.resource_provider.inuse", "it is allocated")
+            raise PlacementConflictError("placement.resource_provider.inuse", "it is allocated")
         self.providers.pop(uuid, None)
 
     def _write(self) -> None:

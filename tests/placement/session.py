@@ -12,7 +12,7 @@ from urllib.parse import parse_qs, urlsplit
 import requests
 from keystoneauth1.exceptions import ConnectFailure
 
-from placement_sync.client import Conflict
+from placement_sync.client import PlacementConflictError
 from placement_sync.reconcile import Observed
 from tests.placement.model import Model
 
@@ -45,7 +45,7 @@ class Session:
         try:
             found = self._call(method, words, parse_qs(parts.query), json)
             return _answer(200, {name: found[name] for name in found if version >= SINCE.get(name, FIRST)})
-        except Conflict as conflict:
+        except PlacementConflictError as conflict:
             code = {"code": conflict.code} if version >= ERROR_CODES else {}
             return _answer(409, {"errors": [{"detail": str(conflict)} | code]})
         except KeyError:

@@ -12,7 +12,7 @@ from accelerators import conductor
 from accelerators.commands import placing
 from accelerators.devices import lifecycle
 from accelerators.domain.caller import Caller
-from accelerators.domain.errors import Reason, Refused
+from accelerators.domain.errors import Reason, RefusedError
 from accelerators.models import AcceleratorRequest, Attachment, Command, Device, DeviceProfile, Event, Intent
 from accelerators.requests import binding
 from accelerators.requests.binding import Bind
@@ -36,7 +36,7 @@ def cloud(settings: Any) -> Iterator[Cloud]:
 
 def refused(reason: Reason, **said: Any) -> str:
     """The sentence with which it is refused; nothing was made."""
-    with pytest.raises(Refused) as error:
+    with pytest.raises(RefusedError) as error:
         ask(**said)
     assert error.value.reason is reason, error.value.text
     assert not Attachment.objects.exists()
@@ -101,7 +101,7 @@ def test_one_unit_of_a_device(cloud: Cloud) -> None:
     ask("", device=second.uuid)
     work()
     assert cloud.has() == {provider(1): {"FPGA": 2}}
-    with pytest.raises(Refused, match="has none free"):
+    with pytest.raises(RefusedError, match="has none free"):
         ask("", device=second.uuid)
 
 
@@ -249,11 +249,11 @@ def test_tenants_see_only_their_own(cloud: Cloud) -> None:
     cards()
     for project, reason in (("p2", Reason.UNKNOWN), ("", Reason.UNKNOWN)):
         stranger = Caller("eve", "u", frozenset({"member"}), project)
-        with pytest.raises(Refused) as error:
+        with pytest.raises(RefusedError) as error:
             attachments.ask(uuid.UUID(VM), stranger, profile="one", everyone=False)
         assert error.value.reason is reason
     row = ask()
-    with pytest.raises(Refused, match="There is no attachment"):
+    with pytest.raises(RefusedError, match="There is no attachment"):
         attachments.detach(row.uuid, stranger, everyone=False)
 
 
@@ -261,12 +261,12 @@ def test_novas_own_requests_are_not_detached(cloud: Cloud) -> None:
     cards()
     (request,) = binding.create("one", OLGA)
     binding.bind([Bind(request, "cmp1", provider(), VM)], OLGA)
-    with pytest.raises(Refused, match="freed when Nova deletes the instance"):
+    with pytest.raises(RefusedError, match="freed when Nova deletes the instance"):
         attachments.detach(uuid.UUID(request), OLGA)
     row = ask()
     work()
     row.refresh_from_db()
-    with pytest.raises(Refused, match=f"is a request of attachment {row.uuid}"):
+    with pytest.raises(RefusedError, match=f"is a request of attachment {row.uuid}"):
         attachments.detach(row.requests[0], OLGA)
 
 
@@ -374,7 +374,7 @@ def test_groups_that_few_providers_fit_choose_first() -> None:
     assert choose([double], [xilinx], "here").shares == {"x": ("FPGA", 1)}
     assert choose([double], [xilinx], "here").providers == ("x", "x")
     for wanted in ([fast, fast], [{"resources:FPGA": "1", "resources:VGPU": "1"}], [{"resources:VGPU": "1"}]):
-        with pytest.raises(Refused, match="here has none free"):
+        with pytest.raises(RefusedError, match="here has none free"):
             choose(wanted, [plain, other], "here")
 
 

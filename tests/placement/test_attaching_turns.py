@@ -14,13 +14,13 @@ from keystoneauth1.exceptions import ConnectFailure
 
 from accelerators import conductor
 from accelerators.domain.caller import Caller
-from accelerators.domain.errors import Reason, Refused
+from accelerators.domain.errors import Reason, RefusedError
 from accelerators.models import AcceleratorRequest, Attachment, Device, Intent
 from accelerators.runtime import jobs
 from accelerators.workflows import attachments
 from placement_sync import allocations
 from placement_sync.allocations import Change, Consumer, Share
-from placement_sync.client import Conflict
+from placement_sync.client import PlacementConflictError
 from tests.placement import attaching as lab
 from tests.placement.attaching import LONG_AGO, OLGA, VM, Cloud, ask, cards, held, provider, state, work
 
@@ -158,7 +158,7 @@ def test_what_placement_refuses_for_anothers_sake_ends(cloud: Cloud) -> None:
     """Nothing of it is there, and no claim of it can be under way any more."""
 
     def refused() -> None:
-        raise Conflict("placement.undefined_code", "something else of this consumer is over capacity")
+        raise PlacementConflictError("placement.undefined_code", "something else of this consumer is over capacity")
 
     cards(handles=4)
     row = ask()
@@ -176,7 +176,7 @@ def test_what_placement_refuses_for_anothers_sake_ends(cloud: Cloud) -> None:
 def test_one_that_nova_cannot_tell_of_delays_no_other(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
     def half_blind(instance: str, project: str | None = None) -> attachments.Instance:
         if instance == VM:
-            raise Refused(Reason.AWAY, "Nova cannot tell.")
+            raise RefusedError(Reason.AWAY, "Nova cannot tell.")
         return lab.attaching.look(instance, project)
 
     cards(handles=4)
@@ -193,7 +193,7 @@ def test_x4_strangers_do_not_learn_which_instances_there_are(cloud: Cloud) -> No
     cards()
     cloud.placement.model.allocated[lab.ROOT, "VCPU"].clear()
     stranger = Caller("eve", "u", frozenset({"member"}), "p2")
-    with pytest.raises(Refused) as error:
+    with pytest.raises(RefusedError) as error:
         attachments.ask(uuid.UUID(VM), stranger, profile="one", everyone=False)
     assert (error.value.reason, error.value.text) == (Reason.UNKNOWN, f"Nova has no instance {VM}.")
 

@@ -12,7 +12,7 @@ from django.urls import reverse
 from accelerators import conductor
 from accelerators.devices import lifecycle
 from accelerators.domain.caller import Caller
-from accelerators.domain.errors import Reason, Refused
+from accelerators.domain.errors import Reason, RefusedError
 from accelerators.models import AcceleratorRequest, AttachHandle, Deployable, Device, DeviceProfile
 from accelerators.requests import binding
 from accelerators.requests.binding import Bind
@@ -47,7 +47,7 @@ def test_no_bind_gets_one(node: AttachHandle) -> None:
         DeviceProfile.objects.create(name="fpga", groups=[{"resources:FPGA": "1"}])
     (request,) = binding.create("fpga", ADMIN)
     provider = Deployable.objects.get(pk=node.deployable_id).rp_uuid
-    with pytest.raises(Refused, match="device nodes") as caught:
+    with pytest.raises(RefusedError, match="device nodes") as caught:
         binding.bind([Bind(request, "cmp1", str(provider), str(uuid4()), None)], ADMIN)
     assert caught.value.reason == Reason.NONE_FREE
     assert AcceleratorRequest.objects.get().attach_handle is None

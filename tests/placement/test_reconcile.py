@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accelerators.domain.provider_ids import provider_uuid
-from placement_sync.client import Conflict, Placement, Rejected
+from placement_sync.client import Placement, PlacementConflictError, PlacementRejectedError
 from placement_sync.mapping import Part, desired
 from placement_sync.reconcile import Observed, Written
-from placement_sync.sync import Outcome, Waiting, bring
+from placement_sync.sync import Outcome, ProviderMissingError, bring
 from tests.placement.model import Model
 from tests.placement.session import Session
 
@@ -101,7 +101,7 @@ def test_a_provider_in_another_tree_is_moved_here() -> None:
 
 
 def test_without_a_compute_provider_it_waits() -> None:
-    with pytest.raises(Waiting, match="waiting for compute provider cmp1"):
+    with pytest.raises(ProviderMissingError, match="waiting for compute provider cmp1"):
         bring(Model(), HOST, desired([part()])[0], {})  # type: ignore[arg-type]
 
 
@@ -116,7 +116,7 @@ def test_a_second_writer_that_never_rests_is_given_up_on(monkeypatch: pytest.Mon
         placement.providers[UUID] = replace(placement.providers[UUID], generation=random.randrange(100, 10**6))
 
     placement.before_write = tamper
-    with pytest.raises(Conflict):
+    with pytest.raises(PlacementConflictError):
         sync(placement, [part(total=8)], written)
     assert pauses == [0.02, 0.04, 0.08, 0.16, 0.32, 0.5, 0.5], "the limit of a random pause doubles up to 0.5 s"
     placement.before_write = lambda: None
@@ -126,9 +126,11 @@ def test_a_second_writer_that_never_rests_is_given_up_on(monkeypatch: pytest.Mon
 
 def test_what_placement_rejects_is_an_error_with_its_words() -> None:
     placement = Placement(Session(model()))
-    with pytest.raises(Rejected, match=f"^PUT /resource_providers/{UUID}: 404 no such provider$"):
+    with pytest.raises(PlacementRejectedError, match=f"^PUT /resource_providers/{UUID}: 404 no such provider$"):
         placement.move(UUID, "cmp1_FakeDevice", ROOT)
-    with pytest.raises(Rejected, match=f"^GET /resource_providers/{UUID}/inventories: 404 no such provider$"):
+    with pytest.raises(
+        PlacementRejectedError, match=f"^GET /resource_providers/{UUID}/inventories: 404 no such provider$"
+    ):
         placement.filled(Observed(UUID, "cmp1_FakeDevice", ROOT, 1))
 
 

@@ -15,7 +15,7 @@ from keystoneauth1.token_endpoint import Token
 from accelerators import conductor, safety
 from accelerators.devices import lifecycle
 from accelerators.domain.caller import Caller
-from accelerators.domain.errors import Reason, Refused
+from accelerators.domain.errors import Reason, RefusedError
 from accelerators.models import Attachment, Deployable, Device, DeviceProfile, Event
 from accelerators.requests import binding
 from accelerators.requests.binding import Bind
@@ -61,10 +61,10 @@ def device() -> Device:
     return device
 
 
-def retire(device: Device) -> Refused | None:
+def retire(device: Device) -> RefusedError | None:
     try:
         lifecycle.ask(lifecycle.Action.RETIRE, device.uuid, ADMIN)
-    except Refused as refused:
+    except RefusedError as refused:
         return refused
     return None
 

@@ -17,7 +17,7 @@ from accelerators import conductor
 from accelerators.commands import placing
 from accelerators.commands.placing import Answer
 from accelerators.devices import lifecycle
-from accelerators.domain.errors import Refused
+from accelerators.domain.errors import RefusedError
 from accelerators.models import Command, Device, Event, Host, Intent
 from accelerators.workflows import command_results
 from agents.models import Agent, Lease
@@ -192,7 +192,7 @@ def test_a_switch_is_an_event_raises_the_epoch_and_withdraws_what_nobody_took(ho
         conductor.providers_changed([host])
         providers.step()
     assert (wrote(), len(placed())) == (0, 1), "a switch writes nothing"
-    with pytest.raises(Refused, match="say conductor or agents"):
+    with pytest.raises(RefusedError, match="say conductor or agents"):
         writer_election.switch("nova", "olga")
 
 

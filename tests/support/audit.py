@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from accelerators import conductor
-from accelerators.inventory.merge_sql import EVENTS
+from accelerators.conductor_sql import EVENTS
 from tests.support.writeguard import note
 
 EVENT = "accelerators_event"

@@ -188,8 +188,8 @@ class ModelMachine(Host):
 
 
 class ModelHand:
-    """`drivers.isolation.host_writer.Hand` for a model: the same promises and errors; what hangs, hangs in a thread
-    that nobody joins.
+    """`drivers.isolation.host_writer.HostWriter` for a model: the same promises and errors; what hangs, hangs in a
+    thread that nobody joins.
 
     `stuck`: a write outlived its deadline and has not ended.
     """

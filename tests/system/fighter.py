@@ -18,7 +18,7 @@ django.setup()
 from django.db import connection  # noqa: E402
 
 from accelerators.domain.caller import Caller  # noqa: E402
-from accelerators.domain.errors import Reason, Refused  # noqa: E402
+from accelerators.domain.errors import Reason, RefusedError  # noqa: E402
 from accelerators.requests import binding  # noqa: E402
 from accelerators.requests.binding import Bind  # noqa: E402
 from drivers.isolation.process import die_with_parent  # noqa: E402
@@ -36,7 +36,7 @@ def main() -> None:
         barrier.wait()
         try:
             binding.bind([Bind(uuid, "cmp1", provider, uuid)], NOVA)
-        except Refused as refused:
+        except RefusedError as refused:
             assert refused.reason == Reason.NONE_FREE, refused.text
             return ""
         return uuid

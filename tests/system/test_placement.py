@@ -16,7 +16,7 @@ from accelerators.domain.provider_ids import provider_uuid
 from placement_sync import client
 from placement_sync.mapping import Part, desired
 from placement_sync.reconcile import Written
-from placement_sync.sync import Outcome, Waiting, bring
+from placement_sync.sync import Outcome, ProviderMissingError, bring
 from tests.system import environments
 from tests.system.keystone import Keystone
 from tests.system.placement import Placement
@@ -128,11 +128,11 @@ def test_a_host_that_moved_takes_its_providers_along(site: Site) -> None:
 
 
 def test_no_compute_provider_and_no_placement(site: Site) -> None:
-    with pytest.raises(Waiting, match="waiting for compute provider nowhere"):
+    with pytest.raises(ProviderMissingError, match="waiting for compute provider nowhere"):
         bring(client.Placement(site.session), "nowhere", desired([site.part()])[0], {})
-    with pytest.raises(client.Away):
+    with pytest.raises(client.PlacementUnavailableError):
         site.sync(site.part(), endpoint="http://127.0.0.1:1")
-    with pytest.raises(client.Away):
+    with pytest.raises(client.PlacementUnavailableError):
         site.sync(site.part(), timeout_s=0.0001)
     site.sync(site.part())
     assert site.show()["FakeDevice"]["inventories"]["FPGA"]["total"] == 16

@@ -36,7 +36,7 @@ def brought(site: Site, parts: list[Part], **more: Any) -> int:
         try:
             site.sync(*parts, **more)
             return tried
-        except (client.Away, client.Conflict):
+        except (client.PlacementUnavailableError, client.PlacementConflictError):
             continue
     raise AssertionError("never done")
 
@@ -85,7 +85,7 @@ class Rivals:
             try:
                 write(mine, provider, number := number + 1)
                 self.wrote[write.__name__] = number
-            except (client.Conflict, AssertionError):
+            except (client.PlacementConflictError, AssertionError):
                 continue
 
     def ratio(self, mine: client.Placement, provider: str, number: int) -> None:

@@ -48,7 +48,7 @@ def test_a_backup_is_a_private_folder_with_the_database_and_the_secret_key(tmp_p
     listed = subprocess.run(lists, capture_output=True, text=True, check=True).stdout
     assert "TABLE DATA public accelerators_acceleratorrequest" in listed
     assert backup.read(made) == about
-    with pytest.raises(backup.Unusable, match="is there already"):
+    with pytest.raises(backup.BackupError, match="is there already"):
         backup.take(made, told.append)
 
 
@@ -66,7 +66,7 @@ def test_what_is_no_backup_or_of_a_later_release_is_refused(tmp_path: Path) -> N
 
 def test_nothing_is_restored_over_another_database() -> None:
     backup.has_tables(wanted=True)
-    with pytest.raises(backup.Unusable, match="nothing is ever restored over another one"):
+    with pytest.raises(backup.BackupError, match="nothing is ever restored over another one"):
         backup.has_tables(wanted=False)
 
 

@@ -15,7 +15,7 @@ from rest_framework.exceptions import AuthenticationFailed
 from rest_framework.request import Request
 
 from accelerators.domain.caller import Caller
-from cyborgweb.auth.authentication import CallerAuthentication, KeystoneAway
+from cyborgweb.auth.authentication import CallerAuthentication, KeystoneUnavailableError
 from cyborgweb.auth.keystone import tokens
 from tests.support import keystone as standin
 from tests.support.keystone import Keystone, vouching
@@ -120,7 +120,10 @@ def test_l3_with_keystone_away_known_tokens_work_and_unknown_ones_get_a_503(
     assert asked(client, token).status_code == 200
     response = asked(client, keystone.token("reader"))
     assert response.status_code == 503
-    assert KeystoneAway.default_detail in json.loads(json.loads(response.content)["error_message"])["faultstring"]
+    assert (
+        KeystoneUnavailableError.default_detail
+        in json.loads(json.loads(response.content)["error_message"])["faultstring"]
+    )
     assert client.get("/api/profiles/", headers={"X-Auth-Token": "another"})["Retry-After"] == "5"
 
 

@@ -9,7 +9,16 @@ from dataclasses import dataclass, field
 import pytest
 
 from accelerators.domain.caller import Caller
-from cyborgweb.auth.token_cache import FRESH_S, PAUSE_S, REFUSED, REFUSED_S, TRY_S, Judged, Tokens, Unavailable
+from cyborgweb.auth.token_cache import (
+    FRESH_S,
+    PAUSE_S,
+    REFUSED,
+    REFUSED_S,
+    TRY_S,
+    Judged,
+    TokenCheckUnavailableError,
+    Tokens,
+)
 from tests.support.webserver import until
 
 START, LIFE = 1_000_000.0, 3600.0
@@ -23,7 +32,7 @@ class World:
     now: float = START
     known: dict[str, Judged] = field(default_factory=lambda: {"good": Judged(ALICE, START + LIFE)})
     asked: list[tuple[str, bool]] = field(default_factory=list)
-    failure: Unavailable | None = None
+    failure: TokenCheckUnavailableError | None = None
 
     def ask(self, token: str, allow_expired: bool) -> Judged:
         self.asked.append((token, allow_expired))
@@ -36,8 +45,8 @@ class World:
         return Tokens(self.ask, clock=lambda: self.now, steady=lambda: self.now, entries=entries)
 
 
-AWAY = Unavailable("nobody answers", unreachable=True)
-REFUSES_US = Unavailable("our password is wrong", unreachable=False)
+AWAY = TokenCheckUnavailableError("nobody answers", unreachable=True)
+REFUSES_US = TokenCheckUnavailableError("our password is wrong", unreachable=False)
 
 
 def test_an_answer_is_good_for_its_time_and_a_revocation_is_seen_after_it() -> None:
@@ -88,7 +97,7 @@ def test_while_keystone_is_away_known_tokens_go_on_until_they_end_and_unknown_on
     for _ in range(int((LIFE - 1) // 60)):
         world.now += 60
         assert tokens.caller("good") == ALICE
-    with pytest.raises(Unavailable):
+    with pytest.raises(TokenCheckUnavailableError):
         tokens.caller("other")
     world.now = START + LIFE
     assert tokens.caller("good") is None
@@ -102,7 +111,7 @@ def test_keystone_saying_no_is_never_overruled_by_memory() -> None:
     world.now += FRESH_S
     assert tokens.caller("good") is None
     world.failure, world.now = AWAY, world.now + REFUSED_S
-    with pytest.raises(Unavailable):
+    with pytest.raises(TokenCheckUnavailableError):
         tokens.caller("good")
 
 
@@ -111,7 +120,7 @@ def test_memory_does_not_stretch_when_keystone_is_there_but_refuses_the_service_
     tokens = world.tokens()
     assert tokens.caller("good") == ALICE
     world.failure, world.now = REFUSES_US, START + FRESH_S
-    with pytest.raises(Unavailable):
+    with pytest.raises(TokenCheckUnavailableError):
         tokens.caller("good")
 
 
@@ -121,11 +130,11 @@ def test_after_a_failure_one_request_in_a_while_tries_and_the_others_do_not_wait
     world = World(failure=AWAY)
     tokens = world.tokens()
     for token in ("a", "b", "c"):
-        with pytest.raises(Unavailable):
+        with pytest.raises(TokenCheckUnavailableError):
             tokens.caller(token)
     assert len(world.asked) == 1
     world.now += PAUSE_S
-    with pytest.raises(Unavailable):
+    with pytest.raises(TokenCheckUnavailableError):
         tokens.caller("d")
     assert len(world.asked) == 2
     world.failure, world.now = None, world.now + PAUSE_S
@@ -137,7 +146,7 @@ def test_a_refused_service_user_makes_nobody_wait(caplog: pytest.LogCaptureFixtu
     world = World(failure=REFUSES_US)
     tokens = world.tokens()
     for token in ("a", "b"):
-        with pytest.raises(Unavailable):
+        with pytest.raises(TokenCheckUnavailableError):
             tokens.caller(token)
     world.failure = None
     assert tokens.caller("good") == ALICE
@@ -147,7 +156,7 @@ def test_a_refused_service_user_makes_nobody_wait(caplog: pytest.LogCaptureFixtu
 def test_only_one_request_hangs_with_a_hanging_keystone() -> None:
     world = World(failure=AWAY)
     tokens = world.tokens()
-    with pytest.raises(Unavailable):
+    with pytest.raises(TokenCheckUnavailableError):
         tokens.caller("a")
     go, inside = threading.Event(), threading.Event()
 
@@ -162,7 +171,7 @@ def test_only_one_request_hangs_with_a_hanging_keystone() -> None:
         trying = pool.submit(tokens.caller, "good")
         assert inside.wait(20)
         world.now += TRY_S - 1
-        with pytest.raises(Unavailable):
+        with pytest.raises(TokenCheckUnavailableError):
             tokens.caller("b")
         go.set()
         assert trying.result(20) == ALICE

@@ -29,7 +29,7 @@ from prometheus_client.parser import text_string_to_metric_families as parsed
 
 from accelerators import conductor
 from accelerators.domain.caller import Caller
-from accelerators.domain.errors import Refused
+from accelerators.domain.errors import RefusedError
 from accelerators.models import AcceleratorRequest, AttachHandle, Deployable, Device, DeviceProfile, Host
 from accelerators.requests import binding, profiles
 from accelerators.requests.binding import Bind
@@ -137,7 +137,7 @@ def test_binds_are_counted_by_what_became_of_them() -> None:
 
     bind()
     bind()
-    with pytest.raises(Refused):
+    with pytest.raises(RefusedError):
         bind()
     with conductor.writing():
         AcceleratorRequest.objects.filter(state="BindStarted").update(deadline="2020-01-01T00:00:00Z")

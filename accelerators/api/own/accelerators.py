@@ -33,7 +33,7 @@ from accelerators.api.own.fields import (
 from accelerators.api.own.views import Collection
 from accelerators.devices import partitioning
 from accelerators.devices.lifecycle import MAX_REASON
-from accelerators.domain.errors import Refused
+from accelerators.domain.errors import RefusedError
 from accelerators.domain.states import RequestState, Source
 from accelerators.models import AcceleratorRequest, AttachHandle
 
@@ -301,7 +301,7 @@ class AcceleratorView(Collection):
         wanted = partitioning.Change(by, said.get("layout", {}), said.get("generation"))
         results = partitioning.change(targets, wanted, self.caller, said.get("reason", ""))
         if wanted.generation is not None and (reason := results[0].reason) is not None:
-            raise Refused(reason, results[0].refused)
+            raise RefusedError(reason, results[0].refused)
         return Response({"results": [_shown(result) for result in results]}, 202)
 
 

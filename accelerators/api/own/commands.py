@@ -19,7 +19,7 @@ from accelerators.api.own.views import Collection
 from accelerators.commands import placing, programming
 from accelerators.commands.catalogue import ACTS, OF_DEVICE, OF_HOST
 from accelerators.devices.lifecycle import MAX_REASON
-from accelerators.domain.errors import Reason, Refused
+from accelerators.domain.errors import Reason, RefusedError
 from accelerators.domain.states import CommandState
 from accelerators.models import Command
 from accelerators.models.commands import OPEN
@@ -236,7 +236,7 @@ class CommandView(Collection):
                 if device
                 else placing.ask_host(op, host, self.caller, **said)
             )
-        except Refused as refused:
+        except RefusedError as refused:
             if refused.reason is Reason.UNKNOWN:
                 raise serializers.ValidationError({"device" if device else "host": refused.text}) from refused
             raise

@@ -16,10 +16,10 @@ from django.http import Http404
 from rest_framework import exceptions
 from rest_framework.response import Response
 
-from accelerators import database_outage
 from accelerators.domain import errors
 from accelerators.domain.caller import request_id
 from accelerators.domain.errors import Reason
+from accelerators.runtime import database_outage
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ STATUSES: Mapping[Reason, int] = {
 """Of a refusal by the room itself; everything else is 409."""
 
 
-class Refused(exceptions.APIException):
+class ApiError(exceptions.APIException):
     """A refusal with a status and a sentence of its own."""
 
     def __init__(self, status: int, sentence: str) -> None:
@@ -48,9 +48,9 @@ class Refused(exceptions.APIException):
         self.status_code = status
 
 
-def too_large() -> Refused:
+def too_large() -> ApiError:
     """413."""
-    return Refused(413, SENTENCES[413])
+    return ApiError(413, SENTENCES[413])
 
 
 def shape(status: int, message: str) -> dict[str, dict[str, object]]:
@@ -75,7 +75,7 @@ def handle(error: Exception, context: Mapping[str, Any]) -> Response:
 def explain(error: Exception) -> tuple[int, str]:
     """Status and sentence."""
     match error:
-        case errors.Refused():
+        case errors.RefusedError():
             return STATUSES.get(error.reason, 409), error.text
         case Http404():
             return 404, SENTENCES[404]

@@ -96,7 +96,7 @@ class ImageView(Collection):
         name, properties = _described(request)
         size = _size(request)
         if not _turns.acquire(blocking=False):
-            raise errors.Refused(503, f"{UPLOADS} images are being uploaded already: try again in a moment.")
+            raise errors.ApiError(503, f"{UPLOADS} images are being uploaded already: try again in a moment.")
         try:
             image = store.upload(_pieces(request), size, name, properties, self.caller, Source.API)
         finally:
@@ -119,12 +119,12 @@ def _described(request: Request) -> tuple[str, dict[str, str]]:
 
 def _size(request: Request) -> int:
     if request.content_type.partition(";")[0].strip().lower() != MEDIA:
-        raise errors.Refused(415, f"Send the image's bytes as {MEDIA}.")
+        raise errors.ApiError(415, f"Send the image's bytes as {MEDIA}.")
     length = request.META.get("CONTENT_LENGTH") or ""
     if not length.isdecimal():
-        raise errors.Refused(411, "Say in Content-Length how many bytes the image has.")
+        raise errors.ApiError(411, "Say in Content-Length how many bytes the image has.")
     if int(length) > store.limit():
-        raise errors.Refused(413, f"An image has at most {store.limit()} bytes here (CYBORG_IMAGE_MAX_BYTES).")
+        raise errors.ApiError(413, f"An image has at most {store.limit()} bytes here (CYBORG_IMAGE_MAX_BYTES).")
     return int(length)
 
 

@@ -40,7 +40,7 @@ class GroupsField(serializers.ListField):
             raise serializers.ValidationError("Say a list of objects whose values are strings.")
         if isinstance(data, list) and sum(_amounts(data)) > groups.MAX_REQUESTS:
             # Nothing is wrong with its form: it is a quota, answered as Neutron answers one.
-            raise errors.Refused(409, f"groups: a profile may ask for at most {groups.MAX_REQUESTS} accelerators.")
+            raise errors.ApiError(409, f"groups: a profile may ask for at most {groups.MAX_REQUESTS} accelerators.")
         try:
             return groups.check_groups(data)
         except groups.GroupError as error:

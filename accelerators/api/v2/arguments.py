@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from accelerators.api.v2.faults import Fault, bad_input, missing_argument
+from accelerators.api.v2.faults import V2Error, bad_input, missing_argument
 
 Params = dict[str, list[str]]
 
@@ -78,7 +78,7 @@ def _page(
     return ListQuery(equal, sort, _limit(scalars.get("limit", limit)), marker and canonical(marker))
 
 
-def unknown_marker(value: str) -> Fault:
+def unknown_marker(value: str) -> V2Error:
     """400 for a page that starts nowhere."""
     return bad_input("marker", value, "It must be the uuid of an item of this list.")
 
@@ -107,7 +107,7 @@ def stored(value: str) -> bool:
 def _scalars(params: Params, known: Collection[str]) -> dict[str, str]:
     """Every parameter once (the last wins); unknown ones are refused, and NUL, which the database cannot hold."""
     if unknown := sorted(set(params) - set(known)):
-        raise Fault(400, f'Unknown argument: "{", ".join(unknown)}"')
+        raise V2Error(400, f'Unknown argument: "{", ".join(unknown)}"')
     scalars = {name: values[-1] for name, values in params.items()}
     for name, value in scalars.items():
         _no_nul(name, value)
@@ -148,7 +148,7 @@ def _indexed(params: Params) -> list[tuple[str, str]]:
 def _sort(filters: Mapping[str, str], sortable: Collection[str]) -> tuple[str, str]:
     key, direction = filters.get("sort_key", "created_at"), filters.get("sort_dir", "desc")
     if key not in sortable:
-        raise Fault(400, f'The sort_key value "{key}" is an invalid field for sorting')
+        raise V2Error(400, f'The sort_key value "{key}" is an invalid field for sorting')
     if direction not in ("asc", "desc"):
         raise bad_input("sort_dir", direction, "Value should be one of: asc, desc")
     return key, direction

@@ -10,7 +10,7 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from accelerators.api.v2 import arguments, bodies
-from accelerators.api.v2.faults import Fault, bad_input, missing_argument
+from accelerators.api.v2.faults import V2Error, bad_input, missing_argument
 from accelerators.api.v2.resource import Resource, links, moment, plain
 from accelerators.api.v2.views import DetailView, ListView, View
 from accelerators.inventory import attributes
@@ -68,7 +68,7 @@ class Attributes(View):
         if not named:
             raise missing_argument("uuid")
         if not arguments.stored(named):
-            raise Fault(404, f"Attribute not found with uuid={named}")
+            raise V2Error(404, f"Attribute not found with uuid={named}")
         attributes.remove(UUID(named), request.user)
         return Response(None, 204)
 

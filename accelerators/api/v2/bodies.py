@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 from rest_framework.request import Request
 
-from accelerators.api.v2.faults import Fault, missing_argument
+from accelerators.api.v2.faults import V2Error, missing_argument
 
 LONGEST = 255
 READABLE = ("", "application/json", "text/javascript", "application/javascript")
@@ -20,21 +20,21 @@ def read(request: Request, name: str) -> Any:
         raise missing_argument(name)
     kind = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
     if kind not in READABLE:
-        raise Fault(415, f"Unknown mimetype: {kind}")
+        raise V2Error(415, f"Unknown mimetype: {kind}")
     try:
         return orjson.loads(raw)
     except orjson.JSONDecodeError:
-        raise Fault(400, "Request is not in valid JSON format") from None
+        raise V2Error(400, "Request is not in valid JSON format") from None
 
 
 def shape(right: bool, sentence: str) -> None:
     """Refuse what has another shape than it should have."""
     if not right:
-        raise Fault(400, sentence)
+        raise V2Error(400, sentence)
 
 
 def text(value: object, name: str, longest: int = LONGEST, shortest: int = 1) -> str:
     """A string that can be stored."""
     if not isinstance(value, str) or not shortest <= len(value) <= longest or "\0" in value:
-        raise Fault(400, f"{name} must be a string of {shortest} to {longest} characters without NUL.")
+        raise V2Error(400, f"{name} must be a string of {shortest} to {longest} characters without NUL.")
     return value

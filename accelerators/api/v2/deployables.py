@@ -12,7 +12,7 @@ from rest_framework.response import Response
 
 from accelerators.api.v2 import arguments, bodies
 from accelerators.api.v2.devices import SHOWN, held
-from accelerators.api.v2.faults import Fault, bad_input
+from accelerators.api.v2.faults import V2Error, bad_input
 from accelerators.api.v2.resource import Column, Resource, links, moment, plain
 from accelerators.api.v2.views import DetailView, ListView, View
 from accelerators.commands import placing, programming
@@ -84,9 +84,9 @@ class DeployableProgram(View):
         there = arguments.stored(uuid) and DEPLOYABLES.exists("p.uuid = %(uuid)s", uuid=uuid)
         device = Device.objects.filter(deployables__uuid=uuid).first() if there else None
         if device is None:
-            raise Fault(404, f"Deployable not found with uuid={uuid}")
+            raise V2Error(404, f"Deployable not found with uuid={uuid}")
         if not _turns.acquire(blocking=False):
-            raise Fault(503, f"{WAITERS} devices are being programmed and waited for: try again in a moment.")
+            raise V2Error(503, f"{WAITERS} devices are being programmed and waited for: try again in a moment.")
         try:
             command = placing.ask("program", device.uuid, request.user, image=image, deployable=UUID(uuid))
             ended = programming.until_ended(command.uuid, settings.KEYS.program_wait_s)
@@ -102,12 +102,12 @@ def _refuse_unless_done(command: Command) -> None:
         return
     if command.ended_at is None:
         seconds = settings.KEYS.program_wait_s
-        raise Fault(
+        raise V2Error(
             500, f"FPGA programming is not over after {seconds} s: command {command.uuid} goes on ({_so(command)})."
         )
     if command.state == CommandState.REFUSED and "image" not in command.arguments:
-        raise Fault(400, f"The image cannot be programmed: {command.text}")
-    raise Fault(500, f"FPGA programming failed with return False. {command.text} (command {command.uuid})")
+        raise V2Error(400, f"The image cannot be programmed: {command.text}")
+    raise V2Error(500, f"FPGA programming failed with return False. {command.text} (command {command.uuid})")
 
 
 def _so(command: Command) -> str:
@@ -127,10 +127,10 @@ def _image(operations: object) -> UUID:
     if op not in _OPS:
         raise bad_input("op", str(op)[:64], f"Value should be one of: {', '.join(_OPS)}")
     if path.split("/")[1] in _INTERNAL:
-        raise Fault(400, f"'{path[:64]}' is an internal attribute and can not be updated")
+        raise V2Error(400, f"'{path[:64]}' is an internal attribute and can not be updated")
     image = value[0].get("image_uuid") if isinstance(value, list) and value and isinstance(value[0], dict) else None
     if not isinstance(image, str):
         raise bad_input("value", str(value)[:64], "It must be a list with an object that has an image_uuid.")
     if (found := arguments.canonical(image)) is None:
-        raise Fault(400, f"Expected a uuid but received {image[:64]}.")
+        raise V2Error(400, f"Expected a uuid but received {image[:64]}.")
     return UUID(found)

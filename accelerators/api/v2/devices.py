@@ -8,7 +8,7 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from accelerators.api.v2 import arguments
-from accelerators.api.v2.faults import Fault, missing_argument
+from accelerators.api.v2.faults import V2Error, missing_argument
 from accelerators.api.v2.resource import Resource, links, moment, plain
 from accelerators.api.v2.views import DetailView, ListView, View
 from accelerators.devices import lifecycle
@@ -72,7 +72,7 @@ class DeviceAction(View):
         """204, also when nothing changes."""
         arguments.only(request.query_params.lists())
         if not arguments.stored(uuid):
-            raise Fault(404, f"Device not found with uuid={uuid}")
+            raise V2Error(404, f"Device not found with uuid={uuid}")
         self.act(UUID(uuid), request.user)
         return Response(None, 204)
 

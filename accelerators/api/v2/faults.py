@@ -13,8 +13,8 @@ from django.core.exceptions import RequestDataTooBig, SuspiciousOperation
 from django.db import InterfaceError, OperationalError
 from rest_framework.exceptions import APIException
 
-from accelerators import database_outage
-from accelerators.domain.errors import Reason, Refused
+from accelerators.domain.errors import Reason, RefusedError
+from accelerators.runtime import database_outage
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ STATUSES: Mapping[Reason, int] = {
 """The two 500 are upstream's: its clients and tests look for them (contract section 2.3, annex A.4)."""
 
 
-class Fault(Exception):
+class V2Error(Exception):
     """A handler's refusal (form A): `text` is what a person reads, on one line."""
 
     def __init__(self, status: int, text: str) -> None:
@@ -41,17 +41,17 @@ class Fault(Exception):
         self.status, self.text = status, text
 
 
-def bad_input(name: str, value: str, why: str) -> Fault:
+def bad_input(name: str, value: str, why: str) -> V2Error:
     """A value that cannot be used; 400."""
-    return Fault(400, f"Invalid input for field/attribute {name}. Value: '{value}'. {why}")
+    return V2Error(400, f"Invalid input for field/attribute {name}. Value: '{value}'. {why}")
 
 
-def missing_argument(name: str) -> Fault:
+def missing_argument(name: str) -> V2Error:
     """An argument that must be there; 400."""
-    return Fault(400, f'Missing argument: "{name}"')
+    return V2Error(400, f'Missing argument: "{name}"')
 
 
-class RouterFault(Exception):
+class RouterError(Exception):
     """Answered before any handler is reached (form B), with no other headers than its own."""
 
     def __init__(
@@ -85,30 +85,30 @@ class RouterFault(Exception):
         return f"{self.status} {HTTPStatus(self.status).phrase}"
 
 
-def no_such_url() -> RouterFault:
+def no_such_url() -> RouterError:
     """404 for an address that is none."""
-    return RouterFault(404, "The resource could not be found.")
+    return RouterError(404, "The resource could not be found.")
 
 
-def not_allowed(method: str, allow: str) -> RouterFault:
+def not_allowed(method: str, allow: str) -> RouterError:
     """405; `allow` lists the verbs of the whole collection, as upstream's does."""
-    return RouterFault(405, f"The method {method} is not allowed for this resource. ", headers={"Allow": allow})
+    return RouterError(405, f"The method {method} is not allowed for this resource. ", headers={"Allow": allow})
 
 
-def not_acceptable(detail: str = "", headers: Mapping[str, str] = MappingProxyType({})) -> RouterFault:
+def not_acceptable(detail: str = "", headers: Mapping[str, str] = MappingProxyType({})) -> RouterError:
     """406, for a version as well as for an Accept header. The unclosed bracket is upstream's."""
     reason = (
         "The resource could not be generated that was acceptable to your browser\n(content of type ${HTTP_ACCEPT}. "
     )
-    return RouterFault(406, reason, detail, headers)
+    return RouterError(406, reason, detail, headers)
 
 
 def explain(error: Exception) -> tuple[int, str]:
     """Status and sentence of whatever a handler raised. What nobody foresaw is logged, and never shown."""
     match error:
-        case Fault():
+        case V2Error():
             answer = error.status, error.text
-        case Refused():
+        case RefusedError():
             answer = STATUSES[error.reason], error.text
         case APIException():
             answer = error.status_code, str(error.detail)

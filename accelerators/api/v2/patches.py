@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from accelerators.api.v2 import arguments, bodies
-from accelerators.api.v2.faults import Fault, bad_input
+from accelerators.api.v2.faults import V2Error, bad_input
 from accelerators.api.v2.versions import Version, below
 from accelerators.requests.binding import Bind
 
@@ -27,7 +27,7 @@ class Patch:
 
 
 def read(body: object, version: Version, is_admin: bool) -> Patch:
-    """Check every request's operations in the body's order, before anything is changed; raises Fault."""
+    """Check every request's operations in the body's order, before anything is changed; raises V2Error."""
     bodies.shape(isinstance(body, dict) and bool(body), "The body must map request uuids to lists of operations.")
     assert isinstance(body, dict)
     bodies.shape(len(body) <= MAX_PATCHED, f"At most {MAX_PATCHED} requests are patched at once.")
@@ -64,7 +64,7 @@ def _check_path(path: str, version: Version, is_admin: bool) -> None:
         if version < (2, 1):
             raise below((2, 1))
         if not is_admin:
-            raise Fault(403, "Access was denied to the following resource: cyborg:arq:update")
+            raise V2Error(403, "Access was denied to the following resource: cyborg:arq:update")
     elif name not in NEEDED:
         raise _cannot(f"Invalid path in patch {path[:64]}")
 
@@ -87,5 +87,5 @@ def _uuid(fields: dict[str, Any], name: str) -> str:
     return found
 
 
-def _cannot(reason: str) -> Fault:
-    return Fault(400, f"Couldn't apply patch. Reason: {reason}")
+def _cannot(reason: str) -> V2Error:
+    return V2Error(400, f"Couldn't apply patch. Reason: {reason}")

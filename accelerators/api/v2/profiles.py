@@ -8,7 +8,7 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from accelerators.api.v2 import arguments, bodies
-from accelerators.api.v2.faults import Fault, missing_argument
+from accelerators.api.v2.faults import V2Error, missing_argument
 from accelerators.api.v2.resource import Column, Resource, links, moment, plain
 from accelerators.api.v2.versions import below
 from accelerators.api.v2.views import ListView, View
@@ -69,7 +69,7 @@ class Profiles(View):
         arguments.only(request.query_params.lists())
         body = bodies.read(request, "req_devprof_list")
         if not isinstance(body, list) or len(body) != 1:
-            raise Fault(400, "Only one device profile allowed per POST request for now.")
+            raise V2Error(400, "Only one device profile allowed per POST request for now.")
         uuid = _create(body[0], request)
         return Response(PROFILES.find(str(uuid), self.version, self.base), 201)
 
@@ -120,19 +120,19 @@ class ProfileDetail(Profiles):
 
 def _create(asked: object, request: Request) -> UUID:
     if not isinstance(asked, dict):
-        raise Fault(400, "A device profile must be an object with a name and groups.")
+        raise V2Error(400, "A device profile must be an object with a name and groups.")
     name = asked.get("name")
     bodies.shape(isinstance(name, str), "DeviceProfile name needed.")
     if not name or len(name) > bodies.LONGEST:
         # Upstream's tests ask for a 500 here (contract annex A.4).
         sentence = f"The name of a device profile has at most {bodies.LONGEST} characters." if name else ""
-        raise Fault(500, sentence or "DeviceProfile name needed.")
+        raise V2Error(500, sentence or "DeviceProfile name needed.")
     bodies.shape(bool(asked.get("groups")), "DeviceProfile needs groups field.")
     try:
         groups.check_name(name)
         checked = groups.check_groups(asked["groups"])
     except groups.GroupError as error:
-        raise Fault(400, str(error)) from None
+        raise V2Error(400, str(error)) from None
     description = asked.get("description")
     if description is not None:
         description = bodies.text(str(description), "description", profiles.MAX_DESCRIPTION, 0)
@@ -144,7 +144,7 @@ def _chosen(uuid: object) -> UUID | None:
     if uuid is None:
         return None
     if not isinstance(uuid, str) or not (found := arguments.canonical(uuid)):
-        raise Fault(400, f"Expected a uuid but received {str(uuid)[:64]}.")
+        raise V2Error(400, f"Expected a uuid but received {str(uuid)[:64]}.")
     return UUID(found)
 
 
@@ -165,5 +165,5 @@ def _delete(value: str, request: Request) -> Response:
     return Response(None, 204)
 
 
-def _unknown(by: str, value: str) -> Fault:
-    return Fault(404, f"Device Profile not found with {by}={value}")
+def _unknown(by: str, value: str) -> V2Error:
+    return V2Error(404, f"Device Profile not found with {by}={value}")

@@ -6,10 +6,10 @@ from rest_framework.request import Request
 from rest_framework.response import Response
 
 from accelerators.api.v2 import arguments, bodies, patches
-from accelerators.api.v2.faults import Fault
+from accelerators.api.v2.faults import V2Error
 from accelerators.api.v2.resource import Column, Resource, links, moment, plain
 from accelerators.api.v2.views import DetailView, ListView, View
-from accelerators.domain.errors import Reason, Refused
+from accelerators.domain.errors import Reason, RefusedError
 from accelerators.domain.states import RESOLVED
 from accelerators.requests import binding
 from accelerators.requests.binding_sql import VISIBLE
@@ -76,7 +76,7 @@ class Requests(View):
         name = body.get("device_profile_name")
         bodies.shape(isinstance(name, str), "DeviceProfile name needed.")
         if len(name) > bodies.LONGEST or "\0" in name:
-            raise Fault(404, f"Device Profile not found with name={name[: bodies.LONGEST]}")
+            raise V2Error(404, f"Device Profile not found with name={name[: bodies.LONGEST]}")
         made = binding.create(name, request.user)
         query = arguments.ListQuery()
         found = REQUESTS.list(query, self.version, self.base, "q.uuid = ANY(%(made)s::uuid[])", made=made, **self.scope)
@@ -88,7 +88,7 @@ class Requests(View):
         caller = request.user
         patch = patches.read(bodies.read(request, "patch_list"), self.version, caller.is_admin)
         if not caller.service:
-            raise Fault(403, NEEDS_SERVICE)
+            raise V2Error(403, NEEDS_SERVICE)
         _check_stored(patch.uuids)
         if patch.binds:
             binding.bind(patch.binds, caller)
@@ -102,11 +102,11 @@ class Requests(View):
         named, instance = uuid or given.get("arqs"), given.get("instance")
         if bool(named) == (instance is not None) or (uuid and "arqs" in given):
             sentence = "Object action delete failed because: Provide either an ARQ uuid list or an instance UUID"
-            raise Fault(400, sentence)
+            raise V2Error(400, sentence)
         if instance is not None:
             arguments.check_uuid(instance)
             if not request.user.service:
-                raise Fault(403, NEEDS_SERVICE)
+                raise V2Error(403, NEEDS_SERVICE)
             if arguments.stored(instance):
                 binding.delete_of_instance(instance, request.user)
         elif named:
@@ -125,7 +125,7 @@ class RequestList(Requests, ListView):
         query, given = arguments.page(request.query_params.lists(), ("instance", "bind_state"))
         bind_state, instance = given.get("bind_state"), given.get("instance")
         if bind_state not in (None, "", "resolved"):
-            raise Fault(400, f"Bad state: {bind_state} for ARQ: None. Expected state(s): ['resolved']")
+            raise V2Error(400, f"Bad state: {bind_state} for ARQ: None. Expected state(s): ['resolved']")
         also = "TRUE"
         if instance is not None:
             arguments.check_uuid(instance)
@@ -151,4 +151,4 @@ def _check_stored(uuids: list[str]) -> None:
     """Whatever is no uuid as it is stored names nothing."""
     for uuid in uuids:
         if not arguments.stored(uuid):
-            raise Refused(Reason.UNKNOWN, f"ExtArq not found with uuid={uuid}")
+            raise RefusedError(Reason.UNKNOWN, f"ExtArq not found with uuid={uuid}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from accelerators.api.v2.faults import Fault, not_acceptable
+from accelerators.api.v2.faults import V2Error, not_acceptable
 
 Version = tuple[int, int]
 MINIMUM: Version = (2, 0)
@@ -53,9 +53,9 @@ def requested(header: str) -> Version:
     return version
 
 
-def below(minimal: Version) -> Fault:
+def below(minimal: Version) -> V2Error:
     """406 of a handler that the version asked for does not have yet (contract section 1.6)."""
-    return Fault(406, f"Request not acceptable. The minimal required API version should be {text(minimal)}")
+    return V2Error(406, f"Request not acceptable. The minimal required API version should be {text(minimal)}")
 
 
 def _for_us(header: str) -> str:

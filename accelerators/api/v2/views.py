@@ -64,7 +64,7 @@ class View(APIView):
 
     def handle_exception(self, exc: Exception) -> Response:
         """Every refusal and every failure, in the form it has on the wire."""
-        if isinstance(exc, faults.RouterFault):
+        if isinstance(exc, faults.RouterError):
             self.headers = exc.headers
             accept = self.request.headers.get("Accept")
             page = self.request.get_preferred_type([JSON, HTML]) == HTML and not browsable.wants_page(accept or "")
@@ -121,5 +121,5 @@ class DetailView(View):
         there = arguments.stored(uuid)
         found = self.resource.find(uuid, self.version, self.base, **self.scope) if there else None
         if found is None:
-            raise faults.Fault(404, f"{self.resource.noun} not found with uuid={uuid}")
+            raise faults.V2Error(404, f"{self.resource.noun} not found with uuid={uuid}")
         return Response(found)

@@ -14,7 +14,7 @@ from django.db.models import Q
 from accelerators.commands import catalogue
 from accelerators.devices import partitioning
 from accelerators.devices.partitioning import Change, Result, Target
-from accelerators.domain.errors import Refused
+from accelerators.domain.errors import RefusedError
 from accelerators.domain.states import Source
 from accelerators.management import following, shell
 from accelerators.models import AttachHandle
@@ -70,7 +70,7 @@ class Command(shell.Taught):
             return self._list(options)
         try:
             self._tell(_ordered(options), options)
-        except Refused as refused:
+        except RefusedError as refused:
             raise CommandError(refused.text) from None
 
     def _tell(self, results: Sequence[Result], options: dict[str, Any]) -> None:
@@ -113,7 +113,7 @@ def _unit(handle: AttachHandle) -> dict[str, Any]:
 
 
 def _ordered(options: dict[str, Any]) -> list[Result]:
-    """What was asked for. Raises Refused."""
+    """What was asked for. Raises RefusedError."""
     who, reason = shell.person(), options["reason"]
     layout = catalogue.layout(options["layout"]) if options["layout"] else {}
     if options["verb"] == "update":

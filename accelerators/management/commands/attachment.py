@@ -13,7 +13,7 @@ from uuid import UUID
 from django.core.management.base import CommandError
 
 from accelerators.domain import libvirt_xml
-from accelerators.domain.errors import Refused
+from accelerators.domain.errors import RefusedError
 from accelerators.domain.states import Source
 from accelerators.management import shell
 from accelerators.models import Attachment
@@ -83,7 +83,7 @@ class Command(shell.Taught):
                 return attachments.detach(uuid, who, reason, Source.PERSON)
             what = {"profile": options["profile"], "device": options["device"]}
             return attachments.ask(uuid, who, reason=reason, source=Source.PERSON, **what)
-        except Refused as refused:
+        except RefusedError as refused:
             raise CommandError(refused.text) from None
 
     def _tell(self, row: Attachment, options: dict[str, Any]) -> None:

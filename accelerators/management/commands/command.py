@@ -13,7 +13,7 @@ from django.db.models import Q, QuerySet
 
 from accelerators.commands import catalogue, placing
 from accelerators.commands.catalogue import ACTS, Act
-from accelerators.domain.errors import Refused
+from accelerators.domain.errors import RefusedError
 from accelerators.domain.states import Source
 from accelerators.management import following, shell
 from accelerators.models import Command as Row
@@ -86,7 +86,7 @@ class Command(shell.Taught):
             if act.takes == "layout":
                 said["layout"] = catalogue.layout(options["layout"])
             return placing.ask(act.op, options["target"], who, reason=reason, source=Source.PERSON, **said)
-        except Refused as refused:
+        except RefusedError as refused:
             raise CommandError(refused.text) from None
 
     def _tell(self, row: Row, options: dict[str, Any]) -> None:

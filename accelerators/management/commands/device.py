@@ -18,7 +18,7 @@ from django.forms.models import model_to_dict
 from accelerators.devices import admission_rules, lifecycle
 from accelerators.domain import actions
 from accelerators.domain.actions import Action
-from accelerators.domain.errors import Refused
+from accelerators.domain.errors import RefusedError
 from accelerators.domain.states import DeviceState, DeviceType, Drain
 from accelerators.management import following, shell
 from accelerators.models import AcceleratorRequest, Device, Event
@@ -130,7 +130,7 @@ class Command(shell.Taught):
                 results += part
                 if len(uuids) > LOTS:
                     self.stderr.write(f"{len(results)} of {len(uuids)}")
-        except Refused as refused:
+        except RefusedError as refused:
             raise CommandError(refused.text) from None
         failed = self._installed(results) if options.get("wait") else False
         rows = [asdict(result) | {"uuid": str(result.uuid)} for result in results]

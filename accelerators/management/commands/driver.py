@@ -14,7 +14,7 @@ from uuid import UUID
 from django.core.management.base import CommandError
 from django.db.models import QuerySet
 
-from accelerators.domain.errors import Refused
+from accelerators.domain.errors import RefusedError
 from accelerators.domain.states import RolloutOp, Source, StepState
 from accelerators.management import shell
 from accelerators.models import HostDriver, Rollout, RolloutStep
@@ -94,7 +94,7 @@ class Command(shell.Taught):
                 reason=options["reason"],
                 source=Source.PERSON,
             )
-        except Refused as refused:
+        except RefusedError as refused:
             raise CommandError(refused.text) from None
 
     def _tell(self, rollout: Rollout, options: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ from uuid import UUID
 
 from django.core.management.base import CommandError, CommandParser
 
-from accelerators.domain.errors import Refused
+from accelerators.domain.errors import RefusedError
 from accelerators.domain.states import Source
 from accelerators.images import store
 from accelerators.management import shell
@@ -50,7 +50,7 @@ class Command(shell.Taught):
     def handle(self, *args: Any, **options: Any) -> None:
         try:
             getattr(self, f"_{options['verb']}")(options)
-        except Refused as refused:
+        except RefusedError as refused:
             raise CommandError(refused.text) from None
 
     def _upload(self, options: dict[str, Any]) -> None:

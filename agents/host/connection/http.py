@@ -46,7 +46,7 @@ class Gateway:
         return "ws" + self.address.removeprefix("http").rstrip("/") + wire.PATH
 
 
-class Refused(Exception):
+class HttpStatusError(Exception):
     """The gateway refused a request. The text holds the reason, `status` the HTTP status, `code` the error code.
 
     `retry_after` is the number of seconds that the gateway asks to wait, 0 when it names none.
@@ -99,7 +99,8 @@ async def challenge(
 ) -> tuple[credentials.Challenge, Gateway]:
     """Fetch a challenge (a nonce to sign); return it with the gateway narrowed to the address that issued it.
 
-    A nonce is valid only at the server that issued it, so the connection must go to the same address. Raises Refused,
+    A nonce is valid only at the server that issued it, so the connection must go to the same address. Raises
+    HttpStatusError,
     also when the two sides have no wire version in common, OSError (unreachable, TLS, time-out) or wire.Malformed.
     """
     async with asyncio.timeout(timeout):
@@ -109,16 +110,16 @@ async def challenge(
     try:
         found = msgspec.json.decode(body, type=credentials.Challenge)
     except msgspec.DecodeError as error:
-        raise wire.Malformed(f"{gateway.address} answers, but not as a gateway does: {error}") from None
+        raise wire.MalformedMessageError(f"{gateway.address} answers, but not as a gateway does: {error}") from None
     if not set(found.versions) & set(wire.VERSIONS):
-        raise Refused(
+        raise HttpStatusError(
             status,
             f"it speaks {', '.join(found.versions)}, this agent {', '.join(wire.VERSIONS)}: upgrade one",
         )
     return found, replace(gateway, at=at)
 
 
-def refusal(status: int, headers: Any, body: bytes) -> Refused:
+def refusal(status: int, headers: Any, body: bytes) -> HttpStatusError:
     """Build a Refused from an HTTP answer: `error` and `code` of its JSON document, else the status's standard text."""
     code = ""
     try:
@@ -126,7 +127,7 @@ def refusal(status: int, headers: Any, body: bytes) -> Refused:
         sentence, code = str(said["error"])[:500], str(said.get("code", ""))[:64]
     except (msgspec.DecodeError, KeyError, RecursionError):
         sentence = http.client.responses.get(status, "no reason given")
-    return Refused(status, " ".join(sentence.split()), _seconds(headers.get("Retry-After")), code)
+    return HttpStatusError(status, " ".join(sentence.split()), _seconds(headers.get("Retry-After")), code)
 
 
 def _seconds(value: str | None) -> float:
@@ -141,8 +142,8 @@ async def download(
 ) -> None:
     """Download `path` and pass each piece to `take`, up to the end of the connection.
 
-    The length is not checked: the caller must do that. Raises Refused when the status is not 200, OSError (also when
-    nothing comes for SILENCE_S seconds), wire.Malformed, and whatever `take` raises.
+    The length is not checked: the caller must do that. Raises HttpStatusError when the status is not 200, OSError
+    (also when nothing comes for SILENCE_S seconds), wire.Malformed, and whatever `take` raises.
     """
     header = f"Authorization: {authorization}\r\n"
     # An HTTP/1.0 answer is never chunked: its body ends where the connection ends.
@@ -151,7 +152,7 @@ async def download(
             try:
                 head = await reader.readuntil(b"\r\n\r\n")
             except (asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-                raise wire.Malformed(f"{gateway.address} answers, but not with HTTP") from None
+                raise wire.MalformedMessageError(f"{gateway.address} answers, but not with HTTP") from None
         response = _begun(head, gateway.address)
         if response.status != 200:
             async with asyncio.timeout(SILENCE_S):
@@ -224,5 +225,5 @@ def _begun(data: bytes, address: str) -> http.client.HTTPResponse:
     return response
 
 
-def _no_http(address: str, error: http.client.HTTPException) -> wire.Malformed:
-    return wire.Malformed(f"{address} answers, but not with HTTP: {type(error).__name__}")
+def _no_http(address: str, error: http.client.HTTPException) -> wire.MalformedMessageError:
+    return wire.MalformedMessageError(f"{address} answers, but not with HTTP: {type(error).__name__}")

@@ -19,10 +19,17 @@ from websockets.typing import Subprotocol
 from agents import credentials, wire
 from agents.host.backoff import Backoff, Pace, worth_saying
 from agents.host.connection import http
+from agents.host.connection.authority import Authority
 from agents.host.connection.identity import Keyring
-from agents.host.connection.session import Desk, Dismissed, Lost, Session, next_message, statuses
+from agents.host.connection.session import (
+    ConnectionLostError,
+    Desk,
+    Session,
+    SessionRefusedError,
+    next_message,
+    statuses,
+)
 from agents.host.discovery.sampler import Meter
-from agents.host.execution.placement_writer import Authority
 from agents.host.journal.journal import Journal
 from drivers.configuration import ConfigurationError
 from drivers.inventory import Health
@@ -84,11 +91,11 @@ class Link:
         try:
             await self._connect()
             reason = "the connection ended"
-        except http.Refused as error:
+        except http.HttpStatusError as error:
             return self._refused(error)
-        except Dismissed as error:
+        except SessionRefusedError as error:
             return self._retry(f"the gateway closed the connection: {error}")
-        except (Lost, wire.Malformed) as error:
+        except (ConnectionLostError, wire.MalformedMessageError) as error:
             reason = str(error)
         except TimeoutError:
             reason = f"no answer in {self.pace.open:.0f} s"
@@ -98,7 +105,7 @@ class Link:
             self._backoff.reset()
         return self._retry(reason)
 
-    def _refused(self, error: http.Refused) -> float:
+    def _refused(self, error: http.HttpStatusError) -> float:
         """Handle a refused handshake: choose key and token for the next attempt; return its delay in seconds."""
         # Behind a load balancer, the gateway that issued the challenge may have stopped before it was answered.
         if error.status not in (200, 401, 403) or error.code == "challenge":
@@ -143,7 +150,7 @@ class Link:
     async def _connect(self) -> None:
         """Authenticate, open the WebSocket and serve it until it ends.
 
-        Raises http.Refused, Dismissed, Lost, wire.Malformed, OSError or WebSocketException.
+        Raises http.Refused, SessionRefusedError, ConnectionLostError, wire.Malformed, OSError or WebSocketException.
         """
         challenge, gateway = await http.challenge(self.gateway, self._tls, self.pace.open)
         secret = self.gateway.secret if self._with_token else ""
@@ -166,7 +173,7 @@ class Link:
                 max_size=RECEIVE_LIMIT,
             ) as socket:
                 if socket.subprotocol not in wire.VERSIONS:
-                    raise Lost(f"the gateway chose the wire version {socket.subprotocol!r}")
+                    raise ConnectionLostError(f"the gateway chose the wire version {socket.subprotocol!r}")
                 await self._talk(socket, secret, identity is following)
         except InvalidStatus as error:
             response = error.response
@@ -176,7 +183,7 @@ class Link:
         """Exchange Welcome and Hello, then run a Session until it fails.
 
         If the gateway has seen a later epoch of this host than the journal's, raise the journal's epoch above that one,
-        then raise Lost, so that the agent reconnects with the new epoch.
+        then raise ConnectionLostError, so that the agent reconnects with the new epoch.
         """
         async with asyncio.timeout(self.pace.open):
             welcome = await self._welcome(socket)
@@ -186,8 +193,8 @@ class Link:
             try:
                 self.journal.raise_epoch(welcome.epoch)
             except (ValueError, sqlite3.OperationalError) as error:
-                raise Lost(f"the journal cannot move above epoch {welcome.epoch}: {error}") from None
-            raise Lost(f"the gateway knows this host by a later epoch; moved to {self.journal.epoch}")
+                raise ConnectionLostError(f"the journal cannot move above epoch {welcome.epoch}: {error}") from None
+            raise ConnectionLostError(f"the gateway knows this host by a later epoch; moved to {self.journal.epoch}")
         self._remember(secret)
         self.on_limit(welcome.max_bytes)
         self._said = ("", 0)
@@ -209,7 +216,7 @@ class Link:
             if isinstance(message, wire.Welcome):
                 return message
             if isinstance(message, wire.Refuse):
-                raise Dismissed(f"{message.reason} [{message.code}]")
+                raise SessionRefusedError(f"{message.reason} [{message.code}]")
             self.dropped(message)
 
     def dropped(self, message: wire.Message | wire.Unknown) -> None:

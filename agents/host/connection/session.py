@@ -43,11 +43,11 @@ class Desk(Protocol):
         """Accept a command. When this returns, it is in the journal or its refusal waits to be sent."""
 
 
-class Lost(Exception):
+class ConnectionLostError(Exception):
     """The connection ended or must be closed, and the agent has to reconnect. The text is the reason."""
 
 
-class Dismissed(Exception):
+class SessionRefusedError(Exception):
     """The gateway sent Refuse, which ends the connection. The text is the gateway's reason and code."""
 
 
@@ -75,7 +75,8 @@ class Session:
     async def receive(self) -> None:
         """Receive and handle messages until the connection ends.
 
-        Raises Dismissed when the gateway sends Refuse, Lost when the connection is closed, and wire.Malformed.
+        Raises SessionRefusedError when the gateway sends Refuse, ConnectionLostError when the connection is closed,
+        and wire.Malformed.
         """
         while True:
             message = await next_message(self._socket)
@@ -96,7 +97,7 @@ class Session:
             elif isinstance(message, wire.Rotate):
                 await self._rotate()
             elif isinstance(message, wire.Refuse):
-                raise Dismissed(f"{message.reason} [{message.code}]")
+                raise SessionRefusedError(f"{message.reason} [{message.code}]")
             else:
                 self._link.dropped(message)
 
@@ -145,8 +146,8 @@ class Session:
     async def send(self) -> None:
         """Send heartbeats, reports, results, progress and samples until the connection ends.
 
-        Raises Lost when the gateway owes an Ack for too long. Returns without an error when the connection is closed:
-        `receive` may still have to read a Refuse, which is the better reason.
+        Raises ConnectionLostError when the gateway owes an Ack for too long. Returns without an error when the
+        connection is closed: `receive` may still have to read a Refuse, which is the better reason.
         """
         try:
             await self._send()
@@ -157,7 +158,7 @@ class Session:
         """Run the sending loop: one pass each time it is woken, or a heartbeat, report or deadline is due.
 
         The first heartbeat and the first report are delayed at random, so that many hosts do not send them at once.
-        Raises Lost when an Ack is overdue.
+        Raises ConnectionLostError when an Ack is overdue.
         """
         draw = self._link.pace.draw
         now = self._clock()
@@ -167,7 +168,7 @@ class Session:
             self._link.wake.clear()
             now = self._clock()
             if sentence := self._owed.overdue(now):
-                raise Lost(sentence)
+                raise ConnectionLostError(sentence)
             if now >= beat_at:
                 seq, beat_at = seq + 1, now + self._beat_s
                 self._owed.sent("Beat", seq, now)
@@ -268,10 +269,11 @@ def statuses(report: wire.Report) -> dict[tuple[str, str], Health]:
 
 
 async def next_message(socket: ClientConnection) -> wire.FromGateway | wire.Unknown:
-    """Wait for the next message of the gateway. Raises Lost when the connection is closed, and wire.Malformed."""
+    """Wait for the next message of the gateway. Raises ConnectionLostError when the connection is closed, and
+    wire.Malformed."""
     try:
         return wire.decode_from_gateway(await socket.recv())
     except ConnectionClosed as error:
         frame = error.rcvd
         said = f" ({frame.code} {frame.reason})".replace(" )", ")") if frame else ""
-        raise Lost(f"the connection was closed{said}") from None
+        raise ConnectionLostError(f"the connection was closed{said}") from None

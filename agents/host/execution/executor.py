@@ -36,7 +36,7 @@ from agents.host.execution.command_semantics import (
 )
 from agents.host.execution.images import Images
 from agents.host.execution.placement_writer import Direct
-from agents.host.execution.plan_runner import Ended, Performance, Site, Writer
+from agents.host.execution.plan_runner import PlanFailedError, PlanRun, Site, Writer
 from agents.host.journal.command_log import Applied
 from agents.host.settings import EVERY
 from drivers.errors import DriverError
@@ -375,7 +375,7 @@ class Executor:
                     )
                     image = await stack.enter_async_context(fetching)
                 return await self._perform(command, ask_of(command, image, self._site), end_by)
-        except Ended as ended:
+        except PlanFailedError as ended:
             if ended.hand is not None:
                 self._hangs((command.driver, command.key), ended.hand, ended.text)
             return Answer(ended.outcome, ended.text, look="" if ended.outcome == "refused" else command.driver)
@@ -383,7 +383,8 @@ class Executor:
     async def _perform(self, command: wire.Command, ask: Ask, end_by: float) -> Answer:
         """Check the device's attachments, run the driver's plans, and note their effects in the ledger.
 
-        Retries until the ledger takes the note. Raises Ended when an act fails, Busy when an attachment forbids it.
+        Retries until the ledger takes the note. Raises PlanFailedError when an act fails, Busy when an attachment
+        forbids it.
         """
         driver, key = command.driver, command.key
         acts = acts_of(command)
@@ -393,10 +394,10 @@ class Executor:
         new = "attach" in acts and ask.uuid not in attachments
         if new:  # the handle counts as attached from before the first step
             self._ledger.apply(Applied(driver, key, slot_of(command), ask, ""))
-        performance = Performance(self._site, driver, ask, lambda *told: self._tell(command, *told), end_by)
+        performance = PlanRun(self._site, driver, ask, lambda *told: self._tell(command, *told), end_by)
         try:
             said = await performance.run(*acts)
-        except Ended as ended:
+        except PlanFailedError as ended:
             if new and ended.undone:
                 self._gone(driver, key, slot_of(command))
             raise
@@ -445,7 +446,7 @@ class Executor:
         """Restore on one device what a reboot removed; mark the device as failed with the reason if that fails."""
         try:
             await recovery.put_back(self._site, recovery.lost(self._site).get(lane, []))
-        except Ended as ended:
+        except PlanFailedError as ended:
             log.error("%s, %s: %s", *lane, ended.text)
             self._reporter.mark(*lane, ended.text)
             if ended.hand is not None:

@@ -82,11 +82,11 @@ class Images:
             if (free := shutil.disk_usage(self._directory).free) < ref.size:
                 raise Failed(f"the image {ref.name} has {ref.size} bytes, and {self._directory} has room for {free}")
             await self._fetch(ref, path, progress)
-        except http.Refused as error:
+        except http.HttpStatusError as error:
             raise Failed(f"the image {ref.name} cannot be had: {error}") from None
         except TimeoutError:
             raise Failed(f"the image {ref.name} cannot be had: the gateway sends nothing") from None
-        except (OSError, wire.Malformed) as error:
+        except (OSError, wire.MalformedMessageError) as error:
             raise Failed(f"the image {ref.name} cannot be had: {error}") from None
 
     async def _fetch(self, ref: wire.ImageRef, path: Path, progress: Callable[[int], None]) -> None:
@@ -99,7 +99,7 @@ class Images:
         while True:
             try:
                 return await self._download(ref, path, progress)
-            except http.Refused as error:
+            except http.HttpStatusError as error:
                 pause = max(error.retry_after, PAUSE_S) * (1 + random.random() / 2)
                 if error.status != 503 or clock() + pause > give_up:
                     raise

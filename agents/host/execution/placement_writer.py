@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from importlib import metadata
 from typing import Any
 
 from agents import wire
+from agents.host.connection.authority import Authority
 from agents.host.execution.command_semantics import Answer
 from agents.host.execution.plan_runner import aside
 from drivers.errors import Timeout
@@ -23,38 +23,6 @@ log = logging.getLogger("cyborg.placement")
 GROUP, NAME = "cyborg.placement", "direct"
 LONGEST_S = 60.0
 """Largest duration of one `placement` command on this host, in seconds."""
-
-
-@dataclass
-class Authority:
-    """Decides whether this host may write to Placement now.
-
-    It may only while it has a connection whose gateway answers, and only for the highest writer epoch that it received
-    on that connection. The event loop sets the state; the writing thread reads it through `refused`.
-    """
-
-    epoch: int = -1
-    answers: Callable[[], bool] = field(default=lambda: False)
-
-    def connected(self, answers: Callable[[], bool]) -> None:
-        """Note a new connection and forget the writer epoch. `answers()`: whether its gateway has answered lately."""
-        self.epoch, self.answers = -1, answers
-
-    def lost(self) -> None:
-        """Note that the connection is lost: nothing may be written until the next one."""
-        self.connected(lambda: False)
-
-    def told(self, epoch: int) -> None:
-        """Note a writer epoch from a Writer message or a command; an older one, which may arrive later, is ignored."""
-        self.epoch = max(self.epoch, epoch)
-
-    def refused(self, epoch: int) -> str:
-        """Return the reason why this host must not write for this writer epoch now, '' when it may."""
-        if not self.answers():
-            return "the connection to the conductor is lost, so it may have given the writing to another"
-        if epoch != self.epoch:
-            return f"there is another writer (epoch {self.epoch}) than the one this was asked for (epoch {epoch})"
-        return ""
 
 
 class Direct:

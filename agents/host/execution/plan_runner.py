@@ -62,7 +62,7 @@ class Planner(Protocol):
 
 
 class Writer(Protocol):
-    """A process that writes to the host for one act: `drivers.isolation.host_writer.Hand`."""
+    """A process that writes to the host for one act: `drivers.isolation.host_writer.HostWriter`."""
 
     @property
     def stuck(self) -> bool:
@@ -96,7 +96,7 @@ class Site:
     boot: str
 
 
-class Ended(Exception):
+class PlanFailedError(Exception):
     """An act was not completed. `outcome` and `text` go into the command's result.
 
     `undone`: the host is as it was before. `hand` is the writer whose write hangs in the kernel, else None.
@@ -107,7 +107,7 @@ class Ended(Exception):
         self.outcome, self.text, self.undone, self.hand = outcome, text, undone, hand
 
 
-class Performance:
+class PlanRun:
     """One run of some acts on one device, one after the other; when a step fails, the steps done before are undone.
 
     After a time-out with unknown outcome nothing is undone. `tell` gets the progress: percent and a text.
@@ -125,7 +125,8 @@ class Performance:
         self._known = site.ledger.first(driver, ask.key)
 
     async def run(self, *acts: Act) -> str:
-        """Carry out the acts in order and return a sentence about the result. Raises Ended. May be called once only."""
+        """Carry out the acts in order and return a sentence about the result. Raises PlanFailedError. May be called
+        once only."""
         said = []
         try:
             for act in acts:
@@ -136,7 +137,7 @@ class Performance:
         return "; ".join(filter(None, said)) or "nothing had to be done"
 
     async def _act(self, act: Act) -> str:
-        """Plan one act and run its steps, for REPEATED acts until the plan is empty. Raises Ended."""
+        """Plan one act and run its steps, for REPEATED acts until the plan is empty. Raises PlanFailedError."""
         said: list[str] = []
         try:
             for number in range(ROUNDS + 1):
@@ -224,7 +225,8 @@ class Performance:
         self._known[path] = value
 
     async def _unsure(self, act: Act, error: Timeout) -> str:
-        """After a time-out, ask the driver which steps are left. Return its summary if none are, else raise Ended.
+        """After a time-out, ask the driver which steps are left. Return its summary if none are, else raise
+        PlanFailedError.
 
         Ended is *refused* when no write was begun. Otherwise it is *unknown*, because the write may have been done, and
         nothing is undone: also when the write still hangs in the kernel, or when the driver cannot answer.
@@ -232,24 +234,24 @@ class Performance:
         if not self._tried:
             raise await self._over(str(error)) from None
         if self._hand.stuck:
-            raise Ended(
+            raise PlanFailedError(
                 "unknown", f"{error}; it hangs in the kernel, and nothing more is done", hand=self._hand
             ) from None
         try:
             plan = await self._planner.plan(act, self._ask)
         except DriverError as problem:
-            raise Ended("unknown", f"{error}; the driver cannot say what is so now: {problem}") from None
+            raise PlanFailedError("unknown", f"{error}; the driver cannot say what is so now: {problem}") from None
         if plan.steps:
-            raise Ended("unknown", f"{error}; still to be done: {plan.steps[0].does}") from None
+            raise PlanFailedError("unknown", f"{error}; still to be done: {plan.steps[0].does}") from None
         return plan.said
 
-    async def _over(self, reason: str) -> Ended:
+    async def _over(self, reason: str) -> PlanFailedError:
         """Undo the steps that were done, the last one first. Return the Ended for the caller to raise.
 
         It is *refused* when no write was begun, else *failed*; its text lists what was undone and what was not.
         """
         if not self._tried:
-            return Ended("refused", reason, undone=True)
+            return PlanFailedError("refused", reason, undone=True)
         undone: list[str] = []
         left: list[str] = []
         for step in reversed(self._done):
@@ -265,7 +267,7 @@ class Performance:
             reason += f". Taken back: {', '.join(undone)}"
         if left:
             reason += f". Not taken back: {', '.join(left)}"
-        return Ended("failed", reason, undone=not left, hand=self._hand if self._hand.stuck else None)
+        return PlanFailedError("failed", reason, undone=not left, hand=self._hand if self._hand.stuck else None)
 
 
 def _wrong(machine: Machine, check: Check) -> str:

@@ -11,7 +11,7 @@ import sqlite3
 from agents import wire
 from agents.host.execution.command_semantics import ACTS, Answer, acts_of, ask_of, settle
 from agents.host.execution.images import Images
-from agents.host.execution.plan_runner import Ended, Performance, Site
+from agents.host.execution.plan_runner import PlanFailedError, PlanRun, Site
 from agents.host.journal.command_log import Applied
 from drivers.errors import DriverError
 
@@ -58,8 +58,8 @@ def lost(site: Site) -> dict[tuple[str, str], list[Applied]]:
 async def put_back(site: Site, made: list[Applied]) -> None:
     """Restore these entries of one device, in order; an entry that still holds costs no step.
 
-    Images are not restored: Ended is raised if the device has lost its image. Raises Ended at the first entry that
-    fails; the later ones are not tried.
+    Images are not restored: Ended is raised if the device has lost its image. Raises PlanFailedError at the first
+    entry that fails; the later ones are not tried.
     """
     for one in made:
         act = one.slot.partition(":")[0]
@@ -67,21 +67,22 @@ async def put_back(site: Site, made: list[Applied]) -> None:
             if act == "program":
                 await _still_programmed(site, one)
             else:
-                performance = Performance(site, one.driver, one.ask, lambda *_: None)
+                performance = PlanRun(site, one.driver, one.ask, lambda *_: None)
                 await performance.run(act)  # type: ignore[arg-type]
             site.ledger.still(one, site.boot)
-        except Ended as ended:
+        except PlanFailedError as ended:
             text = f"after the reboot {_what(one)} could not be put back: {ended.text}"
-            raise Ended(ended.outcome, text, hand=ended.hand) from None
+            raise PlanFailedError(ended.outcome, text, hand=ended.hand) from None
         except (DriverError, sqlite3.OperationalError) as error:
-            raise Ended("failed", f"after the reboot {_what(one)} could not be put back: {error}") from None
+            raise PlanFailedError("failed", f"after the reboot {_what(one)} could not be put back: {error}") from None
 
 
 async def _still_programmed(site: Site, one: Applied) -> None:
-    """Raise Ended when the device has lost its image: the host keeps no images, so a new command has to program it."""
+    """Raise PlanFailedError when the device has lost its image: the host keeps no images, so a new command has to
+    program it."""
     plan = await site.drivers[one.driver].plan("program", one.ask)
     if plan.steps:
-        raise Ended("failed", "the device has forgotten it; program the device again")
+        raise PlanFailedError("failed", "the device has forgotten it; program the device again")
 
 
 def _what(one: Applied) -> str:

@@ -54,11 +54,11 @@ CREATE TABLE journal (
 _contents = msgspec.json.Decoder(tuple[DriverReport, ...])
 
 
-class Corrupt(Exception):
+class JournalCorruptError(Exception):
     """The file is damaged, is not a journal, or has the format of a later release."""
 
 
-class WrongHost(Exception):
+class WrongHostError(Exception):
     """The journal belongs to another host. The text is a sentence for the operator."""
 
 
@@ -163,12 +163,12 @@ def open_journal(directory: Path, host: str, clock: Callable[[], float] = time.t
     """Open or create the journal of `host`, with a new epoch above all earlier ones; that epoch is then on disk.
 
     A corrupt file is renamed and kept, and a new journal is created. Its epoch comes from the clock (seconds), so that
-    it is above the lost one. Raises WrongHost, and sqlite3.OperationalError while the disk takes no write.
+    it is above the lost one. Raises WrongHostError, and sqlite3.OperationalError while the disk takes no write.
     """
     path = directory / FILE
     try:
         return _open(path, host, clock)
-    except Corrupt as error:
+    except JournalCorruptError as error:
         kept = _move_aside(path, int(clock()))
         log.error("the journal %s is unreadable (%s): kept as %s, a new one is begun", path, error, kept.name)
         return _open(path, host, clock)
@@ -192,7 +192,8 @@ def known_host(directory: Path) -> str:
 
 
 def _open(path: Path, host: str, clock: Callable[[], float]) -> Journal:
-    """Open or create the file and store its new epoch. Raises Corrupt, WrongHost and sqlite3.OperationalError."""
+    """Open or create the file and store its new epoch. Raises JournalCorruptError, WrongHostError and
+    sqlite3.OperationalError."""
     _touch(path)
     connection = sqlite3.connect(path, isolation_level="IMMEDIATE")
     try:
@@ -200,7 +201,7 @@ def _open(path: Path, host: str, clock: Callable[[], float]) -> Journal:
             _prepare(connection)
             row = _row(connection)
             if row and row["host"] != host and row["address"]:  # without an address it never joined: it may be renamed
-                raise WrongHost(
+                raise WrongHostError(
                     f"the state directory {path.parent} belongs to the host {row['host']}, this one is "
                     f"{host}: give each host its own CYBORG_AGENT_STATE_DIR, or move that one away and join anew"
                 )
@@ -212,33 +213,33 @@ def _open(path: Path, host: str, clock: Callable[[], float]) -> Journal:
             )
         row = _row(connection)
         if row is None:
-            raise Corrupt("its row is gone")
+            raise JournalCorruptError("its row is gone")
         return Journal(connection, row)
     except sqlite3.OperationalError:
         connection.close()
         raise
     except sqlite3.DatabaseError as error:
         connection.close()
-        raise Corrupt(str(error)) from None
+        raise JournalCorruptError(str(error)) from None
     except BaseException:
         connection.close()
         raise
 
 
 def _prepare(connection: sqlite3.Connection) -> None:
-    """Check the file, create or upgrade its tables, and leave the transaction open. Raises Corrupt."""
+    """Check the file, create or upgrade its tables, and leave the transaction open. Raises JournalCorruptError."""
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")
     (verdict,) = connection.execute("PRAGMA quick_check(1)").fetchone()
     if verdict != "ok":
-        raise Corrupt(str(verdict))
+        raise JournalCorruptError(str(verdict))
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     if not 0 <= version <= SCHEMA:
-        raise Corrupt(f"its format is {version}, this release writes {SCHEMA}")
+        raise JournalCorruptError(f"its format is {version}, this release writes {SCHEMA}")
     connection.execute("BEGIN IMMEDIATE")
     if version == 0:
         if connection.execute("SELECT count(*) FROM sqlite_master").fetchone() != (0,):
-            raise Corrupt("it holds something else")
+            raise JournalCorruptError("it holds something else")
         connection.execute(_TABLE)
     if version < 2:
         for statement in command_log.TABLES.split(";"):

@@ -10,7 +10,7 @@ from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
 
-from accelerators.domain.errors import Refused
+from accelerators.domain.errors import RefusedError
 from accelerators.management import shell
 from agents import key_revocation
 from agents.liveness import WORDS, seen_at, since, standing, word_of
@@ -45,7 +45,7 @@ class Command(BaseCommand):
     def _decide(self, host: str, decide: Callable[[Agent, str], Any]) -> Any:
         try:
             return decide(key_revocation.find(host), "command line")
-        except Refused as refused:
+        except RefusedError as refused:
             raise CommandError(refused.text) from None
 
     def _list(self, word: str | None, as_json: bool) -> None:

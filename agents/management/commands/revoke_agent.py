@@ -7,7 +7,7 @@ from typing import Any
 
 from django.core.management.base import BaseCommand, CommandError
 
-from accelerators.domain.errors import Refused
+from accelerators.domain.errors import RefusedError
 from agents import key_revocation
 
 
@@ -27,6 +27,6 @@ class Command(BaseCommand):
             raise CommandError(f"--reason has at most {key_revocation.MAX_REASON} characters")
         try:
             done = key_revocation.revoke(key_revocation.find(host), "command line", reason)
-        except Refused as refused:
+        except RefusedError as refused:
             raise CommandError(refused.text) from None
         self.stdout.write(f"The agent of {host} {'is revoked' if done else 'was revoked already'}.")

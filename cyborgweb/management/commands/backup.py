@@ -36,7 +36,7 @@ class Command(shell.Taught):
         try:
             with backup.database(alone=False):
                 about = backup.take(folder.absolute(), _progress)
-        except (backup.Unusable, PostgresError) as error:
+        except (backup.BackupError, PostgresError) as error:
             raise CommandError(str(error)) from None
         size = (folder / backup.DUMP).stat().st_size
         files = ", ".join(about.files) or "no other files"

@@ -6,7 +6,7 @@ from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
 
-from accelerators.domain.errors import Refused
+from accelerators.domain.errors import RefusedError
 from accelerators.domain.states import Source
 from accelerators.management import shell
 from cyborgweb.auth import read_only
@@ -35,6 +35,6 @@ class Command(shell.Taught):
         if options["state"]:
             try:
                 now = read_only.switch(options["state"] == "on", shell.person(), options["reason"], Source.SYSTEM)
-            except Refused as refused:
+            except RefusedError as refused:
                 raise CommandError(refused.text) from None
         self.stdout.write(read_only.sentence(now) if now else "Everything can be changed by whoever may.")

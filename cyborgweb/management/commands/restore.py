@@ -49,6 +49,6 @@ class Command(shell.Taught):
                 else:
                     said = "restored by other means than manage.py restore"
                 after_restore.settle(shell.person(), said)
-        except (backup.Unusable, PostgresError) as error:
+        except (backup.BackupError, PostgresError) as error:
             raise CommandError(str(error)) from None
         self.stdout.write(f"{said}.\n{AFTER}")

@@ -6,7 +6,7 @@ from typing import Any
 
 from django.core.management.base import CommandError, CommandParser
 
-from accelerators.domain.errors import Refused
+from accelerators.domain.errors import RefusedError
 from accelerators.management import shell
 from accelerators.models import Host
 from placement_sync.jobs import writer_election
@@ -38,7 +38,7 @@ class Command(shell.Taught):
                 if options["who"]
                 else writer_election.current()
             )
-        except Refused as refused:
+        except RefusedError as refused:
             raise CommandError(refused.text) from None
         self._show(writer)
 

@@ -12,7 +12,8 @@ import pytest
 
 from agents import wire
 from agents.host.backoff import Owed, Pace
-from agents.host.execution.placement_writer import Authority, Direct
+from agents.host.connection.authority import Authority
+from agents.host.execution.placement_writer import Direct
 from placement_sync import direct
 from placement_sync.direct import Work
 from placement_sync.mapping import Provider

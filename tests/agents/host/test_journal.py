@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from agents.host.journal.journal import FILE, WrongHost, known_host, open_journal
+from agents.host.journal.journal import FILE, WrongHostError, known_host, open_journal
 from drivers.inventory import DriverReport
 from tests.agents.host.standin import found
 
@@ -119,7 +119,7 @@ def test_a_joined_directory_belongs_to_its_host(tmp_path: Path) -> None:
     journal.joined("http://gw:1", "", "s")
     journal.close()
     assert known_host(tmp_path) == "h1"
-    with pytest.raises(WrongHost, match="belongs to the host h1, this one is h2"):
+    with pytest.raises(WrongHostError, match="belongs to the host h1, this one is h2"):
         open_journal(tmp_path, "h2")
 
 

@@ -20,7 +20,7 @@ from agents.host.journal.command_log import Ledger
 from agents.host.journal.journal import Journal
 from drivers.errors import Busy
 from drivers.inventory import DriverReport
-from drivers.isolation.host_writer import Hand
+from drivers.isolation.host_writer import HostWriter
 from drivers.plan import Ask, Check, Plan, Step, Write
 from tests.agents.host.standin import StandIn, until
 from tests.agents.host.workshop import HANDLE, HOME, Scripted, always, command, errors, once, status, step, workshop
@@ -66,14 +66,14 @@ def killing(number: int) -> None:
 
     for name in ("hear", "begin", "apply", "end", "acknowledge"):
         setattr(Ledger, name, around(getattr(Ledger, name)))
-    write = Hand.write
+    write = HostWriter.write
 
-    async def written(self: Hand, path: str, value: str, timeout_s: float) -> None:
+    async def written(self: HostWriter, path: str, value: str, timeout_s: float) -> None:
         passed()
         await write(self, path, value, timeout_s)
         passed()
 
-    Hand.write = written  # type: ignore[method-assign]
+    HostWriter.write = written  # type: ignore[method-assign]
 
 
 async def attached(root: Path, gateway: Any, until_true: Callable[[], object]) -> None:

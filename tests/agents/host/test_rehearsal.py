@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from agents.host.driver_testing import Rehearsal, keep
-from agents.host.execution.plan_runner import Ended
+from agents.host.execution.plan_runner import PlanFailedError
 from drivers.base import Driver, Findings, Settings
 from drivers.fake.driver import FakeDriver
 from drivers.inventory import Device
@@ -50,7 +50,7 @@ def root(tmp_path: Path) -> Path:
 
 def painted(root: Path, *paths: str, kernel: object = keep) -> str:
     host = Rehearsal(Painter(), root, {"paths": paths}, kernel=kernel)  # type: ignore[arg-type]
-    with pytest.raises(Ended) as ended:
+    with pytest.raises(PlanFailedError) as ended:
         host.do("reset", Ask("card"))
     return f"{ended.value.outcome}: {ended.value.text}"
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from agents import wire
+from agents.host.connection.authority import Authority
 from agents.host.connection.http import Gateway
 from agents.host.connection.identity import load_or_make
 from agents.host.connection.link import Link
@@ -23,13 +24,13 @@ from agents.host.discovery.reporter import Reporter
 from agents.host.execution.command_semantics import OPS
 from agents.host.execution.executor import Executor
 from agents.host.execution.images import Images
-from agents.host.execution.placement_writer import Authority, Direct
+from agents.host.execution.placement_writer import Direct
 from agents.host.execution.plan_runner import Site, Writer
 from agents.host.journal.journal import Journal, open_journal
 from drivers.errors import DriverError
 from drivers.inventory import AttachHandle, Device, DriverReport
 from drivers.isolation.driver_main import Ready
-from drivers.isolation.host_writer import Hand
+from drivers.isolation.host_writer import HostWriter
 from drivers.machine import Machine
 from drivers.plan import Act, Ask, Plan, Step, Vitals, Write
 from tests.agents.host.standin import QUICK, until
@@ -187,7 +188,7 @@ async def workshop(
     site = Site(
         drivers=drivers,
         machine=lambda _: machine or Machine("cmp1", sys_root=roots["/sys"], state_root=roots["/state"]),
-        hand=hand or (lambda _: Hand(roots)),
+        hand=hand or (lambda _: HostWriter(roots)),
         device=reporter.device,
         ledger=journal.ledger,
         boot=boot,

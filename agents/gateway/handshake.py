@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from agents import enrolment, wire
-from agents.enrolment import Refused
+from agents.enrolment import ConnectionRejectedError
 
 
 def client_address(scope: Any) -> str:
@@ -14,15 +14,17 @@ def client_address(scope: Any) -> str:
 
 
 def choose_version(scope: Any) -> str:
-    """Return the best wire version that both sides support, or raise Refused (403)."""
+    """Return the best wire version that both sides support, or raise ConnectionRejectedError (403)."""
     for version in wire.VERSIONS:
         if version in scope["subprotocols"]:
             return version
     offered = ", ".join(scope["subprotocols"])[:200] or "none"
-    raise Refused(403, "version", f"no common wire version: we speak {', '.join(wire.VERSIONS)}, offered was {offered}")
+    raise ConnectionRejectedError(
+        403, "version", f"no common wire version: we speak {', '.join(wire.VERSIONS)}, offered was {offered}"
+    )
 
 
-async def deny_upgrade(scope: Any, send: Any, refused: Refused) -> None:
+async def deny_upgrade(scope: Any, send: Any, refused: ConnectionRejectedError) -> None:
     """Answer an upgrade request with an HTTP error and a JSON body; no WebSocket is opened.
 
     If the web server cannot send HTTP responses here, close with code 1008 instead.
