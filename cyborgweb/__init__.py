@@ -1,1 +1,1 @@
-"""The house around the rooms: settings, URLs, servers, the one-command supervisor, local identity."""
+"""Server, console and command line: settings, URLs, supervisor, login, policy, pages, live updates, notifications."""

@@ -1,4 +1,4 @@
-"""Django's face of the house."""
+"""Django application of the console: registers jobs and checks, and makes the groups of the roles after migrate."""
 
 from typing import Any
 
