@@ -46,7 +46,7 @@ def of(devices: Sequence[Device], most: int = SHOWN) -> list[Card]:
 
 
 def _units(handles: QuerySet[AttachHandle], most: int) -> dict[int, list[Unit]]:
-    """Return at most `most` handles per device id, ordered by deployable and id; held and missing ones are preferred."""
+    """Return at most `most` handles per device id, by deployable and id; held and missing ones are preferred."""
     idle = ExpressionWrapper(Q(request__isnull=True, missing_since__isnull=True), output_field=BooleanField())
     place = Window(RowNumber(), partition_by=F(OF), order_by=[idle.asc(), F("id").asc()])
     found = handles.annotate(place=place).filter(place__lte=most).order_by("deployable_id", "id")

@@ -186,7 +186,7 @@ class DeviceAdmin(ReadOnly):
         return TemplateResponse(request, "accelerators/device.html", context | self.beside(device))
 
     def beside(self, device: Device) -> dict[str, Any]:
-        """Return template context that other apps add to the page; they extend this class and override the method."""
+        """Return template context that other apps add to the page; subclasses override this method."""
         return {}
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Device]:
