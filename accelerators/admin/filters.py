@@ -56,7 +56,7 @@ class Draining(admin.SimpleListFilter):
 
 
 class Driver(admin.SimpleListFilter):
-    """Filter by driver. The choices come from the hosts, which are few, so that the query need not read every device."""
+    """Filter by driver. The choices come from the hosts, which are few, so that no query has to read every device."""
 
     title, parameter_name = "driver", "driver"
 

@@ -50,7 +50,10 @@ def signals(request: HttpRequest, device: Device) -> dict[str, Any] | None:
 
 
 def _rows(said: Any) -> list[dict[str, Any]]:
-    """Parse a JSON list of objects, the form in which drivers return signals and samples; [] for anything else."""
+    """Parse a JSON list of objects, the form in which drivers return signals and samples.
+
+    Returns [] for text that is not a JSON list; elements that are not objects are dropped.
+    """
     try:
         found = json.loads(said or "[]")
     except (TypeError, ValueError):

@@ -59,8 +59,8 @@ class EventList(ChipList):
     """List of events that finds all matches of a search first and then sorts them.
 
     Otherwise the database would read events from the newest on until a page is full. For words that are frequent alone
-    but rare together it read a million events. A search with more matches than are counted exactly keeps that order of
-    work.
+    but rare together it read a million events. If there are more matches than are counted exactly, they are read from
+    the newest on all the same, because pages fill quickly then.
     """
 
     def get_results(self, request: HttpRequest) -> None:
@@ -85,7 +85,7 @@ class Subject(admin.SimpleListFilter):
 
 @admin.register(Event)
 class EventAdmin(ReadOnly):
-    """List of events, the audit, and the page of one. The table is append-only in the database: nobody can change it."""
+    """List of events (the audit) and the page of one. The database table is append-only: nobody can change an event."""
 
     list_display = ("time", "shown_action", "shown_subject", "shown_host", "shown_changes", "by")
     list_display_links = ("shown_action",)
