@@ -193,7 +193,7 @@ def result(command: Command) -> SafeString:
 
 
 def waits(command: Command) -> str:
-    """Return in words what an open command waits for; '' if it waits for nothing or has started."""
+    """Return in words what an open command waits for; '' while the agent executes it."""
     if command.answered_at:
         return "waits until the host's report is applied"
     return {

@@ -94,7 +94,7 @@ CHOICES = {
 class Ask:
     """An action of the device list that orders a command from each device's agent and does not change its state.
 
-    It has the same attributes as `Choice`, so that a bulk action can be made from either.
+    It has those attributes of `Choice` that bulk actions need, so that a bulk action can be made from either.
     """
 
     name: str

@@ -1,7 +1,8 @@
 """Console lists and pages of drivers and of rollouts.
 
 The list shows the wanted and the reported state of every driver on every host. The page of a driver starts a rollout on
-its host or on all hosts that the operation suits; `accelerators.workflows.driver_rollouts` performs it.
+its host, or on all hosts where the driver runs or is wanted (to install it: on all hosts).
+`accelerators.workflows.driver_rollouts` performs it.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ class EventAdmin(ReadOnly):
         for name, _, value in [term.partition(":") for term in terms if _exactly(term)]:
             said = value[:255]
             queryset = queryset.filter(**{EXACTLY[name]: _moment(said) if name in ("since", "until") else said})
-            if name in ("actor", "request", "action"):  # only the index `event_words` contains these fields
+            if name in ("actor", "request", "action"):  # no other index than `event_words` has these fields
                 queryset = queryset.filter(saying(said))
         terms = [term for term in terms if not _exactly(term)]
         for uuid in filter(None, map(as_uuid, terms)):

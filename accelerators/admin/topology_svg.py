@@ -183,7 +183,8 @@ class Area:
 def layout(cards: Iterable[Card]) -> list[Area]:
     """Place the cards of a host, one area per NUMA node; cards whose NUMA node is unknown get the last area.
 
-    Areas are arranged in rows of two. With an odd number the last area is as wide as two, and has two columns of cards.
+    Areas are arranged in rows of two. If their number is odd, the last area is as wide as two and has up to two columns
+    of cards.
     """
     known = sorted(cards, key=lambda card: (card.numa < 0, card.numa, card.bus == "", card.bus, card.place))
     nodes = [(numa, _by_bus(found)) for numa, found in groupby(known, key=lambda card: card.numa)]
