@@ -125,8 +125,9 @@ class BulkAdmin(ReadOnly):
     def _posted(self, request: HttpRequest, bulk: Bulk) -> HttpResponse:
         """Perform the verb of a POST: `confirm`, `try` (dry run), `cancel` or `again` (a new draft of refused devices).
 
-        A repeated `confirm`, `try` or `cancel` has no effect. Only its author may confirm a bulk action or try it (else
-        PermissionDenied). If it would touch held devices, `confirm` needs the number of devices typed.
+        A repeated `confirm`, `try` or `cancel` has no effect; each `again` makes another draft. Only the author of a
+        bulk action may confirm it or try it (else PermissionDenied). If it would touch held devices, `confirm` does
+        nothing unless the user typed the number of devices.
         """
         who, page = device_actions.person(request), badges.page("bulk", bulk.uuid)
         match request.POST.get("do"):

@@ -108,7 +108,7 @@ class Ask:
 
     @property
     def danger(self) -> bool:
-        """Return whether the command touches the hardware."""
+        """Return whether the command is destructive, so that it is refused while somebody holds the device."""
         return catalogue.ACTS[self.name].danger
 
     @property

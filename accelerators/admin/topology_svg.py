@@ -51,7 +51,8 @@ SHOWN = ROWS * ((WHOLE - LEFT - RIGHT) // PITCH) - 2
 """Maximum number of cells on a card of a host's picture: ROWS full rows, without the two places that the number of the
 hidden handles takes."""
 TITLE = 34
-"""Maximum number of characters of a card's model and address; longer text is cut."""
+"""Maximum number of characters of a card's model and address beside its state; longer text is cut. The card's title has
+all of it."""
 
 SHAPES = {
     "GPU": "M3 9h30v18H3zM6 27v4M10 27v4M14 27v4M18 27v4M12 12.5a5.5 5.5 0 1 0 .01 0M24 12.5a5.5 5.5 0 1 0 .01 0"
