@@ -1,6 +1,7 @@
-"""The room's own lists and pages in the console. Inventory is shown; what is decided goes through the conductor.
+"""The console's lists and pages of this app, registered with Django's admin.
 
-Loaded by Django's admin. Pages that show more than one room live in `cyborgweb.pages`.
+They only read the inventory; decisions of people are written by the conductor. Pages that show data of several apps
+live in `cyborgweb.pages`.
 """
 
 from accelerators.admin import (

@@ -1,5 +1,7 @@
-"""Admission rules: list, form, and the page that applies them to what was found before.
-`accelerators.devices.admission_rules` writes."""
+"""Console list and form of admission rules, and the page that applies them to devices found before.
+
+All changes are written by `accelerators.devices.admission_rules`.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from accelerators.ui.changelist import Listing
 
 @admin.register(AdmissionRule)
 class AdmissionRuleAdmin(Listing):
-    """The rules in the order in which they are tried."""
+    """List of admission rules in the order in which they are tried, the form of one, and the page that applies them."""
 
     list_display = ("order", "name", "shown_enabled", "shown_action", "shown_fits", "updated")
     list_display_links = ("name",)
@@ -80,7 +82,7 @@ class AdmissionRuleAdmin(Listing):
         form_url: str = "",
         extra_context: dict[str, Any] | None = None,
     ) -> HttpResponse:
-        """What somebody else did meanwhile is a sentence, not a failure."""
+        """Show the form, or save it; a refusal, for example after a change by somebody else, becomes a message."""
         try:
             return super().changeform_view(request, object_id, form_url, extra_context)
         except RefusedError as refused:
@@ -92,7 +94,7 @@ class AdmissionRuleAdmin(Listing):
         return [path("apply/", apply, name="accelerators_admissionrule_apply"), *super().get_urls()]
 
     def apply_view(self, request: HttpRequest) -> HttpResponse:
-        """GET: how many devices that are inactive now each rule would move. POST: move them."""
+        """GET: show how many inactive devices each rule would move. POST: move them."""
         permissions.require(request, permissions.RULES)
         if not self.has_view_permission(request):
             raise PermissionDenied

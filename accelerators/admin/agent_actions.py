@@ -1,7 +1,6 @@
-"""What a person at the console asks of agents: the buttons on the pages of devices and hosts.
+"""Order commands from agents with the buttons on the pages of devices and hosts.
 
-Called by `admin.devices` and `admin.hosts`. Everything is a POST; what is destructive asks once more, and says
-who is in its way.
+Every order is a POST. A destructive command on a device asks for confirmation, and says who holds the device.
 """
 
 from __future__ import annotations
@@ -31,20 +30,31 @@ DONE = {"uninstall": "uninstalled", "program": "programmed", "partition": "parti
 
 
 def possible(request: HttpRequest, device: Device, held: int) -> list[Act]:
-    """What this person can ask of a device now."""
+    """Return the commands that this user can order for a device now; none if the user may not order commands.
+
+    `held` is the number of our requests that hold the device.
+    """
     if not permissions.may(request, permissions.ORDER):
         return []
     return list(catalogue.possible(device, held))
 
 
 def images(offered: list[Act]) -> QuerySet[Image] | None:
-    """Those that are here, to choose from where one is asked for; others go by their uuid."""
+    """Return the IMAGES newest stored images to choose from; None if no offered command takes an image.
+
+    Other images, such as those in Glance, can be named by their uuid.
+    """
     wanted = any(act.takes == "image" for act in offered)
     return Image.objects.order_by("-id")[:IMAGES] if wanted else None
 
 
 def post(admin: Any, request: HttpRequest, about: Device | Host) -> HttpResponse:
-    """POST of a page's buttons: order it and show the command; what is refused is said on the page it came from."""
+    """Handle the POST of a button: place the command and redirect to its page.
+
+    A dangerous command on a device first answers with a confirmation page. If the command is refused, redirects to the
+    page of the device or host with the reason as a message. Raises PermissionDenied for users who may not order it, and
+    for commands that do not exist there.
+    """
     if request.method != "POST":
         return HttpResponseNotAllowed(["POST"])
     act = catalogue.ACTS.get(request.POST.get("op", ""))
@@ -65,7 +75,7 @@ def post(admin: Any, request: HttpRequest, about: Device | Host) -> HttpResponse
 
 
 def _said(request: HttpRequest, act: Act) -> dict[str, Any]:
-    """What belongs to it, of the form's fields. Raises RefusedError INVALID."""
+    """Return the arguments of a command from the form's fields. Raises RefusedError INVALID."""
     text = request.POST.get(act.takes, "").strip() if act.takes else ""
     part = request.POST.get("deployable", "")
     match act.takes:
@@ -88,7 +98,7 @@ def _order(request: HttpRequest, act: Act, about: Device | Host, said: dict[str,
 
 
 def _ask(admin: Any, request: HttpRequest, act: Act, device: Device) -> HttpResponse:
-    """Once more, with who is in the way."""
+    """Show the confirmation page; if somebody holds the device, or that cannot be checked, it says so."""
     try:
         safety.refuse_unless_free(device, DONE[act.op])
         blocked = ""

@@ -1,4 +1,4 @@
-"""Attachments in the console: their list, the page of one with what is left to do by hand, the form that asks."""
+"""Console list of attachments, the page of one with the steps left for a person, and the form for a new one."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ STATES = {
     "detached": "calm",
 }
 PROFILES = 200
-"""So many are offered to choose from."""
+"""Maximum number of device profiles that the form offers."""
 
 
 @admin.register(Attachment)
 class AttachmentAdmin(ReadOnly):
-    """What was given to instances that ran already."""
+    """List of attachments: accelerators that were attached to running instances; and the page of one."""
 
     list_display = ("shown_uuid", "shown_state", "shown_instance", "what", "host", "by", "when")
     list_filter = ("state",)
@@ -83,7 +83,7 @@ class AttachmentAdmin(ReadOnly):
         return [path("attach/", ask, name="accelerators_attachment_attach"), *super().get_urls()]
 
     def ask_view(self, request: HttpRequest) -> HttpResponse:
-        """GET: the form. POST: have it attached, and show how far it is."""
+        """GET: show the form. POST: start the attachment and redirect to its page; if it is refused, show the form."""
         permissions.require(request, permissions.ATTACH)
         if request.method == "POST":
             try:
@@ -104,7 +104,7 @@ class AttachmentAdmin(ReadOnly):
     def change_view(
         self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:
-        """GET: how far it is, how it went, what a person has to do. POST: have it detached."""
+        """GET: show the attachment's state, its steps so far, and what a person has to do. POST: detach it."""
         row = self.get_object(request, object_id)
         if row is None:
             return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
@@ -141,7 +141,7 @@ class AttachmentAdmin(ReadOnly):
 
 
 def state(row: Attachment) -> SafeString:
-    """As a word."""
+    """Render the attachment's state as a badge, with its fault on hover."""
     return badges.mark(row.state, STATES[row.state], row.fault)
 
 

@@ -1,6 +1,7 @@
-"""Bulk actions: their list, and the page of one, which asks, shows how far it is, and says what became of each device.
+"""Console list of bulk actions, and the page of one, which asks for confirmation and shows progress and results.
 
-Devices are chosen in their list (`admin.decisions`); `accelerators.workflows.bulk_actions` does it.
+Devices are selected in the device list (`accelerators.admin.device_actions`); `accelerators.workflows.bulk_actions`
+performs the action.
 """
 
 from __future__ import annotations
@@ -29,17 +30,21 @@ from accelerators.ui.changelist import ReadOnly
 from accelerators.workflows import bulk_actions, bulk_commands
 
 FIRST, ROWS = 20, 200
-"""So many devices are named before it is confirmed, and afterwards, those that were refused first; all are counted."""
+"""Number of devices that the page lists before confirmation (FIRST) and afterwards (ROWS, refused ones first). The
+counts include all devices."""
 STATES = {"draft": "calm", "running": "busy", "done": "good", "cancelled": "warn"}
 OUTCOMES = {"moved": ("done", "good"), "unchanged": ("already so", "calm"), "refused": ("refused", "bad")}
 ORDERED = ("ordered", "good")
-"""The word for what is done when agents are asked."""
+"""Word and tone of the outcome `moved` if the action orders commands from agents."""
 COMING = {"moved": ("will be done", "good"), "unchanged": ("already so", "calm"), "refused": ("refused", "bad")}
 
 
 @admin.register(Bulk)
 class BulkAdmin(ReadOnly):
-    """What was asked of many devices at once, by whom, and how far it is."""
+    """List of bulk actions with their author, progress and outcomes, and the page of one.
+
+    Users who may decide about devices can view it without Django's view permission.
+    """
 
     list_display = ("shown_state", "what", "shown_progress", "by", "when")
     list_display_links = ("what",)
@@ -77,7 +82,10 @@ class BulkAdmin(ReadOnly):
         return [path("<int:pk>/now/", now, name="accelerators_bulk_now"), *super().get_urls()]
 
     def now_view(self, request: HttpRequest, pk: int) -> HttpResponse:
-        """How far it is: a piece of its page, asked for again and again until it has ended."""
+        """Answer with the part of a bulk action's page that shows its progress; the page polls it until it has ended.
+
+        Answers 404 if there is no such bulk action.
+        """
         bulk = self._shown(request, Bulk.objects.filter(pk=pk).first())
         context = standing(bulk) if bulk else {}
         return TemplateResponse(request, "accelerators/bulk_now.html", context, status=200 if bulk else 404)
@@ -90,7 +98,11 @@ class BulkAdmin(ReadOnly):
     def change_view(
         self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:
-        """GET: the question, the progress or the result. POST: confirm, try, cancel, choose again what was refused."""
+        """GET: show the confirmation question, the progress or the result.
+
+        POST: confirm it, start a dry run, cancel it, or make a new draft of the refused devices. If the POST is
+        refused, the page is shown again with the reason.
+        """
         bulk = self._shown(request, self.get_object(request, object_id))
         if bulk is None:
             return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
@@ -111,7 +123,12 @@ class BulkAdmin(ReadOnly):
         return TemplateResponse(request, "accelerators/bulk.html", context)
 
     def _posted(self, request: HttpRequest, bulk: Bulk) -> HttpResponse:
-        """Whatever is asked twice, is done once."""
+        """Perform the verb of a POST: `confirm`, `try` (dry run), `cancel` or `again` (a new draft of refused devices).
+
+        A repeated `confirm`, `try` or `cancel` has no effect; each `again` makes another draft. Only the author of a
+        bulk action may confirm it or try it (else PermissionDenied). If it would touch held devices, `confirm` does
+        nothing unless the user typed the number of devices.
+        """
         who, page = device_actions.person(request), badges.page("bulk", bulk.uuid)
         match request.POST.get("do"):
             case "confirm" | "try" as verb:
@@ -133,7 +150,7 @@ class BulkAdmin(ReadOnly):
 
 @admin.register(BulkItem)
 class BulkItemAdmin(ReadOnly):
-    """What became of each device of a bulk action; reached from its page."""
+    """List of the devices of a bulk action with the outcome of each; the page of a bulk action links to it."""
 
     list_display = ("shown_device", "shown_host", "shown_outcome", "shown_state", "stood", "text")
     list_display_links = None
@@ -165,23 +182,23 @@ class BulkItemAdmin(ReadOnly):
 
 
 def state(bulk: Bulk) -> SafeString:
-    """As a word."""
+    """Render the state of a bulk action as a badge; a running dry run is shown as "dry run"."""
     word = "dry run" if bulk.dry and bulk.state == BulkState.RUNNING else bulk.state
     return badges.mark(word, STATES[bulk.state])
 
 
 def what(bulk: Bulk) -> str:
-    """As a heading."""
+    """Return the title of a bulk action: the label of its action and its number of devices."""
     return f"{device_actions.choice_of(bulk).label}: {bulk.total} device{'' if bulk.total == 1 else 's'}"
 
 
 def bar(bulk: Bulk) -> SafeString:
-    """How many it has been through."""
+    """Render a progress bar with the number of devices that are processed, of all devices."""
     return badges.progress(100 * bulk.worked // max(bulk.total, 1), f"{bulk.worked} of {bulk.total}")
 
 
 def counts(bulk: Bulk) -> list[tuple[SafeString, int]]:
-    """Outcomes and how many of each, and those that were not reached."""
+    """Return a badge and a number for each outcome that occurred, and for the devices that are not processed."""
     words = OUTCOMES | ({"moved": ORDERED} if bulk.action in bulk_commands.OPS else {})
     told = [
         (badges.mark(f"{getattr(bulk, word)} {said}", tone), getattr(bulk, word))
@@ -192,32 +209,35 @@ def counts(bulk: Bulk) -> list[tuple[SafeString, int]]:
 
 
 def outcome(word: str, bulk: Bulk) -> SafeString:
-    """What became of it."""
+    """Render the outcome of one device as a badge; an empty `word` means that it was not processed."""
     if word == Outcome.MOVED and bulk.action in bulk_commands.OPS:
         return badges.mark(*ORDERED)
     return badges.mark(*OUTCOMES[word]) if word else badges.mark("not done", "calm")
 
 
 def device(item: BulkItem) -> SafeString | str:
-    """A link while there is such a device."""
+    """Render the device of an item: as a link if it still exists, else its name."""
     return badges.link("device", item.device_id, item.device_name) if item.device_id else item.device_name
 
 
 def _why(item: BulkItem, bulk: Bulk) -> SafeString | str:
-    """Why it came to that; of an order the command, which a dry run took back."""
+    """Return the reason of an item's outcome; for an ordered command a link to it, or '' in a dry run.
+
+    A dry run takes its commands back, so there is nothing to link to.
+    """
     if bulk.action not in bulk_commands.OPS or item.outcome != Outcome.MOVED:
         return item.text
     return "" if bulk.dry else badges.link("command", item.text.removeprefix("command "), item.text)
 
 
 def commands_of(bulk: Bulk) -> str:
-    """Address of the list of the commands that it ordered."""
+    """Return the URL of the list of the commands that a bulk action ordered."""
     asked = {"together": bulk.request_id, "op": bulk.action}
     return f"{reverse('admin:accelerators_command_changelist')}?{urlencode(asked)}"
 
 
 def standing(bulk: Bulk) -> dict[str, Any]:
-    """For `bulk_now.html`."""
+    """Return the context of `bulk_now.html`: state, progress, counts and duration."""
     running = bulk.state == BulkState.RUNNING
     return {
         "bulk": bulk,
@@ -235,7 +255,10 @@ def _touches_held(bulk: Bulk) -> bool:
 
 
 def _question(bulk: Bulk) -> dict[str, Any]:
-    """What would come of it now, who holds what, and the first of the set. Four statements."""
+    """Return the context of the confirmation: predicted outcomes, holders, and the first devices of the set.
+
+    Costs at most four statements.
+    """
     told = bulk_actions.forecast(bulk)
     held = [item for item, _ in bulk_actions.first(bulk, FIRST, held=True)] if any(one.held for one in told) else []
     holds = {
@@ -258,7 +281,7 @@ def _question(bulk: Bulk) -> dict[str, Any]:
 
 
 def _result(bulk: Bulk) -> dict[str, Any]:
-    """What became of each: those that were refused first. One statement."""
+    """Return the context of the result: at most ROWS devices with their outcomes, refused ones first; one statement."""
     refused_first = Case(When(outcome=Outcome.REFUSED, then=0), default=1)
     order = list(bulk.items.exclude(outcome="").order_by(refused_first, "id")[:ROWS])
     listed = reverse("admin:accelerators_bulkitem_changelist")

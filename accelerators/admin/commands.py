@@ -1,4 +1,7 @@
-"""Commands: the list, the page of one, and what the pages of devices and hosts show of theirs, live while they run."""
+"""Console list of commands, the page of one, and the latest commands on the pages of devices and hosts.
+
+Pages that show a running command refresh that part until it has ended.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +26,11 @@ from accelerators.ui import badges, timeline
 from accelerators.ui.changelist import ReadOnly
 
 LATELY = 8
-"""So many of the newest are shown on the page of a device or host; the list has them all."""
+"""Number of commands that the page of a device or host shows, the newest ones; the list has them all."""
 
 
 class Ended(admin.SimpleListFilter):
-    """Whether anything is still to be expected of it."""
+    """Filter by whether the command is still under way."""
 
     title, parameter_name = "progress", "open"
 
@@ -41,7 +44,10 @@ class Ended(admin.SimpleListFilter):
 
 
 class Together(admin.SimpleListFilter):
-    """What was ordered by one request of a person, as a bulk action is; there is no choice to be made of it."""
+    """Filter by the request id under which commands were ordered, for example all commands of one bulk action.
+
+    The value comes from a link only; the sidebar has no values to choose from.
+    """
 
     title, parameter_name = "ordered with request", "together"
 
@@ -55,7 +61,7 @@ class Together(admin.SimpleListFilter):
 
 @admin.register(Command)
 class CommandAdmin(ReadOnly):
-    """What agents were told to do, and what became of it."""
+    """List of commands to agents with their results, and the page of one."""
 
     list_display = ("shown_state", "shown_op", "shown_device", "shown_host", "by", "since", "result")
     list_display_links = ("shown_op",)
@@ -115,13 +121,16 @@ class CommandAdmin(ReadOnly):
         ]
 
     def now_view(self, request: HttpRequest, pk: int) -> HttpResponse:
-        """How one command stands: a piece of its page, asked for again and again until it has ended."""
+        """Answer with the part of a command's page that shows its progress; the page polls it until the command ends.
+
+        Answers 404 if there is no such command.
+        """
         command = self._shown(request, Command.objects.filter(pk=pk)).first()
         context = standing(command) if command else {}
         return TemplateResponse(request, "accelerators/command_now.html", context, status=200 if command else 404)
 
     def lately_view(self, request: HttpRequest, of: str, pk: int) -> HttpResponse:
-        """The newest commands of a device or a host: a piece of their pages, likewise."""
+        """Answer with the part of a device's or host's page that lists its newest commands; polled while one runs."""
         of = "device" if of == "device" else "host"
         commands = self._shown(request, Command.objects.filter(**{of: pk}))
         return TemplateResponse(request, "accelerators/command_lately.html", lately(commands, of, pk))
@@ -134,7 +143,7 @@ class CommandAdmin(ReadOnly):
     def change_view(
         self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:
-        """The page of one command: what was asked, by whom and why, how far it is, how it ended."""
+        """Show the page of one command: what was ordered, by whom and why, its progress, result and events."""
         command = self.get_object(request, object_id)
         if command is None:
             return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
@@ -152,30 +161,30 @@ class CommandAdmin(ReadOnly):
         return TemplateResponse(request, "accelerators/command.html", context)
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Command]:
-        """Without what came back: only a command's own page shows it, and a report is long."""
+        """Query commands without `detail`, which can be as long as a report and is shown only on a command's page."""
         return super().get_queryset(request).select_related("host", "device").defer("detail")
 
 
 def state(command: Command) -> SafeString:
-    """As a word."""
+    """Render the command's state as a badge, with its result text on hover."""
     return badges.mark(command.state, badges.COMMAND_STATES[command.state], command.text)
 
 
 def device(command: Command) -> SafeString | str:
-    """Its device: a link while there is one, its name as it was when it is gone."""
+    """Render the command's device as a link; if it was deleted, its last name; a dash for a command to a host."""
     if command.device_id:
         return badges.link("device", command.device_id, command.device_name)
     return command.device_name or badges.NOTHING
 
 
 def when(command: Command) -> SafeString:
-    """Since when, and how long it took."""
+    """Render when the command was ordered and, if it has ended, how long it took."""
     took = format_html(' <span class="faint">took {}</span>', badges.lasted(command.created_at, command.ended_at))
     return format_html("{}{}", badges.ago(command.created_at), took if command.ended_at else "")
 
 
 def result(command: Command) -> SafeString:
-    """The sentence it ended with; until then, how far it is."""
+    """Render the command's result text, or its outcome if there is none; until it ends, its progress."""
     if command.ended_at:
         return format_html('<span class="reason">{}</span>', command.text or command.outcome)
     if command.started_at or command.percent:
@@ -184,7 +193,7 @@ def result(command: Command) -> SafeString:
 
 
 def waits(command: Command) -> str:
-    """What it waits for, in words."""
+    """Return in words what an open command waits for; '' while the agent executes it."""
     if command.answered_at:
         return "waits until the host's report is applied"
     return {
@@ -195,7 +204,7 @@ def waits(command: Command) -> str:
 
 
 def standing(command: Command) -> dict[str, Any]:
-    """For `command_now.html`: its stages, each with its time, and how far it is."""
+    """Return the context of `command_now.html`: the command's stages with their times, and its progress."""
     stages = [
         ("ordered", command.created_at, "" if command.answered_at or command.taken_at else waits(command)),
         ("taken by the agent", command.taken_at, f"by {command.start_by:%H:%M:%S} UTC, else it expires"),
@@ -229,7 +238,10 @@ def standing(command: Command) -> dict[str, Any]:
 
 
 def lately(commands: QuerySet[Command], of: str, pk: int) -> dict[str, Any]:
-    """For `command_lately.html`: the newest of them. One statement."""
+    """Return the context of `command_lately.html` with the LATELY newest of `commands`; costs one statement.
+
+    `of` is "device" or "host", `pk` the id of the one whose page shows them.
+    """
     newest = list(commands.select_related("host").defer("detail").order_by("-id")[:LATELY])
     rows = [
         {
@@ -253,7 +265,10 @@ def lately(commands: QuerySet[Command], of: str, pk: int) -> dict[str, Any]:
 
 
 def of(request: HttpRequest, about: Device | Host) -> dict[str, Any]:
-    """What the page of a device or host shows of its commands, to whom may view them."""
+    """Return the context with the latest commands of a device or host; without commands if the user may not view them.
+
+    Costs one statement.
+    """
     if not request.user.has_perm("accelerators.view_command"):
         return {"commands": None}
     of = "device" if isinstance(about, Device) else "host"
@@ -261,7 +276,7 @@ def of(request: HttpRequest, about: Device | Host) -> dict[str, Any]:
 
 
 def _asked(command: Command) -> Iterator[tuple[str, Any]]:
-    """What was asked beside its name, as pairs."""
+    """Return the command's arguments as pairs of name and value; empty ones are left out."""
     said = command.arguments
     pairs = {name: said.get(name) for name in ("driver", "deployable", "uuid", "consumer")}
     pairs |= said.get("layout", {})
@@ -273,7 +288,10 @@ def _asked(command: Command) -> Iterator[tuple[str, Any]]:
 
 
 def _detail(command: Command) -> Iterator[dict[str, Any]]:
-    """What came back beside the sentence: a list of objects as a table, text of several lines as it is, words."""
+    """Yield the details of the result, one dict per detail, for the template.
+
+    A JSON list of objects has `columns` and `rows` and becomes a table; text of several lines has `long` set.
+    """
     for name, value in sorted(command.detail.items()):
         rows = _rows(value)
         columns = list(dict.fromkeys(column for row in rows or () for column in row))
@@ -283,7 +301,7 @@ def _detail(command: Command) -> Iterator[dict[str, Any]]:
 
 
 def _rows(value: str) -> list[dict[str, Any]] | None:
-    """Of a list of objects, as drivers say signals and samples."""
+    """Parse a JSON list of objects, the form in which drivers return signals and samples; None for other text."""
     try:
         found = json.loads(value) if value.startswith("[") else None
     except ValueError:

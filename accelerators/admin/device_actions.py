@@ -1,7 +1,7 @@
-"""What a person at the console decides about devices: the buttons of a device's page, the actions of the list.
+"""Change the state of devices from the console: the buttons of a device's page, and the actions of the device list.
 
-Called by `admin.devices`. Everything is a POST; what cannot be undone, or touches what somebody holds, asks once more.
-What is asked of many is a bulk action (`admin.bulks`).
+Every change is a POST. An action that cannot be undone, or on a device that somebody holds, asks for confirmation. An
+action on many devices is a bulk action (`accelerators.admin.bulk_actions`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ from accelerators.workflows import bulk_actions
 
 @dataclass(frozen=True)
 class Choice:
-    """A button: what it asks for, what a drain ends with, whether it asks once more."""
+    """A button that changes a device's state.
+
+    `action` is the change, `then` the state in which a drain ends; with `danger` the button always asks for
+    confirmation.
+    """
 
     name: str
     label: str
@@ -42,22 +46,25 @@ class Choice:
 
     @property
     def meaning(self) -> str:
-        """One sentence."""
+        """Return one sentence for people that says what the action does."""
         ends = " It is retired then." if self.then is Drain.RETIRED else ""
         return actions.MEANING[self.action] + ends
 
     def offered(self, now: Standing) -> bool:
-        """Whether it would do something, as far as our own requests tell."""
+        """Return whether the button is shown: the action is legal now, and would change something.
+
+        Only our own requests count as holders (`now.held`); other witnesses are not asked.
+        """
         try:
             changes = actions.decide(self.action, now, self.then) != now
         except IllegalTransitionError:
             return False
-        if self.then is Drain.RETIRED:  # of what is free and out of offer already, it were the same as to retire it
+        if self.then is Drain.RETIRED:  # on a device that is free and not offered, the button "Retire" does the same
             return changes and (bool(now.held) or now.here in actions.OFFERED)
         return changes and not (self.action is Action.RETIRE and now.held)
 
     def why_not(self, now: Standing) -> str:
-        """Why it is not offered."""
+        """Return, as a sentence, why the button is not shown; call it only if `offered` is False."""
         try:
             if actions.decide(self.action, now, self.then) == now:
                 return f"It is {now.state} already."
@@ -85,7 +92,10 @@ CHOICES = {
 
 @dataclass(frozen=True)
 class Ask:
-    """An action of the list that moves no device: its agent is asked."""
+    """An action of the device list that orders a command from each device's agent and does not change its state.
+
+    It has those attributes of `Choice` that bulk actions need, so that a bulk action can be made from either.
+    """
 
     name: str
     label: str
@@ -93,17 +103,17 @@ class Ask:
 
     @property
     def action(self) -> str:
-        """As a bulk action keeps it."""
+        """Return the name under which a bulk action stores it."""
         return self.name
 
     @property
     def danger(self) -> bool:
-        """Whether the hardware is touched."""
+        """Return whether the command is destructive, so that it is refused while somebody holds the device."""
         return catalogue.ACTS[self.name].danger
 
     @property
     def meaning(self) -> str:
-        """One sentence."""
+        """Return one sentence for people that says what the command does."""
         return catalogue.ACTS[self.name].meaning
 
 
@@ -111,33 +121,35 @@ ASKS = {ask.name: ask for ask in (Ask("health", "Check health"), Ask("reset", "R
 
 
 def choice_of(bulk: Bulk) -> Choice | Ask:
-    """The one that a bulk action was made with."""
+    """Return the action of the list with which a bulk action was made."""
     every = (*CHOICES.values(), *ASKS.values())
     return next(c for c in every if c.action == bulk.action and c.then == bulk.then)
 
 
 def person(request: HttpRequest) -> Caller:
-    """Who decides, for events."""
+    """Return the logged-in user as the caller that events name: user name and id, without roles and project."""
     return Caller(request.user.get_username(), str(request.user.pk), frozenset(), "")
 
 
 def possible(device: Device, held: int) -> list[Choice]:
-    """The buttons of a device's page."""
+    """Return the actions whose buttons a device's page shows; `held` is the number of our requests that hold it."""
     now = lifecycle.standing(device, held)
     return [choice for choice in CHOICES.values() if choice.offered(now)]
 
 
 def impossible(device: Device, held: int) -> list[tuple[str, str]]:
-    """The choices that are not offered now, each with the reason."""
+    """Return the labels of the actions that are not possible now, each with the reason."""
     now = lifecycle.standing(device, held)
     return [(choice.label, choice.why_not(now)) for choice in CHOICES.values() if not choice.offered(now)]
 
 
 def one(admin: Any, request: HttpRequest, device: Device) -> HttpResponse:
-    """POST of a device's page: do it and show the page again, with a sentence.
+    """Handle the POST of a device's page: change the device's state and redirect to its page with a message.
 
-    Before what cannot be undone it asks once more; before anything is done to a device that somebody holds, for the
-    device's address. A device that changed since the page was shown is left alone, and is shown as it is now.
+    An action that cannot be undone first answers with a confirmation page. If requests hold the device, any action does
+    so, and the user has to type the device's address, or its key if it has none. A device that changed since the page
+    was shown is left as it is. Refusals become messages; raises PermissionDenied for users who may not decide, and for
+    unknown actions.
     """
     if request.method != "POST":
         return HttpResponseNotAllowed(["POST"])
@@ -164,13 +176,16 @@ def one(admin: Any, request: HttpRequest, device: Device) -> HttpResponse:
 
 
 def of_list() -> Iterator[Callable[..., HttpResponse | None]]:
-    """The actions of the list of devices, as Django's admin wants them."""
+    """Yield the actions of the list of devices as the functions that Django's admin expects."""
     for choice in (*CHOICES.values(), *ASKS.values()):
         yield _of_list(choice)
 
 
 def _of_list(choice: Choice | Ask) -> Callable[..., HttpResponse | None]:
-    """Freezes the set; its page shows what would come of it, and asks."""
+    """Build an admin action that stores the selected devices as a draft bulk action and redirects to its page.
+
+    That page predicts the result and asks for confirmation; until then no device is changed.
+    """
 
     def act(admin: Any, request: HttpRequest, queryset: QuerySet[Device]) -> HttpResponse | None:
         selection = request.GET.urlencode()
@@ -190,7 +205,10 @@ def _of_list(choice: Choice | Ask) -> Callable[..., HttpResponse | None]:
 def _ask(
     admin: Any, request: HttpRequest, choice: Choice, device: Device, holders: tuple[str, ...], wrong: str = ""
 ) -> HttpResponse:
-    """Once more, with what will happen, and to whom."""
+    """Show the confirmation page: what will happen, and which requests hold the device.
+
+    `wrong` is the message shown if the typed address was wrong.
+    """
     context = admin.admin_site.each_context(request) | {
         "title": f"{choice.label}: {device}?",
         "opts": admin.opts,

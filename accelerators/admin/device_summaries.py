@@ -1,7 +1,4 @@
-"""Devices as the cards of a picture: what is stored of their attach handles, and who holds each. Two statements.
-
-Called by the pages of hosts and devices; `admin.picture` draws them.
-"""
+"""Load devices with their attach handles and holders as cards, which `accelerators.admin.topology_svg` draws."""
 
 from __future__ import annotations
 
@@ -27,14 +24,15 @@ STATE = Case(
     When(deployable__device__state="ready", deployable__device__busy_with=None, then=Value("free")),
     default=Value("reserved"),
 )
-"""A word of `picture.UNITS`."""
+"""SQL expression for the state of an attach handle: one of the words in `topology_svg.UNITS`."""
 OF = "deployable__device_id"
 
 
 def of(devices: Sequence[Device], most: int = SHOWN) -> list[Card]:
-    """In their order, with at most so many handles each, those first that somebody holds or misses; all are counted.
+    """Return one card per device, in the order of `devices`, with at most `most` attach handles each.
 
-    The devices have their `host`. The second statement is only made where not all are shown.
+    Held and missing handles are preferred; the counts of a card include all its handles. Each device must have its
+    `host` loaded. Costs one statement, and a second one if a device has `most` handles or more.
     """
     handles = AttachHandle.objects.filter(**{f"{OF}__in": [device.pk for device in devices]}).annotate(word=STATE)
     units = _units(handles, most)
@@ -48,7 +46,7 @@ def of(devices: Sequence[Device], most: int = SHOWN) -> list[Card]:
 
 
 def _units(handles: QuerySet[AttachHandle], most: int) -> dict[int, list[Unit]]:
-    """By device, in the order in which they were found."""
+    """Return at most `most` handles per device id, by deployable and id; held and missing ones are preferred."""
     idle = ExpressionWrapper(Q(request__isnull=True, missing_since__isnull=True), output_field=BooleanField())
     place = Window(RowNumber(), partition_by=F(OF), order_by=[idle.asc(), F("id").asc()])
     found = handles.annotate(place=place).filter(place__lte=most).order_by("deployable_id", "id")
@@ -77,7 +75,7 @@ def _unit(url: str, info: str, word: str, part: int, kind: str, *holder: object)
 
 
 def _addresses(model: str) -> str:
-    """Of the pages of thousands, made once: a format for their ids."""
+    """Return a format string for the URLs of a model's pages, so that `reverse` runs once and not for each handle."""
     return badges.page(model, 0).replace("/0/", "/{}/")
 
 

@@ -1,4 +1,4 @@
-"""Devices, their deployables and attach handles: the lists, and the page of one device."""
+"""Console lists of devices, deployables and attach handles, and the page of one device."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from accelerators.ui import badges, permissions, timeline
 from accelerators.ui.changelist import ReadOnly
 
 HANDLES = 256
-"""So many attach handles are shown on a device's page, those that somebody holds first; the list has them all."""
+"""Maximum number of attach handles on a device's page; held and missing ones come first. The list has them all."""
 
 
 OF_DEVICE = "deployable__device__id__exact"
-"""Of the list of handles: those of one device."""
+"""URL parameter that limits the list of attach handles to one device."""
 
 
 @admin.register(Device)
 class DeviceAdmin(ReadOnly):
-    """The list of devices, and a page for each."""
+    """The list of devices, and the page of one device with the views that its buttons post to."""
 
     list_display = (
         "shown_state",
@@ -106,7 +106,7 @@ class DeviceAdmin(ReadOnly):
         return badges.ago(device.state_since)
 
     def has_decide_permission(self, request: HttpRequest) -> bool:
-        """Asked by Django about every action of the list."""
+        """Return whether the user may run actions of this list that require the permission `decide`; Django asks it."""
         return permissions.may(request)
 
     def get_urls(self) -> list[Any]:
@@ -119,15 +119,15 @@ class DeviceAdmin(ReadOnly):
         ]
 
     def decide_view(self, request: HttpRequest, object_id: str) -> HttpResponse:
-        """The buttons of a device's page that move it."""
+        """Handle POST of the buttons of a device's page that change its state."""
         return self._posted(device_actions.one, request, object_id)
 
     def order_view(self, request: HttpRequest, object_id: str) -> HttpResponse:
-        """Those that ask something of its agent."""
+        """Handle POST of the buttons of a device's page that order a command from its agent."""
         return self._posted(agent_actions.post, request, object_id)
 
     def units_view(self, request: HttpRequest) -> HttpResponse:
-        """How many units one device or many are divided into."""
+        """Show and handle the page that changes the number of units of one or many devices."""
         return partitioning.view(self, request)
 
     def _posted(self, act: Callable[..., HttpResponse], request: HttpRequest, object_id: str) -> HttpResponse:
@@ -139,7 +139,10 @@ class DeviceAdmin(ReadOnly):
     def change_view(
         self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:
-        """The page of one device: what it is, why it is so, who holds it, what happened."""
+        """Show the page of one device: its hardware, its state with the reason, its holders, commands and events.
+
+        Raises PermissionDenied for methods other than GET and HEAD.
+        """
         device = self.get_object(request, object_id)
         if device is None:
             return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
@@ -183,7 +186,7 @@ class DeviceAdmin(ReadOnly):
         return TemplateResponse(request, "accelerators/device.html", context | self.beside(device))
 
     def beside(self, device: Device) -> dict[str, Any]:
-        """What other rooms show on the page; this room knows nothing of them."""
+        """Return template context that other apps add to the page; subclasses override this method."""
         return {}
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Device]:
@@ -191,7 +194,7 @@ class DeviceAdmin(ReadOnly):
 
 
 def _inside(device: Device, card: topology_svg.Card) -> list[dict[str, Any]]:
-    """A device's deployables with their attributes and those handles that are shown; two statements."""
+    """Return a device's deployables with their attributes and those handles that are shown. Costs two statements."""
     numbers = {"handles": Count("attach_handles"), "held": Count("attach_handles__request")}
     found = device.deployables.annotate(**numbers).order_by("id").prefetch_related("attributes")
     return [
@@ -212,23 +215,23 @@ def _inside(device: Device, card: topology_svg.Card) -> list[dict[str, Any]]:
 
 
 def handles_of(device: Device) -> str:
-    """Address of the list of a device's attach handles."""
+    """Return the URL of the list of a device's attach handles."""
     return f"{reverse('admin:accelerators_attachhandle_changelist')}?{urlencode({OF_DEVICE: device.pk})}"
 
 
 def requests_of(instance: str) -> str:
-    """Address of the list of an instance's requests; '' for none."""
+    """Return the URL of the list of an instance's requests; '' if `instance` is empty."""
     url = reverse("admin:accelerators_acceleratorrequest_changelist")
     return f"{url}?{urlencode({'q': instance})}" if instance else ""
 
 
 def holder(handle: AttachHandle) -> Model | None:
-    """The request that holds a handle."""
+    """Return the request that holds a handle, None if it is free."""
     return getattr(handle, "request", None)
 
 
 class Presence(admin.SimpleListFilter):
-    """Whether its driver still names it."""
+    """Filter by whether the driver's last report still contains the object."""
 
     title, parameter_name = "presence", "presence"
 
@@ -241,7 +244,7 @@ class Presence(admin.SimpleListFilter):
 
 @admin.register(Deployable)
 class DeployableAdmin(ReadOnly):
-    """Parts of devices that are resource providers."""
+    """List of deployables: the parts of devices that are resource providers."""
 
     list_display = ("name", "num_accelerators", "shown_device", "shown_host", "rp_uuid", "shown_missing")
     list_filter = ("device__type", "device__state", Presence)
@@ -266,7 +269,7 @@ class DeployableAdmin(ReadOnly):
 
 
 class Held(admin.SimpleListFilter):
-    """Whether a request holds the handle."""
+    """Filter by whether a request holds the handle."""
 
     title, parameter_name = "use", "use"
 
@@ -279,7 +282,7 @@ class Held(admin.SimpleListFilter):
 
 @admin.register(AttachHandle)
 class AttachHandleAdmin(ReadOnly):
-    """Assignable units, and who holds each."""
+    """List of attach handles, the assignable units, with the request, instance and project that hold each."""
 
     list_display = (
         "shown_name",
@@ -363,7 +366,7 @@ class AttachHandleAdmin(ReadOnly):
 
 
 def presence(missing_since: Any) -> SafeString:
-    """Whether its driver still names it."""
+    """Render a badge: present, or missing from the driver's report, with the time since when on hover."""
     if missing_since is None:
         return badges.mark("present", "good")
     return badges.mark("missing", "warn", f"since {missing_since:%Y-%m-%d %H:%M:%S} UTC")

@@ -1,6 +1,8 @@
-"""Drivers: their list, what is wanted beside what was seen; the page of one, which begins a rollout; and of that.
+"""Console lists and pages of drivers and of rollouts.
 
-A driver's page asks for one host, or for all where the driver runs; `accelerators.workflows.driver_rollouts` does it.
+The list shows the wanted and the reported state of every driver on every host. The page of a driver starts a rollout on
+its host, or on all hosts where the driver runs or is wanted (to install it: on all hosts).
+`accelerators.workflows.driver_rollouts` performs it.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from accelerators.workflows import driver_rollouts
 from accelerators.workflows.driver_config import Change
 
 ROWS = 200
-"""So many hosts of a rollout are shown, those that failed first; all are counted."""
+"""Maximum number of hosts that a rollout's page lists, failed ones first. The counts include all hosts."""
 SEEN = {"ok": "good", "failed": "bad", "quarantined": "warn", "disabled": "calm", "absent": "calm"}
 STATES = {"running": "busy", "done": "good", "stopped": "bad", "cancelled": "warn"}
 STEPS = {"waiting": "calm", "ordered": "busy", "done": "good", "failed": "bad", "skipped": "calm"}
@@ -44,7 +46,7 @@ BUTTONS = {
 
 
 class Seen(admin.SimpleListFilter):
-    """How its agent says it stands."""
+    """Filter by the driver's state as its agent reported it."""
 
     title, parameter_name = "seen", "state"
 
@@ -57,7 +59,7 @@ class Seen(admin.SimpleListFilter):
 
 @admin.register(HostDriver)
 class DriverAdmin(ReadOnly):
-    """Every driver on every host, those as well that are there and do not run."""
+    """List of every driver on every host, including those that are installed but do not run; and the page of one."""
 
     list_display = ("shown_driver", "shown_host", "shown_seen", "shown_wanted", "shown_drift", "devices", "said")
     list_display_links = ("shown_driver",)
@@ -101,7 +103,10 @@ class DriverAdmin(ReadOnly):
     def change_view(
         self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:
-        """GET: what is wanted and what was seen. POST: begin a rollout, and show that."""
+        """GET: show the wanted and the reported state of a driver on a host. POST: start a rollout and show its page.
+
+        If the rollout is refused, the page is shown again with the reason and the submitted values.
+        """
         row = self.get_object(request, object_id)
         if row is None:
             return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
@@ -136,7 +141,7 @@ class DriverAdmin(ReadOnly):
 
 @admin.register(Rollout)
 class RolloutAdmin(ReadOnly):
-    """What was done to drivers, on how many hosts, by whom, and how far it is."""
+    """List of rollouts with their operation, counts of hosts, author and state; and the page of one."""
 
     list_display = ("shown_state", "what", "shown_counts", "by", "when")
     list_display_links = ("what",)
@@ -176,7 +181,10 @@ class RolloutAdmin(ReadOnly):
         return [path("<int:pk>/now/", now, name="accelerators_rollout_now"), *super().get_urls()]
 
     def now_view(self, request: HttpRequest, pk: int) -> HttpResponse:
-        """How far it is: a piece of its page, asked for again and again until it has ended."""
+        """Answer with the part of a rollout's page that shows its progress; the page polls it until the rollout ends.
+
+        Answers 404 if there is no such rollout.
+        """
         if not self.has_view_permission(request):
             raise PermissionDenied
         rollout = Rollout.objects.filter(pk=pk).first()
@@ -186,7 +194,7 @@ class RolloutAdmin(ReadOnly):
     def change_view(
         self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:
-        """GET: how far it is, host by host. POST: begin no further host."""
+        """GET: show a rollout's progress, host by host. POST: cancel it; hosts that have not begun are left alone."""
         rollout = self.get_object(request, object_id)
         if rollout is None:
             return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
@@ -203,14 +211,14 @@ class RolloutAdmin(ReadOnly):
 
 
 def seen(row: HostDriver) -> SafeString:
-    """How its agent says it stands."""
+    """Render the driver's state and version as its agent reported them, with the error on hover."""
     said = row.said or {}
     version = f" {said['version']}" if said.get("version") else ""
     return badges.mark(f"{row.state}{version}", SEEN[row.state], said.get("error", ""))
 
 
 def wanted(row: HostDriver) -> SafeString:
-    """What is wanted, or that nothing is."""
+    """Render the wanted state and its generation, or that nothing is wanted and the host's own file decides."""
     if row.wish is None:
         return format_html('<span class="faint">{}</span>', "as its host's own file says")
     word = "uninstalled" if not row.wish.installed else "enabled" if row.wish.enabled else "disabled"
@@ -218,7 +226,7 @@ def wanted(row: HostDriver) -> SafeString:
 
 
 def drift(row: HostDriver) -> SafeString | str:
-    """That what was seen is not what is wanted; nothing when it is."""
+    """Render a badge if the reported state differs from the wanted one, with both generations on hover; else ''."""
     if not row.drifts or row.wish is None:
         return ""
     applied = (row.said or {}).get("generation", 0)
@@ -226,12 +234,12 @@ def drift(row: HostDriver) -> SafeString | str:
 
 
 def state(rollout: Rollout) -> SafeString:
-    """As a word."""
+    """Render the rollout's state as a badge."""
     return badges.mark(rollout.state, STATES[rollout.state])
 
 
 def standing(rollout: Rollout) -> dict[str, Any]:
-    """For `rollout_now.html`: how far it is, host by host."""
+    """Return the context of `rollout_now.html`: the rollout's progress, counts, and at most ROWS hosts."""
     stand = driver_rollouts.counts(rollout)
     over = sum(number for word, number in stand.items() if word not in (StepState.WAITING, StepState.ORDERED))
     order = {word: place for place, word in enumerate(("failed", "ordered", "done", "waiting", "skipped"))}
@@ -263,12 +271,16 @@ def _counts(stand: Any) -> list[SafeString]:
 
 
 def _of(row: HostDriver) -> QuerySet[Rollout]:
-    """The newest that were about this driver here."""
+    """Return the five newest rollouts of this driver that include this host."""
     return Rollout.objects.filter(driver=row.driver, steps__host=row.host_id).order_by("-id")[:5]
 
 
 def _begin(request: HttpRequest, row: HostDriver) -> Rollout:
-    """What a button of a driver's page asks for. Raises RefusedError."""
+    """Start the rollout that a button of a driver's page asks for.
+
+    Raises RefusedError INVALID if the settings are not a JSON object, and what `driver_rollouts` refuses; raises
+    PermissionDenied for users who may not start rollouts, and for unknown buttons.
+    """
     permissions.require(request, permissions.ROLLOUT)
     if request.POST.get("do") not in BUTTONS:
         raise PermissionDenied("That cannot be asked here; go back and try again.")

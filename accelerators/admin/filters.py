@@ -1,4 +1,4 @@
-"""What the list of devices is narrowed by, beside its columns. Called by `admin.devices`."""
+"""Filters of the device list that are not plain fields of a device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from accelerators.models.devices import driver_error
 
 
 class Freshness(admin.SimpleListFilter):
-    """Live, or stale because of the agent or the driver."""
+    """Filter by whether a device's data is live, or stale because its agent is not heard of or its driver failed."""
 
     title, parameter_name = "freshness", "stale"
 
@@ -27,11 +27,12 @@ class Freshness(admin.SimpleListFilter):
         matching = queryset.alias(_error=driver_error())
         if self.value() == "no":
             return matching.exclude(stale)
-        return matching.filter(stale, host__in=_troubled())  # hosts are few: no other device is looked at
+        return matching.filter(stale, host__in=_troubled())  # hosts are few; devices of other hosts are not read
 
 
 def _troubled() -> QuerySet[Host]:
-    """Hosts with stale devices: nothing is heard of them, or one of their drivers failed."""
+    """Query the hosts that can have stale devices: their agent is not heard of, or one of their drivers or backends
+    failed."""
     failing = Func(
         F("drivers"),
         Value('$.*.error ? (@ <> "")'),
@@ -43,7 +44,7 @@ def _troubled() -> QuerySet[Host]:
 
 
 class Draining(admin.SimpleListFilter):
-    """Devices that wait for their last request."""
+    """Filter by whether a device is draining: it waits for its last request to end."""
 
     title, parameter_name = "drain", "draining"
 
@@ -55,7 +56,7 @@ class Draining(admin.SimpleListFilter):
 
 
 class Driver(admin.SimpleListFilter):
-    """Whose it is: of the drivers that hosts have, which are few, instead of asking every device."""
+    """Filter by driver. The choices come from the hosts, which are few, so that no query has to read every device."""
 
     title, parameter_name = "driver", "driver"
 

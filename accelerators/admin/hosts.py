@@ -1,4 +1,4 @@
-"""Hosts: the list, and the page of one host. `cyborgweb.pages.host` adds what the room of agents knows."""
+"""Console list of hosts and the page of one host. `cyborgweb.pages.host` adds what the agents app knows of a host."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from accelerators.ui import badges, permissions, timeline
 from accelerators.ui.changelist import ReadOnly
 
 DEVICE_ROWS = 64
-"""So many devices are drawn and listed on a host's page; the filtered list has them all."""
+"""Maximum number of devices that a host's page draws and lists; the filtered device list has them all."""
 
 
 class Live(admin.SimpleListFilter):
-    """Whether anything is heard of the host's agent."""
+    """Filter by whether the host's agent is heard of (live) or not (stale)."""
 
     title, parameter_name = "freshness", "stale"
 
@@ -43,7 +43,7 @@ class Live(admin.SimpleListFilter):
 
 @admin.register(Host)
 class HostAdmin(ReadOnly):
-    """The list of hosts, and a page for each."""
+    """The list of hosts, and the page of one host with the view that its buttons post to."""
 
     list_display = ("name", "shown_live", "shown_drivers", "shown_devices", "shown_node", "reported")
     list_filter = (Live,)
@@ -61,7 +61,7 @@ class HostAdmin(ReadOnly):
         return super().get_queryset(request).annotate(number_of_devices=number)
 
     def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Host | None:
-        """By id or uuid, and by name: events know a host by its name."""
+        """Return a host by id, uuid or name, else None. Events name a host by its name."""
         found = super().get_object(request, object_id, from_field)
         return found or self.get_queryset(request).filter(name=object_id).first()
 
@@ -105,7 +105,7 @@ class HostAdmin(ReadOnly):
         return [path("<path:object_id>/order/", order, name="accelerators_host_order"), *super().get_urls()]
 
     def order_view(self, request: HttpRequest, object_id: str) -> HttpResponse:
-        """The buttons of a host's page."""
+        """Handle POST of the buttons of a host's page, which order commands from its agent."""
         host = self.get_object(request, object_id)
         if host is None:
             return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
@@ -114,14 +114,18 @@ class HostAdmin(ReadOnly):
     def change_view(
         self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:
-        """The page of one host: drivers, devices, events; `extra_context` brings what other rooms know."""
+        """Show the page of one host with its drivers, devices, commands and events.
+
+        `extra_context` and `beside` add what other apps know. Raises PermissionDenied for methods other than GET and
+        HEAD.
+        """
         host = self.get_object(request, object_id)
         if host is None:
             return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
         if request.method not in ("GET", "HEAD") or not self.has_view_permission(request, host):
             raise PermissionDenied
         devices = list(host.devices.order_by("numa_node", "address", "key")[:DEVICE_ROWS])
-        devices.sort(key=lambda device: device.numa_node < 0)  # the unknown last, as in the picture
+        devices.sort(key=lambda device: device.numa_node < 0)  # unknown NUMA nodes last, as in the picture
         drawn = device_summaries.of(devices)
         context = self.admin_site.each_context(request) | {
             "title": host.name,
@@ -145,19 +149,19 @@ class HostAdmin(ReadOnly):
         return TemplateResponse(request, "accelerators/host.html", context | self.beside(host) | (extra_context or {}))
 
     def beside(self, host: Host) -> dict[str, Any]:
-        """What other rooms show on the page; this room knows nothing of them."""
+        """Return template context that other apps add to the page; subclasses override this method."""
         return {}
 
 
 def live(host: Host) -> SafeString:
-    """Whether what is known of a host is fresh, and since when not."""
+    """Render whether the data of a host is up to date: live, or stale with the time since when on hover."""
     if host.stale_since is None:
         return badges.mark("live", "good")
     return badges.mark("stale", "warn", f"nothing heard of its agent since {host.stale_since:%Y-%m-%d %H:%M:%S} UTC")
 
 
 def devices_of(host: Host) -> str:
-    """Address of the list of a host's devices."""
+    """Return the URL of the list of a host's devices."""
     return f"{reverse('admin:accelerators_device_changelist')}?{urlencode({'host__name': host.name})}"
 
 
@@ -193,7 +197,7 @@ def _backend(name: str, entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _service(service: dict[str, Any]) -> SafeString:
-    """Its name; on hover why it cannot be had, or its limits."""
+    """Render a service's name, with its limits on hover, or the reason if it is not ready."""
     limits = ", ".join(f"{word} {value}" for word, value in service["limits"].items())
     if service["state"] == "ready":
         return badges.mark(service["name"], "good", limits)

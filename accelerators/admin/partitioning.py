@@ -1,6 +1,6 @@
-"""How many units devices are divided into: the page on which a person changes that, of one device or of many.
+"""The console page that changes the number of units into which one or many devices are divided.
 
-Called by `admin.devices`: the page of a device leads here, and so does an action of the list, across backends.
+The page of a device and an action of the device list lead to it. The selected devices may belong to different backends.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ SIGNS = {"more": 1, "fewer": -1, "none": 0}
 
 
 def of_list(admin: Any, request: HttpRequest, queryset: QuerySet[Device]) -> HttpResponse | None:
-    """The action of the list: those of the chosen devices of which the number can be chosen."""
+    """Admin action: show the page for those selected devices whose number of units can be changed.
+
+    If there are none, or more than `partitioning.MOST`, stays on the list with a message.
+    """
     devices = list(
         queryset.exclude(sized_by="").select_related("host").order_by("host_id", "key")[: partitioning.MOST + 1]
     )
@@ -44,14 +47,20 @@ of_list.allowed_permissions = ("decide",)  # type: ignore[attr-defined]
 
 
 def of_device(request: HttpRequest, device: Device) -> dict[str, Any]:
-    """What the page of a device says of its units, to whom may change them; nothing when they cannot be chosen."""
+    """Return the context with a device's number of units and the URL of this page.
+
+    Empty if the number cannot be changed, or the user may not change it.
+    """
     if not (device.sized_by and permissions.may(request, permissions.UNITS)):
         return {}
     return {"units": partitioning.numbers([device])[device.pk], "units_url": f"{_address()}?device={device.uuid}"}
 
 
 def view(admin: Any, request: HttpRequest) -> HttpResponse:
-    """GET: the devices as they are, and what can be asked. POST: order it, and say what became of each."""
+    """GET: show the devices and the form. POST: order the change and show the result for each device.
+
+    If one device was changed, redirects to its command instead. Raises PermissionDenied for users who may not do this.
+    """
     permissions.require(request, permissions.UNITS)
     devices = _chosen(request)
     if not devices:
@@ -86,7 +95,10 @@ def _chosen(request: HttpRequest) -> list[Device]:
 
 
 def _wanted(request: HttpRequest, devices: list[Device]) -> Change:
-    """What the form says. Raises RefusedError INVALID."""
+    """Return the change that the form asks for. Raises RefusedError INVALID.
+
+    The generation that the form has seen counts only if there is one device.
+    """
     sign, count = SIGNS.get(request.POST.get("change", "")), request.POST.get("count", "")
     if sign is None or (sign and not (count.isascii() and count.isdecimal() and len(count) <= 5)):
         raise RefusedError(Reason.INVALID, f"Say how many units more or fewer: 1 to {partitioning.MOST_UNITS}.")

@@ -1,7 +1,7 @@
-"""The PCI tree above a host's cards: which bus hangs behind which bridges, folded to what a picture can show. Pure.
+"""Fold the PCI tree above a host's cards, buses behind bridges, into what a picture can show. Does no input or output.
 
-Called by `admin.picture`. Drivers report the bridges above a function, root first; a bus above which none was reported
-hangs on its NUMA node itself.
+Drivers report the bridges above a function, root first. A bus without reported bridges is connected directly to its
+NUMA node.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ from itertools import takewhile
 
 Path = tuple[str, ...]
 Bus = tuple[str, Path]
-"""`dddd:bb`, '' for what is not on PCI; and the bridges above it."""
+"""Address `dddd:bb` of a bus, '' for devices that are not on PCI; and the bridges above it, root first."""
 DEEPEST = 4
-"""So many boxes stand inside each other; buses behind further bridges are drawn behind the last."""
+"""Maximum number of nested boxes of bridges; buses behind further bridges are drawn behind the innermost box."""
 
 
 @dataclass(frozen=True)
 class Branch:
-    """A bus; or, where `bus` is None, a box of bridges: what comes next and is deeper hangs behind it.
+    """A bus, or a box of bridges if `bus` is None; the following branches with a greater `depth` are behind the box.
 
-    `bridges` are those on which nothing else hangs, folded into one, root first; of a bus those between it and the box
-    above it. `switch`: behind a box are bridges again, its downstream ports.
+    For a box, `bridges` is a chain of bridges without branches between them, root first; for a bus, `bridges` are those
+    between it and the box around it. `switch` is true if every bus in the box has further bridges above it: the
+    downstream ports of a switch.
     """
 
     depth: int
@@ -32,12 +33,12 @@ class Branch:
 
 
 def of(buses: Iterable[Bus]) -> list[Branch]:
-    """All of them in the order of the drawing: a box before what hangs behind it, else as given."""
+    """Return the tree as a list in drawing order: a box comes before everything behind it, else the order is kept."""
     return list(_below(list(buses), 0, 0))
 
 
 def _below(buses: Sequence[Bus], known: int, depth: int) -> Iterator[Branch]:
-    """What hangs behind the first `known` of their bridges, which they have in common."""
+    """Yield the branches of buses that have their first `known` bridges in common, without these bridges."""
     ports: dict[Path, list[Bus]] = {}
     for bus in buses:
         ports.setdefault(bus[1][known : known + 1] or bus[:1], []).append(bus)

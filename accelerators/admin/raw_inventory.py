@@ -1,6 +1,6 @@
-"""What is stored of one device, besides its states: the hardware's last signals, and the inventory as JSON.
+"""Stored data of one device for its console page: the last signals of its hardware, and its inventory as JSON.
 
-Called by `admin.devices`. Reports themselves are not kept: the inventory is what the last one came to.
+Reports are not stored; the inventory is the result of the last one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ BOARD = ("std_board_info", "vendor_board_info", "to_install", "acts")
 
 
 def signals(request: HttpRequest, device: Device) -> dict[str, Any] | None:
-    """What its driver last answered when it was asked how the device is; None if it never was. One statement."""
+    """Return the result of the last successful health check of a device: time, link, text, signals and samples.
+
+    Returns None if there is none, or if the user may not view commands. Costs one statement.
+    """
     if not request.user.has_perm("accelerators.view_command"):
         return None
     asked = Command.objects.filter(device=device, op="health", state=CommandState.SUCCEEDED.value)
@@ -47,7 +50,10 @@ def signals(request: HttpRequest, device: Device) -> dict[str, Any] | None:
 
 
 def _rows(said: Any) -> list[dict[str, Any]]:
-    """A list of objects, as drivers say signals and samples; what is none is nothing."""
+    """Parse a JSON list of objects, the form in which drivers return signals and samples.
+
+    Returns [] for text that is not a JSON list; elements that are not objects are dropped.
+    """
     try:
         found = json.loads(said or "[]")
     except (TypeError, ValueError):
@@ -56,7 +62,7 @@ def _rows(said: Any) -> list[dict[str, Any]]:
 
 
 def inventory(device: Device, deployables: list[dict[str, Any]]) -> str:
-    """A device with its deployables and the handles that are shown, in a report's words."""
+    """Return a device with its deployables and the handles that its page shows, as JSON with a report's field names."""
     return json.dumps(
         {"driver": device.driver}
         | {name: getattr(device, name) for name in (*SHOWN, *BOARD)}

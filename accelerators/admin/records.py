@@ -1,4 +1,4 @@
-"""What happened (events) and what is still to be told (intents)."""
+"""Console lists of events (the audit) and intents (the outbox), and the page of one event."""
 
 from __future__ import annotations
 
@@ -35,13 +35,14 @@ EXACTLY = {
     "since": "at__gte",
     "until": "at__lt",
 }
-"""What a word with a colon asks for: `actor:olga`, `since:2026-11-01T10:30`."""
+"""Query lookup of a search term with a prefix, by prefix: `actor:olga`, `since:2026-11-01T10:30`."""
 MOST_WORDS, LATELY = 10, 10
-"""So many words are searched for; so many other events of its subject are shown with an event."""
+"""MOST_WORDS: number of search terms that are used, the rest is ignored. LATELY: number of other events of the same
+subject on the page of an event."""
 
 
 class Window(admin.SimpleListFilter):
-    """How far back. Each opens only the partitions it needs."""
+    """Filter by age. PostgreSQL reads only the partitions that the period needs."""
 
     title, parameter_name = "time", "last"
     HOURS = {"hour": 1, "day": 24, "week": 168}
@@ -55,19 +56,23 @@ class Window(admin.SimpleListFilter):
 
 
 class EventList(ChipList):
-    """What a search found is sorted, not looked for from the newest on: words that are frequent, each for itself, and
-    rare together, made the database read a million events to fill a page."""
+    """List of events that finds all matches of a search first and then sorts them.
+
+    Otherwise the database would read events from the newest on until a page is full. For words that are frequent alone
+    but rare together it read a million events. If there are more matches than are counted exactly, they are read from
+    the newest on all the same, because pages fill quickly then.
+    """
 
     def get_results(self, request: HttpRequest) -> None:
         super().get_results(request)
         if self.query and self.result_count and not self.paginator.estimated:
             first = (self.page_num - 1) * self.list_per_page
-            newest = ExpressionWrapper(F("at") + timedelta(0), output_field=DateTimeField())  # which no index has
+            newest = ExpressionWrapper(F("at") + timedelta(0), output_field=DateTimeField())  # no index has this order
             self.result_list = self.queryset.order_by(newest.desc(), "-id")[first : first + self.list_per_page]
 
 
 class Subject(admin.SimpleListFilter):
-    """What kind of thing it happened to."""
+    """Filter by the type of the event's subject."""
 
     title, parameter_name = "subject", "about"
 
@@ -80,7 +85,7 @@ class Subject(admin.SimpleListFilter):
 
 @admin.register(Event)
 class EventAdmin(ReadOnly):
-    """The audit: append-only in the database, so nothing can be changed here by anyone, ever."""
+    """List of events (the audit) and the page of one. The database table is append-only: nobody can change an event."""
 
     list_display = ("time", "shown_action", "shown_subject", "shown_host", "shown_changes", "by")
     list_display_links = ("shown_action",)
@@ -106,13 +111,16 @@ class EventAdmin(ReadOnly):
     def get_search_results(
         self, request: HttpRequest, queryset: QuerySet[Event], search_term: str
     ) -> tuple[QuerySet[Event], bool]:
-        """By index, whatever is asked: a uuid is the subject's, other words begin what `saying` names, and one of
-        EXACTLY is all of it. Raises ValueError for a time that is none."""
+        """Search events; every kind of search term uses an index, and all terms must match.
+
+        A uuid is that of the subject. A term with a prefix of EXACTLY matches the whole value. Every other term must be
+        the beginning of a word of the event (`saying`). Raises ValueError for an invalid time.
+        """
         terms = search_term.split()[:MOST_WORDS]
         for name, _, value in [term.partition(":") for term in terms if _exactly(term)]:
             said = value[:255]
             queryset = queryset.filter(**{EXACTLY[name]: _moment(said) if name in ("since", "until") else said})
-            if name in ("actor", "request", "action"):  # what only the index of words finds
+            if name in ("actor", "request", "action"):  # no other index than `event_words` has these fields
                 queryset = queryset.filter(saying(said))
         terms = [term for term in terms if not _exactly(term)]
         for uuid in filter(None, map(as_uuid, terms)):
@@ -126,7 +134,10 @@ class EventAdmin(ReadOnly):
     def change_view(
         self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:
-        """The page of one event: what changed, by whom and why, what else came of the same request."""
+        """Show the page of one event: what changed, by whom and why, its seal, and related events.
+
+        Related events are those with the same request id, and the latest ones of the same subject.
+        """
         event = self.get_object(request, object_id)
         if event is None:
             return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
@@ -183,13 +194,13 @@ def _exactly(term: str) -> bool:
 
 
 def _moment(text: str) -> datetime:
-    """A time as people write it, in UTC unless it says otherwise."""
+    """Parse an ISO time, in UTC unless it has an offset. Raises ValueError."""
     moment = datetime.fromisoformat(text)
     return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
 
 
 class Stuck(admin.SimpleListFilter):
-    """Intents that failed too often to be left alone."""
+    """Filter by whether an intent is stuck: it has failed at least STUCK_AFTER times."""
 
     title, parameter_name = "progress", "stuck"
 
@@ -204,7 +215,7 @@ class Stuck(admin.SimpleListFilter):
 
 @admin.register(Intent)
 class IntentAdmin(ReadOnly):
-    """What the conductor still has to tell Placement, Nova or an agent."""
+    """List of intents: what the conductor still has to send to Placement, Nova or an agent."""
 
     list_display = ("kind", "key", "progress", "attempts", "next", "last_error", "created")
     list_filter = (Stuck, "kind")

@@ -1,7 +1,4 @@
-"""The course of a request in one line of time, from its events and its commands; and what Nova was told of it.
-
-Called by `admin.requests`.
-"""
+"""Build the timeline of an accelerator request from its events and commands, and the list of its notices to Nova."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from accelerators.ui import badges
 from accelerators.ui.timeline import by
 
 EVENTS, COMMANDS = 100, 20
-"""So many of the newest are shown; the lists have them all."""
+"""Maximum number of events and commands in a timeline, the newest ones; the lists have them all."""
 TOLD = ("request.notified", "request.notice_refused")
 STEPS = {
     "request.created": ("requested", "calm"),
@@ -29,12 +26,12 @@ STEPS = {
     "request.notified": ("Nova was told", "good"),
     "request.notice_refused": ("Nova refused", "bad"),
 }
-"""The word and the tone of an event; others are shown as they are called."""
+"""Word and tone of an event, by its action. Other events are shown with the verb of their action, in a calm tone."""
 
 
 @dataclass(frozen=True)
 class Happened:
-    """A moment of the course; `url` is the page of the command it belongs to."""
+    """One entry of a timeline, from an event or a command; `url` is the command's page, '' for an event."""
 
     at: datetime
     word: str
@@ -46,7 +43,7 @@ class Happened:
 
 @dataclass(frozen=True)
 class Step:
-    """The same for a template; `after` is how long after the one before."""
+    """One entry of a timeline, ready for a template; `after` is the time since the entry before it."""
 
     what: Happened
     mark: SafeString
@@ -55,7 +52,7 @@ class Step:
 
 
 def steps(events: Iterable[Event], commands: Iterable[Command]) -> list[Step]:
-    """The oldest first."""
+    """Merge events and commands into one timeline, the oldest entry first."""
     happened = [*map(_event, events), *(one for command in commands for one in _command(command))]
     happened.sort(key=lambda one: one.at)
     befores = [None, *(one.at for one in happened)]
@@ -72,19 +69,25 @@ def _event(event: Event) -> Happened:
 
 
 def _command(command: Command) -> Iterator[Happened]:
-    """From when its agent has it: that it was ordered goes with the event that wanted it."""
+    """Yield when a command was taken by its agent, started and answered.
+
+    The order itself is left out, because the event that caused it, such as `request.bind_started`, is in the timeline.
+    """
     op, agent, url = command.op, f"agent of {command.host.name}", badges.page("command", command.pk)
     if command.taken_at:
         yield Happened(command.taken_at, f"{op}: taken", "busy", "", agent, url)
     if command.started_at:
         yield Happened(command.started_at, f"{op}: begun", "busy", command.progress, agent, url)
-    if command.ended_at:  # it counts when its report is applied, and was answered before
+    if command.ended_at:  # a command ends when its report is applied; its answer came before
         tone, at = badges.COMMAND_STATES[command.state], command.answered_at or command.ended_at
         yield Happened(at, f"{op}: {command.state}", tone, command.text, agent, url)
 
 
 def took(steps: Iterable[Step]) -> str:
-    """From the first bind's begin to its end: "bound after 1.2 s", "bind failed after 60 s"; '' without one."""
+    """Return how long the first bind took: "bound after 1.2 s" or "bind failed after 60 s"; '' if none has ended.
+
+    The time counts from the start of the bind, or from the creation of the request if the start is not in `steps`.
+    """
     begun = None
     for one in (step.what for step in steps):
         if begun and one.word in ("bound", "bind failed"):
@@ -96,7 +99,7 @@ def took(steps: Iterable[Step]) -> str:
 
 @dataclass(frozen=True)
 class Telling:
-    """One answer of Nova, or what is still to be told."""
+    """One notice to Nova, ready for a template: answered, refused, or still to be sent."""
 
     at: SafeString
     mark: SafeString
@@ -105,7 +108,10 @@ class Telling:
 
 
 def told(request: AcceleratorRequest, events: Iterable[Event]) -> list[Telling]:
-    """The oldest first; one statement, for what waits. While Nova is away only the last try is remembered."""
+    """Return the notices to Nova about a request, the oldest first, and at the end the one still to be sent, if any.
+
+    While Nova cannot be reached only the last try is stored. Costs one statement, for the waiting notice.
+    """
     tellings = [_answer(event) for event in sorted(events, key=lambda event: event.at) if event.action in TOLD]
     if waits := Intent.objects.filter(kind=notices.KIND, key=str(request.uuid)).first():
         status = "completed" if waits.payload.get("completed") else "failed"
@@ -122,7 +128,7 @@ def _answer(event: Event) -> Telling:
 
 
 def untold(request: AcceleratorRequest) -> str:
-    """Why there is nothing to show of Nova, in a sentence."""
+    """Return, as a sentence, why there are no notices to Nova; call it only if `told` returns none."""
     if request.state not in RESOLVED:
         return "Nova hears of a request when it is bound or its bind has failed."
     return "Nova was not told: no cloud is configured (CYBORG_CLOUD, OS_…), or CYBORG_NOVA_ENDPOINT is off."

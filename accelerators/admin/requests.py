@@ -1,4 +1,4 @@
-"""What tenants ask for: device profiles and accelerator requests."""
+"""Console lists and pages of device profiles and accelerator requests."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from accelerators.ui import badges
 from accelerators.ui.changelist import ReadOnly
 
 SIBLINGS = 20
-"""So many other requests of the same instance are shown on a request's page."""
+"""Maximum number of other requests of the same instance on a request's page."""
 
 
 @admin.register(DeviceProfile)
 class DeviceProfileAdmin(ReadOnly):
-    """Named lists of groups."""
+    """List of device profiles, which are named lists of request groups, and the page of one."""
 
     list_display = ("name", "shown_groups", "description", "created")
     fields = ("name", "description", "shown_groups", "uuid", "created_at", "updated_at")
@@ -48,7 +48,7 @@ class DeviceProfileAdmin(ReadOnly):
 
 @admin.register(AcceleratorRequest)
 class AcceleratorRequestAdmin(ReadOnly):
-    """Requests: who asks, for which instance, what they hold."""
+    """List of accelerator requests with project, instance, state and held handle, and the page of one."""
 
     list_display = (
         "shown_uuid",
@@ -84,7 +84,8 @@ class AcceleratorRequestAdmin(ReadOnly):
     def change_view(
         self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:
-        """The page of one request: who asks, what it holds, how it went and how long that took, what Nova was told."""
+        """Show the page of one request: its owner, its handle, the course of its bind with durations, and the notices
+        to Nova."""
         arq = self.get_object(request, object_id)
         if arq is None:
             return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)
@@ -113,7 +114,7 @@ class AcceleratorRequestAdmin(ReadOnly):
         return TemplateResponse(request, "accelerators/request.html", context | self.beside(arq))
 
     def beside(self, request: AcceleratorRequest) -> dict[str, Any]:
-        """What other rooms show on the page; this room knows nothing of them."""
+        """Return template context that other apps add to the page; subclasses override this method."""
         return {}
 
     @display(description="Request", ordering="uuid")
@@ -151,5 +152,5 @@ class AcceleratorRequestAdmin(ReadOnly):
 
 
 def state(request: AcceleratorRequest) -> SafeString:
-    """As a word."""
+    """Render the request's state as a badge, with its fault on hover."""
     return badges.mark(request.state, badges.REQUEST_STATES[request.state], request.fault)

@@ -1,8 +1,8 @@
-"""A host as a picture: NUMA nodes, bridges, buses, cards, a cell for every attach handle. Pure: structs in, SVG out.
+"""Draw a host or a device as SVG: NUMA nodes, bridges, buses, cards, and a cell for every attach handle.
 
-Called by the pages of hosts and devices with what `admin.cards` read; `admin.branches` folds the tree of bridges.
-Measures are in units of the drawing, colours in `picture.css`. A state is a fill, a glyph and a word in the title, so
-that none of them is needed alone.
+The module does no input or output. `device_summaries` loads the cards, and `pci_tree` folds the tree of bridges.
+Measures are in units of the drawing; colours are in `picture.css`. A state is shown by a fill, a glyph and a word in
+the title, so that no reader depends on one of them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ UNITS = {
     "missing": GLYPHS["warn"],
     "missing and held": GLYPHS["bad"],
 }
-"""What an attach handle can be, with its glyph. Reserved: free, but its device is not offered (Placement's word)."""
+"""Glyph of each state of an attach handle. Reserved (Placement's word): it is free, but its device is not offered."""
 
 TONES = {
     "free": "calm",
@@ -41,16 +41,18 @@ TONES = {
 
 WIDTH, COLUMN, GAP, PAD = 1100, 508, 20, 16
 GUTTER, INSET, LEFT, RIGHT = 50, 22, 60, 14
-"""The tree's room beside a column of cards, and so much more for each box of bridges inside another; in a card, the
-icon's and the margin's."""
+"""Widths. GUTTER: room for the tree, left of a column of cards. INSET: added to it for each nested box of bridges.
+LEFT: room for the icon in a card. RIGHT: right margin in a card."""
 HEAD, AREA_HEAD, PITCH, CELL, BETWEEN, BOX = 58, 46, 24, 20, 12, 24
 WHOLE = COLUMN - GUTTER
-"""A card's width where no bridges are known."""
+"""Width of a card if no bridges are known."""
 ROWS = 4
 SHOWN = ROWS * ((WHOLE - LEFT - RIGHT) // PITCH) - 2
-"""So many cells on a card, among many; where the rest is counted takes the place of two."""
+"""Maximum number of cells on a card of a host's picture: ROWS full rows, without the two places that the number of the
+hidden handles takes."""
 TITLE = 34
-"""So many letters of a card's model fit beside its state; the title has all."""
+"""Maximum number of characters of a card's model and address beside its state; longer text is cut. The card's title has
+all of it."""
 
 SHAPES = {
     "GPU": "M3 9h30v18H3zM6 27v4M10 27v4M14 27v4M18 27v4M12 12.5a5.5 5.5 0 1 0 .01 0M24 12.5a5.5 5.5 0 1 0 .01 0"
@@ -64,15 +66,15 @@ SHAPES = {
     "M13 13l5 5 5-5M13 23l5-5 5 5M18 16.5a1.5 1.5 0 1 0 .01 0",
     "": "M3 9h30v17H3zM6 26v5M10 26v5M14 26v5M18 26v5M22 26v5",
 }
-"""One shape per type of device, 36 wide and high; '' for what is not here."""
+"""SVG path of the icon for each type of device, 36 units wide and high; '' is the icon of all other types."""
 CELLS = "a cell for each function. The tables below say the same."
-"""What the picture is, for who does not see it."""
+"""Part of the description of a picture, for readers who do not see it."""
 NODE = "M5 5h14v14H5zM9 9h6v6H9zM9 2v3M15 2v3M9 19v3M15 19v3M2 9h3M2 15h3M19 9h3M19 15h3"
 
 
 @dataclass(frozen=True)
 class Unit:
-    """An attach handle and who holds it; its state is a word of `UNITS`, `part` the id of its deployable."""
+    """An attach handle and its holder. `state` is a word of `UNITS`, `part` the id of its deployable."""
 
     name: str
     state: str
@@ -87,7 +89,7 @@ class Unit:
 
     @property
     def said(self) -> str:
-        """What is shown on hover and read aloud."""
+        """Return the text that is shown on hover and that screen readers read: name, state and holder."""
         if not self.request:
             return f"{self.name}: {self.state}"
         by = f"request {self.request[:8]} of {self.profile}, project {self.project}"
@@ -96,8 +98,12 @@ class Unit:
 
 @dataclass(frozen=True)
 class Card:
-    """A device. `marks` are words with their tones, the state first; `counts` of all its handles by state, of which
-    `units` are those to be shown one by one. `numa` -1: unknown; `bus` '': not on PCI; `bridges`, root first."""
+    """A device as the picture shows it.
+
+    `marks` are words with their tones, the device's state first. `counts` is the number of all its handles by state;
+    `units` are those handles that get a cell of their own. `numa` is -1 if unknown, `bus` is '' if the device is not on
+    PCI, and `bridges` are the PCI bridges above it, root first.
+    """
 
     name: str
     model: str
@@ -113,18 +119,18 @@ class Card:
 
     @property
     def hidden(self) -> Counter[str]:
-        """Those that are not shown one by one."""
+        """Count, by state, the handles that have no cell of their own."""
         return self.counts - Counter(unit.state for unit in self.units)
 
     @property
     def held(self) -> int:
-        """How many of its handles somebody has, or is getting."""
+        """Return the number of handles that are held or being bound."""
         return sum(self.counts[state] for state in ("held", "being bound", "missing and held"))
 
 
 @dataclass(frozen=True)
 class Placed:
-    """A card and where its upper left corner is, relative to its area."""
+    """A card with the position of its upper left corner, relative to its area, and its width."""
 
     card: Card
     x: int
@@ -133,20 +139,23 @@ class Placed:
 
     @property
     def height(self) -> int:
-        """Of its drawing."""
+        """Return the height of the card, which depends on its number of cells."""
         cells = len(self.card.units) + bool(self.card.hidden)
         return HEAD + PITCH * max(1, -(-cells // self.per_row)) + 8
 
     @property
     def per_row(self) -> int:
-        """So many cells fit beside each other."""
+        """Return the number of cells that fit into one row."""
         return (self.width - LEFT - RIGHT) // PITCH
 
 
 @dataclass(frozen=True)
 class Hung:
-    """A branch where it is: a box of bridges, or a bus with its cards. `x` is where the line comes from that it hangs
-    on, `y` the height of its own line; `right` where its column ends."""
+    """A branch with its position: a box of bridges, or a bus with its cards.
+
+    `x` is the position of the vertical line to which it is connected, `y` that of its own horizontal line, and `right`
+    the right edge of its column.
+    """
 
     branch: Branch
     x: int
@@ -157,7 +166,7 @@ class Hung:
 
 @dataclass(frozen=True)
 class Area:
-    """A NUMA node and where it is."""
+    """A NUMA node with its position, its size and its columns of branches."""
 
     numa: int
     x: int
@@ -168,12 +177,16 @@ class Area:
 
     @property
     def placed(self) -> list[Placed]:
-        """All its cards."""
+        """Return all cards of the NUMA node."""
         return [placed for column in self.columns for hung in column for placed in hung.cards]
 
 
 def layout(cards: Iterable[Card]) -> list[Area]:
-    """NUMA nodes side by side in pairs, one that is left over as wide as two; the unknown last."""
+    """Place the cards of a host, one area per NUMA node; cards whose NUMA node is unknown get the last area.
+
+    Areas are arranged in rows of two. If their number is odd, the last area is as wide as two and has up to two columns
+    of cards.
+    """
     known = sorted(cards, key=lambda card: (card.numa < 0, card.numa, card.bus == "", card.bus, card.place))
     nodes = [(numa, _by_bus(found)) for numa, found in groupby(known, key=lambda card: card.numa)]
     trees = [pci_tree.of(buses) for _, buses in nodes]
@@ -205,7 +218,10 @@ def _by_bus(cards: Iterable[Card]) -> dict[Bus, list[Card]]:
 def _columns(
     tree: Sequence[Branch], buses: Mapping[Bus, Sequence[Card]], number: int, gutter: int
 ) -> tuple[tuple[Hung, ...], ...]:
-    """The branches below each other, broken into so many columns of about the same height, never inside of a box."""
+    """Place the branches below each other in at most `number` columns of about the same height.
+
+    A column never begins inside a box of bridges.
+    """
     width = COLUMN - gutter
     sizes = [
         sum(Placed(card, 0, 0, width).height + BETWEEN for card in buses[branch.bus]) if branch.bus else BOX + BETWEEN
@@ -231,7 +247,7 @@ def _columns(
 
 
 def host(cards: Iterable[Card], name: str) -> SafeString:
-    """All of a host's cards as one SVG; '' without any."""
+    """Draw all cards of a host as one SVG; '' if there are none."""
     areas = layout(cards)
     if not areas:
         return SafeString()
@@ -241,13 +257,13 @@ def host(cards: Iterable[Card], name: str) -> SafeString:
 
 
 def device(card: Card) -> SafeString:
-    """One card as an SVG."""
+    """Draw one card as an SVG."""
     placed = Placed(card, 0, 0)
     return _svg(WHOLE, placed.height, f"The parts of {card.name}", f"One card, {CELLS}", _card(placed))
 
 
 def legend(cards: Iterable[Card]) -> Iterator[tuple[SafeString, str, int]]:
-    """For every state that occurs: a cell as SVG, the word, how many."""
+    """Yield, for each state of attach handles that occurs, a cell as SVG, the word and the number of handles."""
     counts = sum((card.counts for card in cards), Counter[str]())
     for state in UNITS:
         if counts[state]:
@@ -256,12 +272,12 @@ def legend(cards: Iterable[Card]) -> Iterator[tuple[SafeString, str, int]]:
 
 
 def mark(state: str) -> SafeString:
-    """The word of `UNITS` with its glyph, as the lists have their marks."""
+    """Render the state of an attach handle as a badge, as in the lists."""
     return badges.mark(state, TONES[state])
 
 
 def _svg(width: int, height: int, name: str, more: str, inside: str) -> SafeString:
-    # Half a unit around it: lines on the edge are whole.
+    # One unit of margin on each side, so that lines on the edge are not cut.
     box = f'viewBox="-1 -1 {width + 2} {height + 2}" width="{width + 2}" height="{height + 2}"'
     svg = f'<svg class="picture" {box} role="group" aria-label="{escape(name)}">'
     return SafeString(f"{svg}<desc>{escape(more)}</desc>{inside}</svg>")
@@ -283,11 +299,14 @@ def _area(area: Area) -> str:
 
 
 def _tree(area: Area) -> str:
-    """From the node to boxes of bridges and buses, from a box to what is behind it, from a bus to its cards."""
+    """Draw the lines of the tree, the boxes of bridges and the labels of buses.
+
+    Lines go from the NUMA node to boxes and buses, from a box to everything behind it, and from a bus to its cards.
+    """
     lines, shown = [], []
     for column in area.columns:
         first = column[0]
-        # A second column hangs from the node as the first does, by a line of its own under the heading.
+        # The second column is connected to the node as well, by a line of its own under the heading.
         start = f"M{PAD + 9} {AREA_HEAD - 9}H{first.x}" if first.x > PAD + 9 else f"M{first.x} {AREA_HEAD - 10}"
         lines.append(f"{start}V{max(hung.y for hung in column if hung.branch.depth == 0)}")
         for n, hung in enumerate(column):
@@ -310,7 +329,10 @@ def _behind(box: Hung, following: Sequence[Hung]) -> list[Hung]:
 
 
 def _bridges(hung: Hung, cards: int) -> str:
-    """A box with the addresses of those that nothing else hangs on, the first and the last of many."""
+    """Draw a box with the addresses of its bridges; of three or more only the first and the last are shown.
+
+    The title has all addresses.
+    """
     found, x = hung.branch.bridges, hung.x + 12
     name = "switch" if hung.branch.switch else f"bridge{'' if len(found) == 1 else 's'}"
     shown = found if len(found) < 3 else (found[0], "…", found[-1])

@@ -1,1 +1,1 @@
-"""Building blocks of console pages: lists, badges, export, permissions, time lines."""
+"""Building blocks of console pages: lists, badges, export, permissions, timelines."""

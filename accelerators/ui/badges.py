@@ -1,7 +1,8 @@
-"""How words look: a state is a word with a tone and a glyph, a moment is relative with the exact time on hover.
+"""Render states, times, identifiers and changes as HTML for console pages.
 
-Called by every list and page of the console. Tones are colours in `console.css`; the glyph carries the same meaning
-for who does not see colours, and the word for who sees neither.
+A state is shown as a word with a tone and a glyph; a time as relative text, with the exact time on hover. Tones are
+colours in `console.css`. The glyph repeats the tone for readers who cannot see colours, and the word repeats it for
+readers who see neither colours nor glyphs.
 """
 
 from __future__ import annotations
@@ -64,14 +65,14 @@ ACTIONS = {
     "expired": "warn",
     "unknown": "bad",
 }
-"""Tone of an event by the verb of its action (`device.found`); a verb that is not here is calm."""
+"""Tone of an event by the verb of its action (`found` of `device.found`). Verbs that are not listed are calm."""
 
 SINCE = "state_since"
 _UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"))
 
 
 def mark(word: str, tone: str, why: str = "") -> SafeString:
-    """A word with its tone and glyph; `why` shows on hover."""
+    """Render a word with a tone and the tone's glyph; `why` is shown on hover."""
     title = format_html(' title="{}"', why) if why else ""
     return format_html(
         '<span class="mark {}"{}><span aria-hidden="true">{}</span>{}</span>', tone, title, GLYPHS[tone], word
@@ -79,27 +80,30 @@ def mark(word: str, tone: str, why: str = "") -> SafeString:
 
 
 def marks(*shown: SafeString | str) -> SafeString:
-    """Several beside each other; empty ones are left out."""
+    """Render several badges beside each other; empty ones are left out."""
     return format_html('<span class="marks">{}</span>', format_html_join("", "{}", ((one,) for one in shown if one)))
 
 
 def state(word: str, why: str = "") -> SafeString:
-    """A device's state."""
+    """Render a device's state as a badge; `why` is shown on hover."""
     return mark(word, STATES[word], why)
 
 
 def health(word: str, why: str = "") -> SafeString:
-    """What the hardware says of itself."""
+    """Render a device's health, as its driver reports it, as a badge; `why` is shown on hover."""
     return mark(word, HEALTH[word], why)
 
 
 def stale(why: str) -> SafeString | str:
-    """Shown beside what may be out of date; nothing when there is no reason to think so."""
+    """Render a badge for data that may be out of date, with the reason on hover; '' if `why` is empty."""
     return mark("stale", "warn", why) if why else ""
 
 
 def draining(to: str | None, left: int | None = None) -> SafeString | str:
-    """That a device waits for its last request, for how many if that is known, and what for; nothing for any other."""
+    """Render a badge for a device that waits for its last request to end; '' if `to`, the state it then gets, is None.
+
+    `left` is the number of requests that still hold the device; it is shown if it is known.
+    """
     if not to:
         return ""
     count = "" if left is None else f": {left} request{'' if left == 1 else 's'} left"
@@ -107,19 +111,22 @@ def draining(to: str | None, left: int | None = None) -> SafeString | str:
 
 
 def progress(percent: int, text: str = "") -> SafeString:
-    """How far something is, as a bar, and the step it is at; without scripts or styles of its own."""
+    """Render a progress bar with the percentage and the text of the current step; needs no scripts or inline styles."""
     bar = '<span class="progress"><progress max="100" value="{0}">{0} %</progress> {0} %</span>'
     said = format_html('<span class="faint">{}</span>', text) if text else ""
     return format_html(bar + "{1}", percent, said)
 
 
 def action(word: str) -> SafeString:
-    """What an event is about."""
+    """Render the action of an event as a badge; its tone comes from `ACTIONS`."""
     return mark(word, ACTIONS.get(word.rpartition(".")[2], "calm"))
 
 
 def ago(moment: datetime | str | None, now: datetime | None = None) -> SafeString:
-    """`3 min ago`, exact on hover; what lies ahead is `in 3 min`. Takes ISO text as well, for times inside JSON."""
+    """Render a time relative to `now`, as `3 min ago` or `in 3 min`, with the exact time in UTC on hover.
+
+    Accepts ISO text as well, for times inside JSON. Renders a dash if there is no time.
+    """
     if not moment:
         return NOTHING
     at = datetime.fromisoformat(moment) if isinstance(moment, str) else moment
@@ -134,7 +141,10 @@ def ago(moment: datetime | str | None, now: datetime | None = None) -> SafeStrin
 
 
 def lasted(since: datetime, until: datetime | None = None) -> str:
-    """How long it took, or takes by now; below ten seconds with tenths, below one in milliseconds."""
+    """Return the time from `since` to `until` (default: now) as text.
+
+    Durations below one second are in milliseconds, those below ten seconds have one decimal.
+    """
     seconds = max(0.0, ((until or datetime.now(UTC)) - since).total_seconds())
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"
@@ -153,29 +163,35 @@ def _amount(seconds: float) -> str:
 
 
 def mono(text: Any) -> SafeString:
-    """An identifier, in a face where 0 and O differ."""
+    """Render an identifier in a monospaced font, where 0 and O differ; a dash if it is empty."""
     return NOTHING if text in (None, "") else format_html('<span class="mono">{}</span>', text)
 
 
 def short(text: Any) -> SafeString:
-    """The beginning of a uuid, all of it on hover: enough to tell one from another in a list."""
+    """Render the first eight characters of a uuid, with the whole uuid on hover; a dash if it is empty.
+
+    Eight characters are enough to tell the rows of a list apart.
+    """
     return format_html('<span class="mono" title="{}">{}</span>', text, str(text)[:8]) if text else NOTHING
 
 
 def link(model: str, key: Any, text: Any) -> SafeString:
-    """To the page of an object of this room; `key` is its id, its uuid or, of a host, its name."""
+    """Render a link to the page of an object of this app; `key` is its id, its uuid, or the name of a host."""
     return format_html('<a href="{}">{}</a>', page(model, key), text)
 
 
 def page(model: str, key: Any) -> str:
-    """Address of an object's page."""
+    """Return the URL of an object's page; `key` as for `link`."""
     from django.contrib.admin.utils import quote
 
     return reverse(f"admin:accelerators_{model}_change", args=[quote(str(key))])
 
 
 def handle(attach_info: str) -> str:
-    """What an attach handle points at, readable: a mediated device's mark, a node, or a PCI address."""
+    """Return readable text for an attach handle's JSON: the mark of a mediated device, a device node, or a PCI address.
+
+    Returns `attach_info` itself if it is none of these.
+    """
     try:
         info = json.loads(attach_info)
         if named := info.get("vgpu_mark") or info.get("path"):
@@ -186,15 +202,15 @@ def handle(attach_info: str) -> str:
 
 
 def before_after(fields: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """All of an event's changes: field, before, after."""
+    """Return all changes of an event as (field, value before, value after)."""
     pairs = ((name, v if isinstance(v, list) and len(v) == 2 else (None, v)) for name, v in fields.items())
     return [(_field(name), _value(before), _value(after)) for name, (before, after) in pairs]
 
 
 def changes(fields: dict[str, Any], most: int = 0) -> SafeString:
-    """An event's changes as `field before → after`; at most `most` of them, the rest is counted (0: all).
+    """Render an event's changes as `field before → after`: at most `most` of them (0: all), and the number of the rest.
 
-    Since when a state was, is told as how long it was.
+    A change of `state_since` is not listed; the duration of the former state is shown beside the change of `state`.
     """
     told = [(name, values) for name, values in fields.items() if name != SINCE]
     shown = told[: most or None]
@@ -229,7 +245,7 @@ def _change(name: str, values: Any, lasted: SafeString | str = "") -> SafeString
 
 
 def _field(name: str) -> str:
-    """Handles carry their JSON in the field's name."""
+    """Return a readable field name. For `handle {…}`, where the JSON is part of the name, show the handle instead."""
     kind, _, rest = name.partition(" ")
     if not rest:
         return name.replace("_", " ")

@@ -1,7 +1,7 @@
-"""The one shape of every list: 50 rows, server side all of it, applied filters as chips, read only.
+"""Base classes of all lists in the console: 50 rows a page, rendered on the server, with applied filters as chips.
 
-Called by the admins of all rooms. Statements are constant whatever the table's size (promise P3). The address says all
-that is shown: filters, search, order, page, columns; what it says wrongly is answered 400.
+The number of statements does not depend on the size of the table (promise P3). The URL determines all that is shown:
+filters, search, order, page, columns. A URL with an invalid value is answered with 400.
 """
 
 from __future__ import annotations
@@ -36,22 +36,25 @@ from unfold.views import ChangeList
 from accelerators.ui import export
 
 COLUMNS = "columns"
-"""The parameter that names the columns shown, in their order, between commas."""
+"""Name of the URL parameter that lists the columns to show, in their order, separated by commas."""
 CHECKBOX = "action_checkbox"
 
 
 class ChipList(ChangeList):
-    """A list that names its applied filters, its columns and the files it can be had as."""
+    """Django's change list, extended by applied filters, columns, saved views and export links for the template."""
 
     def get_filters_params(self, params: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Columns filter nothing."""
+        """Return the filter parameters of the URL without `columns`, which filters nothing."""
         found: dict[str, Any] = super().get_filters_params(params)
         found.pop(COLUMNS, None)
         return found
 
     def get_results(self, request: HttpRequest) -> None:
-        """Nothing is filtered: what is found is all there is, and the heading need not offer to show all. What was
-        counted to be nothing is not looked for again."""
+        """Load the rows of the page; skip the query for rows if their count is 0.
+
+        Without search and filters the count of the result is also the full count, so that the heading does not offer
+        to show all.
+        """
         super().get_results(request)
         if not self.result_count:
             self.result_list = self.queryset.none()
@@ -59,36 +62,39 @@ class ChipList(ChangeList):
             self.full_result_count = self.result_count
 
     def get_query_string(self, new_params: Any = None, remove: Any = None) -> str:
-        """Asked for again and again by every row's headings: each answer is made once."""
+        """Build the query string with changed parameters; cached, because headings ask for the same ones repeatedly."""
         key = (repr(new_params), repr(remove))
         if key not in (made := self.__dict__.setdefault("_made", {})):
             made[key] = super().get_query_string(new_params, remove)
         return str(made[key])
 
     def exports(self) -> list[tuple[str, str]]:
-        """Each form with the address of this list in it."""
+        """Return the export formats, each with the URL that exports this list with its present filters and columns."""
         asked = {name: value for name, value in self.params.items() if name != "all"}
         return [(form.upper(), f"export.{form}?{urlencode(asked)}") for form in export.FORMS]
 
     def choices(self) -> list[tuple[str, str, bool]]:
-        """Every column: its name in addresses, its heading, whether it is shown. Those shown first, in their order."""
+        """Return all columns as (name in URLs, heading, is shown); the shown ones come first, in their order."""
         admin, shown = self.model_admin, [name for name in self.list_display if name != CHECKBOX]
         rest = [name for name in admin.list_display if name not in shown]
         return [(public(name), admin.heading(name), name in shown) for name in (*shown, *rest)]
 
     def views(self) -> Any:
-        """What this person saved of this list, and what others share."""
+        """Return this user's saved views of this list and those that others share."""
         return self.model_admin.remembered(self.request).views
 
     def as_saved(self) -> str:
-        """This list as an address that shows anybody the same: with its columns, whoever chose them."""
+        """Return the query string that shows this list to any user as it is now.
+
+        It names the columns unless they are the default ones, also if they come from this user's own choice.
+        """
         asked = {name: value for name, value in self.params.items() if name != "all"}
         if [name for name in self.list_display if name != CHECKBOX] != list(self.model_admin.list_display):
             asked[COLUMNS] = ",".join(public(name) for name in self.list_display if name != CHECKBOX)
         return urlencode(asked)
 
     def chips(self) -> Iterator[dict[str, str]]:
-        """Each applied filter: what it is about, what it asks for, and the address without it."""
+        """Yield the applied filters: each with its title, its value, and the query string of the list without it."""
         for spec in self.filter_specs:
             choices = list(spec.choices(self))
             for choice in choices[1:]:
@@ -97,7 +103,7 @@ class ChipList(ChangeList):
 
 
 class Listing(ModelAdmin):
-    """What every list shares. `empty` is the sentence an empty list teaches with."""
+    """Base class of all lists. `empty` is the sentence that an empty list shows; it says how rows come into being."""
 
     list_per_page = 50
     list_max_show_all = 50
@@ -109,12 +115,12 @@ class Listing(ModelAdmin):
     actions = None
     empty = "None has been made."
     exports: ClassVar[Mapping[str, Sequence[str]]] = {}
-    """Of columns that are none or several fields: the fields that stand for them in an export."""
+    """Fields to export for a column that is not a field of the model, or that shows several fields."""
     of_project: ClassVar[str] = ""
-    """The field that says whose a row is, where that matters."""
+    """Field with the project that owns a row; '' if rows do not belong to projects."""
 
     def _get_obj_does_not_exist_redirect(self, request: HttpRequest, opts: Any, object_id: str) -> NoReturn:
-        """Django's would say so on the first page, as if that had been asked for."""
+        """Raise Http404. Django would redirect to the index page with a message instead."""
         raise Http404(f"There is no {opts.verbose_name} {object_id[:64]!r}; perhaps it was removed.")
 
     def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[ChipList]:
@@ -124,7 +130,7 @@ class Listing(ModelAdmin):
         return BoundedPaginator(queryset, per_page, *args, **kwargs)
 
     def get_changelist_instance(self, request: HttpRequest) -> ChipList:
-        """Raises BadRequest for a page, a filter's value or a column that is none."""
+        """Build the list; raise BadRequest if the page, a filter's value or a column in the URL does not exist."""
         try:
             found: ChipList = super().get_changelist_instance(request)
         except (IncorrectLookupParameters, ValidationError, ValueError, DataError) as error:
@@ -133,7 +139,11 @@ class Listing(ModelAdmin):
         return found
 
     def get_list_display(self, request: HttpRequest) -> Sequence[str]:
-        """The columns that the address names, else those this person chose, else all."""
+        """Return the columns that the URL names, else those that this user chose, else all.
+
+        Raises BadRequest if the URL names a column that does not exist. Columns of a user's choice that do not exist
+        any more are left out.
+        """
         every = {public(str(name)): str(name) for name in super().get_list_display(request)}
         if COLUMNS not in request.GET:
             chosen = [name for name in self.remembered(request).columns if name in every]
@@ -150,7 +160,10 @@ class Listing(ModelAdmin):
     def get_search_results(
         self, request: HttpRequest, queryset: QuerySet[Any], search_term: str
     ) -> tuple[QuerySet[Any], bool]:
-        """A term that is a whole uuid is looked up by index in all `…uuid` fields; others are Django's."""
+        """Search for a whole uuid by index in all search fields whose names end in `uuid`; leave other terms to Django.
+
+        If no search field is a uuid, Django searches for a uuid as well.
+        """
         fields = [name.removesuffix("__startswith") for name in self.get_search_fields(request)]
         uuid = as_uuid(search_term)
         if uuid is None or not (named := [name for name in fields if name.endswith("uuid")]):
@@ -161,7 +174,10 @@ class Listing(ModelAdmin):
         return queryset.filter(wanted), False
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Any]:
-        """Of one project for who sees one (promise X4): lists, pages, exports and the live feed all begin here."""
+        """Return the rows that this user may see: those of one project if the user is limited to it (promise X4).
+
+        Lists, pages, exports and the live feed all start from this query.
+        """
         rows: QuerySet[Any] = super().get_queryset(request)
         project = import_string(settings.CONSOLE_PROJECT)(request.user) if self.of_project else ""
         return rows.filter(**{self.of_project: project}) if project else rows
@@ -171,36 +187,39 @@ class Listing(ModelAdmin):
         return [path("export.<str:form>", self.admin_site.admin_view(self.export_view), name=name), *super().get_urls()]
 
     def export_view(self, request: HttpRequest, form: str) -> HttpResponseBase:
-        """The list as a file."""
+        """Answer with the list as a file in the format `form`."""
         return export.respond(self, request, form)
 
     @display(description=ModelAdmin.action_checkbox.short_description)
     def action_checkbox(self, obj: Model) -> SafeString:
-        """A row's, from a template that is rendered once."""
+        """Render the checkbox of a row from an HTML template that is rendered once per process."""
         return format_html(_checkbox(), obj.pk)
 
     def formfield_for_dbfield(self, db_field: Any, request: HttpRequest, **kwargs: Any) -> Any:
-        """With the manual's sentence (`FIELD_SENTENCE`) where the model has none of its own."""
+        """Build the form field; if the model has no help text, use the manual's sentence (setting FIELD_SENTENCE)."""
         made = super().formfield_for_dbfield(db_field, request, **kwargs)
         if made and not made.help_text:
             made.help_text = import_string(settings.FIELD_SENTENCE)(self.opts.model_name, db_field.name)
         return made
 
     def heading(self, column: str) -> str:
-        """What stands above a column."""
+        """Return the heading of a column."""
         shown = getattr(self, column, None)
         said = getattr(shown, "short_description", None) or self.opts.get_field(column).verbose_name
         return capfirst(str(said))
 
     def remembered(self, request: HttpRequest) -> Any:
-        """This person's columns and saved views of this list, asked for once a request (`LIST_MEMORY`)."""
+        """Return this user's columns and saved views of this list (setting LIST_MEMORY); loaded once per request."""
         if not hasattr(request, "list_memory"):
             request.list_memory = import_string(settings.LIST_MEMORY)(request.user, self.opts.label_lower)
         return request.list_memory
 
 
 class ReadOnly(Listing):
-    """Shown to whoever may view it, written by nobody here: inventory has one writer, the conductor."""
+    """List that nobody can edit in the console, because the conductor is the only writer of the inventory.
+
+    Everybody with the view permission can read it.
+    """
 
     def has_add_permission(self, request: HttpRequest) -> bool:
         return False
@@ -212,7 +231,7 @@ class ReadOnly(Listing):
         return False
 
     def get_object(self, request: HttpRequest, object_id: str, from_field: str | None = None) -> Model | None:
-        """By id or by uuid, so that an event's subject is a link without looking it up."""
+        """Return an object by id or by uuid, else None. Events link to their subjects by uuid without a query."""
         uuid = as_uuid(object_id) if hasattr(self.model, "uuid") else None
         if uuid is None:
             return super().get_object(request, object_id, from_field)
@@ -220,8 +239,11 @@ class ReadOnly(Listing):
 
 
 class BoundedPaginator(Paginator):
-    """Counts exactly up to `EXACT`; beyond it takes the database's estimate of the whole table, or stops there when
-    filters are set. Pages end there too. So a list of millions opens as fast as a short one, on any page it has."""
+    """Paginator that counts exactly only up to `EXACT` rows, so that a list of millions opens as fast as a short one.
+
+    Above that the count is the database's estimate for the whole table, or `EXACT` if filters are set. Rows beyond
+    `EXACT` have no page, so every page is fast.
+    """
 
     EXACT = 10_000
     template_name = "console/pagination.html"
@@ -242,7 +264,7 @@ class BoundedPaginator(Paginator):
 
 
 def estimate(table: str) -> int:
-    """Rows of a table with its partitions, as their statistics have it."""
+    """Return the number of rows of a table and its partitions, as estimated by PostgreSQL's statistics."""
     with connection.cursor() as cursor:
         cursor.execute(
             "SELECT coalesce(sum(greatest(c.reltuples, 0)), 0)::bigint FROM pg_class c"
@@ -260,12 +282,12 @@ def _checkbox() -> str:
 
 
 def public(column: str) -> str:
-    """A column's name in addresses."""
+    """Return a column's name in URLs: without the prefix `shown_` or `all_`."""
     return re.sub(r"^(shown|all)_", "", column)
 
 
 def as_uuid(text: str) -> UUID | None:
-    """A uuid as people paste it, else None."""
+    """Parse a uuid, with or without spaces around it; return None if the text is not a uuid."""
     try:
         return UUID(text.strip())
     except ValueError:

@@ -1,7 +1,8 @@
-"""A list as a file: the rows that its filters leave, the columns it shows, each row's uuid. Called by `admin.listing`.
+"""Export a console list as a file: the rows that match its filters, with the columns it shows and each row's uuid.
 
-Rows come from a cursor of the database and leave in slices, so memory stays the same whatever their number; all are of
-one moment. Who exported what, and how many rows left, is an event.
+Rows are read from a database cursor and sent in slices, so memory use does not depend on their number; one query reads
+all rows, so they are of one moment. Each export is recorded as an event with its user, its format, the list's query
+string and the number of rows.
 """
 
 from __future__ import annotations
@@ -29,19 +30,21 @@ from accelerators.domain.states import Source
 Rows = Iterator[Sequence[Any]]
 
 SLICE = 500
-"""Rows in one piece of the answer."""
+"""Number of rows in one chunk of the response."""
 AT_ONCE = 2
-"""Exports in one process; each holds a request thread and a transaction as long as its reader takes."""
+"""Maximum number of concurrent exports in one process. Each holds a request thread and a transaction until the client
+has read everything."""
 STALLED = "60s"
-"""A reader that takes nothing for so long loses the rest: its transaction would keep the database from tidying up."""
+"""Time after which PostgreSQL ends the transaction of a client that reads nothing; the client loses the remaining rows.
+An open transaction would keep the database from vacuuming."""
 FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
-"""Spreadsheets compute a cell that begins so; what agents and tenants wrote must stay text."""
+"""First characters of a cell that a spreadsheet would evaluate. Text from agents and tenants must stay text."""
 
 _free = BoundedSemaphore(AT_ONCE)
 
 
 class Export(StreamingHttpResponse):
-    """Frees its place when it is closed, also if nobody read it."""
+    """Streaming response that frees its place among `AT_ONCE` exports when it is closed, even if nobody read it."""
 
     def close(self) -> None:
         super().close()
@@ -51,7 +54,11 @@ class Export(StreamingHttpResponse):
 
 
 def respond(admin: Any, request: HttpRequest, form: str) -> HttpResponse | StreamingHttpResponse:
-    """The list as `form`: csv, json, jsonl or yaml (else 404); 503 while `AT_ONCE` others are under way."""
+    """Answer with the list as a file in the format `form`: csv, json, jsonl or yaml.
+
+    Raises Http404 for another format and PermissionDenied for a user who may not view the list. Answers 503 with
+    Retry-After while `AT_ONCE` other exports run in this process.
+    """
     if form not in FORMS:
         raise Http404(f"There is no export as {form!r}: ask for {', '.join(FORMS)}.")
     if not admin.has_view_permission(request):
@@ -69,8 +76,11 @@ def respond(admin: Any, request: HttpRequest, form: str) -> HttpResponse | Strea
 
 
 def columns(admin: Any, request: HttpRequest) -> list[str]:
-    """Fields of the columns shown, in their order, the uuid first: a column's own field, what it is sorted by, or
-    what the admin's `exports` say."""
+    """Return the fields to export: the uuid if the model has one, then those of the shown columns, in their order.
+
+    The fields of a column are those in the admin's `exports`, else its own model field, else the field that it is
+    sorted by.
+    """
     paths = list(chain.from_iterable(_paths(admin, name) for name in admin.get_list_display(request)))
     named = ["uuid", *paths] if hasattr(admin.model, "uuid") else paths
     return list(dict.fromkeys(named))
@@ -89,7 +99,10 @@ def _paths(admin: Any, column: str) -> Iterable[str]:
 def _told(
     admin: Any, request: HttpRequest, form: str, rows: QuerySet[Any], paths: list[str], write: Callable[..., Any]
 ) -> Iterator[bytes]:
-    """The pieces; whatever ends it, the event says how many rows were taken."""
+    """Yield the file in chunks and then record the event `list.exported` with the number of rows that were read.
+
+    The event is recorded also if the client disconnects or the query fails.
+    """
     counted = [0]
     try:
         with transaction.atomic():
@@ -122,7 +135,7 @@ def _csv(names: list[str], parts: Iterator[list[Sequence[Any]]]) -> Iterator[str
 
 
 def _cell(value: Any) -> Any:
-    """As text that a spreadsheet shows and never computes; numbers stay numbers."""
+    """Return a value as text that a spreadsheet shows but does not evaluate; numbers and None are left as they are."""
     if value is None or isinstance(value, (int, float)):
         return value
     if isinstance(value, datetime):
@@ -132,7 +145,7 @@ def _cell(value: Any) -> Any:
 
 
 def _plain(names: list[str], row: Sequence[Any]) -> dict[str, Any]:
-    """A row as JSON has it."""
+    """Return a row as a dict that contains JSON types only."""
     return orjson.loads(_json_of(names, row))
 
 
@@ -164,7 +177,7 @@ def _yaml(names: list[str], parts: Iterator[list[Sequence[Any]]]) -> Iterator[st
 
 
 DUMPER = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-"""libyaml's where it is there: ten times as fast."""
+"""The dumper of libyaml if it is installed, because it is ten times as fast; else the one in Python."""
 FORMS: dict[str, tuple[str, Callable[..., Any]]] = {
     "csv": ("text/csv; charset=utf-8", _csv),
     "json": ("application/json", _json),

@@ -1,4 +1,4 @@
-"""Events as rows that people read: on the pages of devices and hosts, and on the overview."""
+"""Render events as rows of a table, for console pages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from accelerators.models import Event
 from accelerators.ui import badges
 
 ROWS = 25
-"""So many of the newest are shown on a page; the list of events has them all."""
+"""Number of events that a page shows, the newest ones; the list of events has them all."""
 
 PAGES = {
     "device": "device",
@@ -21,7 +21,7 @@ PAGES = {
     "request": "acceleratorrequest",
     "profile": "deviceprofile",
 }
-"""Types of subjects that have a page, and which."""
+"""The model whose admin page shows a subject, by subject type. Other types have no page."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Row:
 
 
 def rows(events: Iterable[Event]) -> list[Row]:
-    """In the order given."""
+    """Render events as rows, in the order given; each row shows at most four changes."""
     return [
         Row(
             at=badges.ago(event.at),
@@ -54,17 +54,17 @@ def rows(events: Iterable[Event]) -> list[Row]:
 
 
 def subject(event: Event) -> SafeString | str:
-    """What it happened to, linked where it has a page."""
+    """Render the subject of an event: as a link if its type has a page, else as its name; a dash if it has no name."""
     if event.subject and (model := PAGES.get(event.subject_type)):
         return badges.link(model, event.subject, event.subject_name or str(event.subject)[:8])
     return event.subject_name or badges.NOTHING
 
 
 def host(event: Event) -> SafeString | str:
-    """Where it happened."""
+    """Render the host of an event as a link; a dash if it has none."""
     return badges.link("host", event.host, event.host) if event.host else badges.NOTHING
 
 
 def by(event: Event) -> str:
-    """Who is behind it; an agent needs no name beside its host's."""
+    """Return the actor and source of an event; for an agent only the source, because its name is the host's name."""
     return event.source if event.actor == event.host else f"{event.actor} ({event.source})"
