@@ -13,7 +13,7 @@ from accelerators.models import Backend, Service
 from drivers.inventory import BackendKind, ServiceName
 
 KEY = "[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}:[A-Za-z0-9_.:-]{1,64}:[A-Za-z0-9_.-]{1,64}"
-"""The form of a backend's key: the host's uuid, the driver and the backend's name, separated by colons."""
+"""The form of a backend's key, HOST:DRIVER:NAME, with the host's uuid."""
 
 
 class BackendFilter(filters.FilterSet):
