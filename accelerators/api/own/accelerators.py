@@ -164,7 +164,7 @@ class TargetSerializer(Closed):
 
 
 class LayoutSerializer(Closed):
-    """The layout that divides a device into units."""
+    """Changes of the layout that divides a device into units."""
 
     layout = serializers.DictField(
         child=Text(max_length=255),

@@ -241,8 +241,8 @@ class DeviceView(Collection):
         return super().policy_rules | dict.fromkeys(("POST", "PATCH"), "cyborg:device:update")
 
     def partial_update(self, request: Request, **kwargs: str) -> Response:
-        """Partition the device by a new layout, in the keys that its driver accepts. The answer is the command that
-        does it. Refused while anybody holds the device."""
+        """Change keys of the device's layout that its driver accepts, and partition the device accordingly. The answer
+        is the command that does it. Refused while anybody holds the device."""
         made = partitioning.update(self.get_object().uuid, caller=self.caller, **self.body())
         shown = CommandSerializer(made, context=super().get_serializer_context() | {"fields": ()}).data
         return Response(shown, 202, headers={"Location": shown["url"]})

@@ -1,4 +1,4 @@
-"""Device profiles. A profile can be edited until a request uses it, and deleted while no request refers to it."""
+"""Device profiles. A profile can be edited and deleted while no request refers to it."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class ProfileView(Collection):
         return Response(shown, 201, headers={"Location": shown["url"]})
 
     def partial_update(self, request: Request, **kwargs: str) -> Response:
-        """Edit a device profile; 409 if a request has already been made from it."""
+        """Edit a device profile; 409 while requests made from it exist."""
         found = self.get_object()
         serializer = self.get_serializer(found, data=request.data, partial=True)
         serializer.is_valid(raise_exception=True)
