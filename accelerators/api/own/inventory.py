@@ -104,8 +104,8 @@ class DeviceFilter(filters.FilterSet):
     stale = filters.BooleanFilter(method="by_freshness", help_text="Whether what is shown may be out of date.")
 
     def by_freshness(self, devices: QuerySet[Device], name: str, wanted: bool) -> QuerySet[Device]:
-        """Keep stale devices if `wanted`, others if not. A device is stale if its host's agent is not heard or its
-        driver failed."""
+        """Keep stale devices if `wanted`, others if not. A device is stale if its host's agent is not heard, or if its
+        driver or backend failed."""
         stale = Q(host__stale_since__isnull=False) | (Q(_error__isnull=False) & ~Q(_error=""))
         matching = devices.alias(_error=driver_error())
         return matching.filter(stale) if wanted else matching.exclude(stale)
