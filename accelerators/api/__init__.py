@@ -1,1 +1,1 @@
-"""The HTTP APIs of the room. `v2` is the OpenStack Accelerator API; `cyborgweb.urls` mounts it."""
+"""The HTTP APIs of this package. `v2` is the OpenStack Accelerator API; `cyborgweb.urls` mounts it."""

@@ -1,8 +1,8 @@
-"""Both APIs in a browser: what came, as a table and as coloured JSON, and what can be done, as forms.
+"""Render the answers of both APIs as an HTML page: a table, coloured JSON, and forms for the possible actions.
 
-`own.views` and `cyborgweb.api` list `Browsable` among their renderers. v2 has one form for every client but browsers:
-its `View.perform_content_negotiation` returns `(Browsable(), Browsable.media_type)` when `wants_page(Accept)`, and
-nothing else there changes. The page lives in `templates/api/` and loads nothing from elsewhere.
+`own.views` and `cyborgweb.api` list `Browsable` among their renderers. v2 always answers with JSON, except to a
+browser: its `View.perform_content_negotiation` returns `(Browsable(), Browsable.media_type)` when `wants_page(Accept)`.
+The templates are in `templates/api/` and load nothing from other servers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from accelerators.domain.caller import Caller
 from accelerators.ui import badges
 
 ROWS = 100
-"""So many of a list are shown; v2's lists have no pages unless one asks for them."""
+"""The number of rows of a list that are shown; a list of v2 has pages only if the client asks for them."""
 SHOWN_HEADERS = ("OpenStack-API-Version", "Retry-After")
 
 NAVIGATION: tuple[tuple[str, str, tuple[tuple[str, str, str], ...]], ...] = (
@@ -57,22 +57,24 @@ NAVIGATION: tuple[tuple[str, str, tuple[tuple[str, str, str], ...]], ...] = (
         ),
     ),
 )
-"""Heading, where its addresses begin, then per entry: its word, its icon, its address below that."""
+"""The sidebar: for each section a heading, the base of its addresses, and its entries (label, icon, path below the
+base)."""
 
 
 def wants_page(accept: str) -> bool:
-    """Whether an Accept header is a browser's: HTML first, XHTML too, in the end anything. No other client's is."""
+    """Return whether an Accept header was sent by a browser: HTML first, XHTML as well, and finally any type. No other
+    client sends this combination."""
     types = [part.partition(";")[0].strip() for part in accept.split(",")]
     return types[0] == "text/html" and "application/xhtml+xml" in types and "*/*" in types
 
 
 class Browsable(BaseRenderer):
-    """A page of either API."""
+    """Renders an answer of either API as an HTML page."""
 
     media_type, format, charset = "text/html", "html", "utf-8"
 
     def render(self, data: Any, accepted_media_type: str | None = None, renderer_context: Any = None) -> str:
-        """The page, its status is the answer's; nothing for an answer without a body."""
+        """Return the page, or '' for an answer without a body. The status of the answer is not changed."""
         if data is None:
             return ""
         context = renderer_context or {}
@@ -84,7 +86,7 @@ class Browsable(BaseRenderer):
 
 
 def navigation(path: str) -> list[dict[str, Any]]:
-    """The sidebar; the entry of `path` is current."""
+    """Return the sidebar's sections; the entry that `path` belongs to is marked as current."""
     here = path.removeprefix("/accelerator").rstrip("/")
     shown = []
     for title, base, entries in NAVIGATION:
@@ -100,7 +102,7 @@ def _page(data: Any, view: Any, request: Request, response: Response) -> dict[st
     shown, rows, left = _cut(data) if good else (data, [], 0)
     offered = list(_forms(data, view, request, own)) if good else []
     crumbs = _crumbs(request.path)
-    # A refusal may come before anybody asked who calls; asking again here could only fail again.
+    # An error may occur before authentication. Reading request.user here would repeat the failure.
     caller = getattr(request, "_user", None)
     return {
         "title": crumbs[-1][0],
@@ -130,7 +132,7 @@ def _forms(data: Any, view: Any, request: Request, own: bool) -> Iterator[forms.
 
 
 def _cut(data: Any) -> tuple[Any, list[Any], int]:
-    """What is shown of an answer, the rows in it if it is a list, and how many of them are left out."""
+    """Return the data to show, the rows in it if it is a list, and the number of rows that are left out."""
     if not isinstance(data, Mapping):
         return data, [], 0
     key = next((key for key, value in data.items() if isinstance(value, list)), None)
@@ -141,12 +143,12 @@ def _cut(data: Any) -> tuple[Any, list[Any], int]:
 
 
 def _rest(rows: list[Any], path: str) -> str:
-    """The address of the page that begins after these rows (v2)."""
+    """Return the address of the v2 page that begins after these rows."""
     return f"{path}?{urlencode({'limit': ROWS, 'marker': rows[-1].get('uuid', '')})}"
 
 
 def _crumbs(path: str) -> list[tuple[str, str]]:
-    """Every address above this one, and this one."""
+    """Return label and address of every page above `path`, and of `path` itself."""
     crumbs, address = [], ""
     for part in path.strip("/").split("/") if path != "/" else ():
         address += f"/{part}"
@@ -156,12 +158,12 @@ def _crumbs(path: str) -> list[tuple[str, str]]:
 
 
 def _message(data: Any) -> str:
-    """The sentence of a refusal, of either API."""
+    """Return the message of an error answer of either API."""
     found = data.get("error", {}).get("message") if isinstance(data, Mapping) else None
     if found is None and isinstance(data, Mapping) and isinstance(text := data.get("error_message"), str):
         try:
             found = orjson.loads(text).get("faultstring")
         except (orjson.JSONDecodeError, AttributeError):
-            # Upstream's own repeats the status before an empty line.
+            # Upstream's plain text is the status, an empty line, and the message.
             found = text.partition("\n\n")[2].strip() or text
     return str(found or "")

@@ -1,7 +1,7 @@
-"""What a person can do on a page of an API, as forms: their fields come from serializers on ours, from here on v2.
+"""The forms of an HTML page. For our own API the fields come from serializers; for v2 they are defined here.
 
-Called by `browsable`. Sent by `static/api/forms.js` as JSON, so that the page does what any client does. No field loads
-rows to choose from: what refers to something takes its uuid.
+`static/api/forms.js` sends a form as JSON, so the page uses the API as any client does. No field loads rows to choose
+from: a reference is entered as a uuid.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ AS_JSON = (
     serializers.JSONField,
     serializers.IntegerField,
 )
-"""What the page sends as it was typed, and not as text."""
+"""Fields whose input is sent as JSON, and not as a string."""
 WORDS = {"POST": "Create", "PATCH": "Change", "DELETE": "Delete"}
 
 
 @dataclass(frozen=True)
 class Field:
-    """One input. `kind`: text, area, json, or choice."""
+    """One input field. `kind` is text, area, json or choice."""
 
     name: str
     value: str = ""
@@ -43,9 +43,10 @@ class Field:
 
 @dataclass(frozen=True)
 class Form:
-    """One thing to do. With `body` it sends that JSON, edited; with `fields` an object of them; else nothing.
+    """One action. With `body` the form sends that JSON after editing, with `fields` an object of their values,
+    otherwise no body.
 
-    `then` is where to go when it is done, by default the same page.
+    `then` is the address to open afterwards; empty means the same page.
     """
 
     label: str
@@ -58,12 +59,13 @@ class Form:
 
     @property
     def rows(self) -> int:
-        """Lines of the body, and two to write on."""
+        """Return the height of the input for the body: its lines and two spare ones."""
         return self.body.count("\n") + 3
 
 
 def of_serializer(view: Any, request: Request, data: Any) -> Iterator[Form]:
-    """What this caller may do here on our own API, with the values there are."""
+    """Yield the forms of the actions that this caller may perform on this page of our own API, filled with current
+    values."""
     if view.detail and view.verbs and view.allowed(view.policy_rules["POST"]):
         for verb in view.offered(data):
             danger = verb in view.dangerous
@@ -83,7 +85,7 @@ def of_serializer(view: Any, request: Request, data: Any) -> Iterator[Form]:
 
 
 def _fields(view: Any, action: str, method: str, values: Mapping[str, Any]) -> tuple[Field, ...]:
-    """The inputs of an action, with the values there are."""
+    """Return the input fields of an action, filled with the current `values`."""
     body = view.bodies[action]() if action in view.bodies else view.get_serializer()
     shown = body.fields.items()
     return tuple(_field(name, field, values.get(name), method) for name, field in shown if not field.read_only)
@@ -107,7 +109,7 @@ def _field(name: str, field: serializers.Field, value: Any, method: str) -> Fiel
 
 
 def of_filters(view: Any, params: Mapping[str, str], reserved: Collection[str] = ()) -> tuple[Field, ...]:
-    """The filters of a list on our own API, with what was asked."""
+    """Return the filter fields of a list of our own API, filled with the query's values."""
     fields = []
     for name, one in view.filters().items():
         found = one.extra.get("choices", ()) or ((("true", "yes"), ("false", "no")) if _yes_no(one) else ())
@@ -136,14 +138,16 @@ V2: tuple[tuple[str, tuple[tuple[str, str, str, Any], ...]], ...] = (
     (r"attributes", (("Create", "POST", "", ATTRIBUTE),)),
     (r"attributes/[^/]+", (("Delete", "DELETE", "", None),)),
 )
-"""Per address below v2 (contract section 2): what can be done, how, at which address below it, and an example body.
+"""For each path below v2 (contract section 2): the actions, each with label, method, path below the address, and
+example body.
 
-Binding is not among it: it takes a service token, which no person has.
+Binding is left out because it needs a service token, which no person has.
 """
 
 
 def of_v2(path: str) -> Iterator[Form]:
-    """What can be done at an address of v2; whether this caller may is found out by doing it."""
+    """Yield the forms for an address of v2. Permissions are not checked here; the API refuses what the caller may not
+    do."""
     here = path.rstrip("/").removesuffix(".json")
     inner = re.sub(r"^(?:/accelerator)?(?:/v2)?/", "", here)
     for pattern, actions in V2:
@@ -155,5 +159,5 @@ def of_v2(path: str) -> Iterator[Form]:
 
 
 def parent(path: str) -> str:
-    """The address above."""
+    """Return the address one level above `path`."""
     return f"{path.rstrip('/').rpartition('/')[0]}{'/' if path.endswith('/') else ''}" or "/"

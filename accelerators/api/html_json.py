@@ -1,6 +1,6 @@
-"""JSON for people: coloured text in which our own addresses are links, and rows of a list as a table.
+"""Render JSON as HTML: coloured text with links to our own addresses, and the rows of a list as a table.
 
-Called by `browsable`. Whatever comes in is escaped; only addresses below the caller's own base become links.
+All input is escaped. Only addresses below the caller's own base become links.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from django.utils.safestring import SafeString, mark_safe
 from accelerators.ui import badges
 
 COLUMNS = 8
-"""So many columns of a table; the JSON below it has everything."""
+"""The maximum number of table columns. The JSON below the table has all fields."""
 MAX_CELL = 80
 TONES = {**badges.STATES, **badges.COMMAND_STATES, **badges.HEALTH, **badges.REQUEST_STATES}
 TONES |= {"up": "good", "late": "warn", "down": "bad", "enabled": "good", "maintaining": "busy"}
 TONES |= {"ACTIVE": "good", "ERROR": "bad", "gone": "warn"}
 LEFT_OUT = ("uuid", "url", "links", "created_at", "updated_at")
 NAMING = ("name", "model", "address", "request", "uuid")
-"""What stands for an object inside a cell: the first of these that it has."""
+"""Keys that represent an object in a table cell; the first one that the object has is shown."""
 SHORT = ("instance", "subject", "project", "project_id", "boot_id", "public_key")
-"""Keys whose values are told apart by their beginning; so is what ends in uuid."""
+"""Keys whose values are shortened to their beginning; keys that end in `uuid` are shortened as well."""
 
 PCI = {"domain", "bus", "device", "function"}
 _TOKEN = re.compile(r'("(?:\\.|[^"\\])*")(\s*:)?|\b(?:true|false|null)\b|-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?')
 
 
 def coloured(data: Any, base: str) -> SafeString:
-    """Indented, keys and values told apart, addresses below `base` linked."""
+    """Return `data` as indented, escaped HTML, with keys and values coloured and addresses below `base` as links."""
     text = orjson.dumps(data, default=str, option=orjson.OPT_INDENT_2).decode()
     pieces, end = [], 0
     for match in _TOKEN.finditer(text):
@@ -56,15 +56,15 @@ def _token(match: re.Match[str], base: str) -> SafeString:
 
 
 class Table(NamedTuple):
-    """A list as people look at it."""
+    """A list, prepared for an HTML table."""
 
     columns: list[str]
     rows: list[tuple[str, str, list[SafeString | str]]]
-    """Per row: its address, its own name for the link, its cells."""
+    """For each row: its address, the text of the link, its cells."""
 
 
 def table(rows: list[Any], base: str) -> Table | None:
-    """The rows of a list; None when they are no objects."""
+    """Build a table from the rows of a list; return None if there are no rows or they are not objects."""
     if not rows or not all(isinstance(row, Mapping) for row in rows):
         return None
     columns = [key for key in rows[0] if key not in LEFT_OUT and key != _titled(rows[0])][:COLUMNS]
@@ -82,7 +82,8 @@ def _title(row: Mapping[str, Any]) -> str:
 
 
 def _address(row: Mapping[str, Any], base: str) -> str:
-    """Where a row or an object in it is at home: on ours `url`, on v2 the link to itself; else ''."""
+    """Return the address of a row or object: `url` in our own API, the `self` link in v2; '' if it has none below
+    `base`."""
     links = row.get("links")
     own = [link.get("href") for link in links if link.get("rel") == "self"] if isinstance(links, list) else []
     found = str(row.get("url") or (own[0] if own else ""))

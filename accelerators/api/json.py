@@ -1,4 +1,4 @@
-"""JSON as both APIs write it."""
+"""The JSON renderer of both APIs."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from rest_framework.renderers import BaseRenderer
 
 
 class Json(BaseRenderer):
-    """Bytes pass through, everything else is written by orjson; nothing for None. Without a charset, as clients of v2
-    expect."""
+    """Renders JSON with orjson. Bytes are passed through, and None gives an empty body. The media type has no charset,
+    because clients of v2 expect none."""
 
     media_type, format, charset = "application/json", "json", None
 
     def render(self, data: Any, accepted_media_type: str | None = None, renderer_context: Any = None) -> bytes:
-        """The body."""
+        """Return the body as bytes."""
         if data is None:
             return b""
         return data if isinstance(data, bytes) else orjson.dumps(data, default=str)

@@ -1,1 +1,1 @@
-"""Commands of `manage.py`."""
+"""Management commands of this package (`manage.py`), and the helpers they share."""

@@ -1,7 +1,4 @@
-"""Commands followed at a shell until they have ended: a bar on a terminal, lines elsewhere.
-
-Called by `manage.py command` and `manage.py device enable --wait`.
-"""
+"""Wait for agent commands at a shell and show their progress: a bar on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -19,9 +16,10 @@ BAR = 24
 
 
 def follow(numbers: Sequence[int], out: OutputWrapper) -> list[Command]:
-    """Wait for these commands to end, telling on `out` how they get on; returns them, in order.
+    """Wait until these commands have ended, writing their progress to `out`; return them in the order of their ids.
 
-    Raises CommandError when somebody breaks it off; the commands go on.
+    `numbers` are primary keys; they are queried every EVERY_S seconds. Raises CommandError on Ctrl-C; the commands go
+    on.
     """
     told: dict[int, str] = {}
     terminal = out.isatty() and len(numbers) == 1
@@ -52,12 +50,12 @@ def _line(command: Command, terminal: bool) -> str:
 
 
 def succeeded(command: Command) -> bool:
-    """Whether it did what was asked."""
+    """Return whether the command ended with success."""
     return command.state == CommandState.SUCCEEDED
 
 
 def as_json(command: Command) -> dict[str, Any]:
-    """For scripts."""
+    """Return the facts of a command for JSON output."""
     names = ("uuid", "op", "state", "device_name", "actor", "reason", "percent", "progress", "text", "detail")
     times = ("created_at", "started_at", "ended_at")
     facts = {name: getattr(command, name) for name in (*names, *times)}
@@ -65,7 +63,8 @@ def as_json(command: Command) -> dict[str, Any]:
 
 
 def told(command: Command) -> Iterator[str]:
-    """How it ended, in a sentence, or how far it is; and what was asked for."""
+    """Yield lines for people: first the result of the command, or its progress if it has not ended; then its
+    details."""
     said = command.text if command.ended_at else f"{command.percent} % {command.progress}".strip()
     yield f"{command.state}: {said or 'nothing more was said'}"
     for name, value in sorted(command.detail.items()):

@@ -1,7 +1,4 @@
-"""What the commands at a shell have in common: teaching below the options, uuids, tables, and who is asking.
-
-Called by `manage.py` commands of this room and of `placement_sync`.
-"""
+"""Helpers of management commands: `--help` with examples, uuid arguments, tables, and the caller."""
 
 from __future__ import annotations
 
@@ -17,23 +14,23 @@ from accelerators.domain.caller import Caller
 
 
 class Taught(BaseCommand):
-    """A command whose `--help` ends with `teaching`, its lines kept."""
+    """A command whose `--help` ends with the text `teaching`, line breaks included."""
 
     teaching: ClassVar[str]
 
     def create_parser(self, prog_name: str, subcommand: str, **kwargs: Any) -> CommandParser:
-        """With the teaching below the options."""
+        """Create the parser with `teaching` below the options."""
         kwargs |= {"formatter_class": argparse.RawDescriptionHelpFormatter, "epilog": self.teaching}
         return super().create_parser(prog_name, subcommand, **kwargs)
 
 
 def person() -> Caller:
-    """Who is at the shell: whoever may run `manage.py` may do everything."""
+    """Return the caller for whoever runs `manage.py`, named by the login name. Such a person may do everything."""
     return Caller(getpass.getuser(), "", frozenset(), "")
 
 
 def uuid(hint: str = "") -> Callable[[str], UUID]:
-    """An argument's type; `hint` ends what is said of a text that is none."""
+    """Return an argparse type that parses a uuid; `hint` is appended to the error message."""
 
     def read(text: str) -> UUID:
         try:
@@ -45,6 +42,6 @@ def uuid(hint: str = "") -> Callable[[str], UUID]:
 
 
 def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Lines with the columns under each other; the first row is the heading."""
+    """Yield the lines of a table with aligned columns; the first row is the heading."""
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     return ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

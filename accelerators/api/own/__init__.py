@@ -1,4 +1,4 @@
-"""Our own API: everything an operator or a tenant may know, for programs and, in a browser, for people.
+"""Our own API: everything that an operator or a tenant may see and do, for programs and, in a browser, for people.
 
-`cyborgweb.api` mounts it below `/api/`; `agents.api` adds its own resource to the same pattern.
+`cyborgweb.api` mounts it below `/api/`; `agents.api` adds its own resource in the same way.
 """

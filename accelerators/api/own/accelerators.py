@@ -1,7 +1,7 @@
-"""Accelerators: the units that instances can have, who has them, and how their number is changed.
+"""Accelerators: the units that instances can get, who holds them, and how their number is changed.
 
-Called by `routes`. A project sees and labels what is attached to its own instances, and nothing else (contract
-section 3.2); who runs accelerators sees all of them, free ones on demand.
+A project sees and labels only the units that are attached to its own instances (contract section 3.2). Administrators
+see all units, and on request also the free ones.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ HIGHEST = 2**63 - 1
 
 
 class InstanceSerializer(serializers.Serializer):
-    """An instance and its state in Nova; `unknown` while Nova cannot be asked, `gone` when it has no such instance, and
-    empty where there is none."""
+    """An instance and its state in Nova. The state is `unknown` while Nova does not answer, `gone` if Nova has no such
+    instance, and empty for a unit that no instance has."""
 
     uuid = serializers.UUIDField(read_only=True, allow_null=True)
     state = serializers.CharField(read_only=True)
@@ -52,7 +52,7 @@ class InstanceSerializer(serializers.Serializer):
 
 
 class AcceleratorFilter(filters.FilterSet):
-    """By driver, backend, instance, device, host, project, state."""
+    """Filter by driver, backend, instance, device, host, project or state."""
 
     attached = filters.BooleanFilter(method="also_free", help_text="false: free ones are listed, too.")
     driver = filters.CharFilter(field_name="deployable__device__driver")
@@ -66,26 +66,28 @@ class AcceleratorFilter(filters.FilterSet):
     )
 
     def also_free(self, rows: QuerySet[AttachHandle], name: str, wanted: bool) -> QuerySet[AttachHandle]:
-        """The view has left out free ones unless they are wanted (`AcceleratorView.get_queryset`)."""
+        """Return `rows` unchanged. `AcceleratorView.get_queryset` includes or excludes free units, because that depends
+        on the caller."""
         return rows
 
     def by_state(self, rows: QuerySet[AttachHandle], name: str, wanted: list[str]) -> QuerySet[AttachHandle]:
-        """Any of these."""
+        """Keep units in any of the `wanted` states; `free` stands for a unit without a request."""
         if not wanted:
             return rows
         return rows.filter(Q(request__state__in=wanted) | (~HELD if FREE in wanted else Q(pk__in=[])))
 
 
 class Label(Text):
-    """What a project calls what is attached; nothing where nothing is."""
+    """The project's own name for an attached unit; empty for a free unit."""
 
     def get_attribute(self, instance: AttachHandle) -> Any:
-        """Text, always."""
+        """Return the label, or an empty text instead of None."""
         return super().get_attribute(instance) or ""
 
 
 class AcceleratorSerializer(Chosen):
-    """One unit: which device it is part of, and whose instance has it. What says who has it is null of a free one."""
+    """One unit, the device it belongs to and the instance that holds it. For a free unit the fields about its holder
+    are null."""
 
     uuid = serializers.UUIDField(source="request.uuid", read_only=True, allow_null=True, help_text="Its request's.")
     url = Url("accelerators", source="request.uuid", allow_null=True)
@@ -128,12 +130,12 @@ class AcceleratorSerializer(Chosen):
         )
 
     def get_state(self, unit: AttachHandle) -> str:
-        """Of the request that has it; free when none has."""
+        """Return the state of the request that holds the unit, or `free`."""
         held = holder(unit)
         return held.state if held else FREE
 
     def get_instance(self, unit: AttachHandle) -> InstanceSerializer:
-        """Joined with what Nova knows."""
+        """Return the instance that holds the unit, with its state and name from Nova."""
         held = holder(unit)
         if held is None:
             return {"uuid": None, "state": "", "name": ""}  # type: ignore[return-value]
@@ -142,31 +144,32 @@ class AcceleratorSerializer(Chosen):
 
 
 def holder(unit: AttachHandle) -> AcceleratorRequest | None:
-    """The request that has it."""
+    """Return the request that holds `unit`, or None if it is free."""
     return getattr(unit, "request", None)
 
 
 class TargetSerializer(Closed):
-    """A device, or a host and one of its drivers' backends: all its devices of which the number can be chosen."""
+    """Names one device, or a host and a backend. A host and a backend stand for all devices of that backend whose
+    number of units can be chosen."""
 
     device = Uuid(required=False)
     host = Text(max_length=255, required=False)
     backend = Text(max_length=64, required=False)
 
     def validate(self, said: dict[str, Any]) -> dict[str, Any]:
-        """One way or the other."""
+        """Require either `device` alone, or `host` and `backend` together."""
         if said.keys() not in ({"device"}, {"host", "backend"}):
             raise serializers.ValidationError("Say a device, or a host and a backend.")
         return said
 
 
 class LayoutSerializer(Closed):
-    """How a device is to be divided."""
+    """Changes of the layout that divides a device into units."""
 
     layout = serializers.DictField(
         child=Text(max_length=255),
         allow_empty=False,
-        validators=[MinLengthValidator(1)],  # the document says it so
+        validators=[MinLengthValidator(1)],  # so that the OpenAPI document shows minLength
         help_text='Words its driver takes, for example {"vfs": "4"}.',
     )
     generation = Number(
@@ -179,12 +182,12 @@ class LayoutSerializer(Closed):
         max_length=MAX_REASON, allow_blank=True, required=False, help_text="Shown with the commands and their events."
     )
 
-    # A PATCH that changes a layout is no partial body, which is what the generated document takes every PATCH for.
+    # The OpenAPI generator treats every PATCH body as partial; this one requires `layout`.
     combinations: ClassVar[Mapping[str, Any]] = {"required": ["layout"]}
 
 
 class MoreSerializer(LayoutSerializer):
-    """More units of each of these devices."""
+    """How many units to add to each of the named devices."""
 
     targets = serializers.ListField(
         child=TargetSerializer(),
@@ -200,7 +203,7 @@ class MoreSerializer(LayoutSerializer):
 
 
 class FewerSerializer(MoreSerializer):
-    """Fewer units of each of these devices."""
+    """How many units to remove from each of the named devices."""
 
     count = Number(
         min_value=1,
@@ -211,7 +214,8 @@ class FewerSerializer(MoreSerializer):
 
 
 class ResultSerializer(serializers.Serializer):
-    """What became of one device. Its command goes on; one that is refused stops no other."""
+    """The outcome for one device: its command, or why it was refused. A refusal does not stop the commands of other
+    devices."""
 
     target = TargetSerializer(read_only=True)
     device = serializers.UUIDField(read_only=True, allow_null=True)
@@ -221,14 +225,15 @@ class ResultSerializer(serializers.Serializer):
 
 
 class ResultsSerializer(serializers.Serializer):
-    """One result per device."""
+    """The results, one per device."""
 
     results = ResultSerializer(many=True, read_only=True)
 
 
 class AcceleratorView(Collection):
-    """What is attached, by driver and instance, joined with the instance's state; `attached=false` lists free units,
-    too. A project labels its own. Units are made and taken away by dividing devices that nobody holds."""
+    """Attached accelerators, by driver and instance, with the state of their instance in Nova; `attached=false` lists
+    free units as well. A project may label its own units. Units are added and removed by partitioning devices that
+    nobody holds."""
 
     policy = "accelerator"
     lookup_field = "request__uuid"
@@ -243,11 +248,15 @@ class AcceleratorView(Collection):
     queryset = AttachHandle.objects.select_related("request__profile", "deployable__device__host")
 
     def sees_all(self) -> bool:
-        """Admins, and whom the policy elevates."""
+        """Return whether the caller is an administrator or satisfies `cyborg:accelerator:elevated`."""
         return self.caller.is_admin or self.allowed("cyborg:accelerator:elevated")
 
     def get_queryset(self) -> QuerySet[AttachHandle]:
-        """What the caller may see, of what was asked; what is free and missing is no unit."""
+        """Return the units that the caller may see.
+
+        A project sees only units that its own requests hold. Free units are included only in lists with
+        `attached=false`, and only if neither the unit nor its deployable is missing.
+        """
         rows = super().get_queryset()
         if not self.sees_all():
             return rows.filter(request__project_id=self.caller.project_id)
@@ -256,21 +265,22 @@ class AcceleratorView(Collection):
         return rows.filter(HELD | Q(missing_since__isnull=True, deployable__missing_since__isnull=True))
 
     def prepare(self, rows: list[AttachHandle]) -> list[AttachHandle]:
-        """Ask Nova once for the whole page."""
+        """Load the state of all instances of the page, with one call of the registered source, and return `rows`
+        unchanged."""
         held = [request for request in map(holder, rows) if request and request.instance_uuid]
         self.known = instances.states({instances.Instance(str(one.instance_uuid), one.project_id) for one in held})
         return rows
 
     def get_object(self) -> AttachHandle:
-        """One, with its instance's state."""
+        """Return one unit, after loading the state of its instance."""
         return self.prepare([super().get_object()])[0]
 
     def get_serializer_context(self) -> dict[str, Any]:
-        """With what Nova knows."""
+        """Add the loaded states of instances to the serializer context."""
         return super().get_serializer_context() | {"instances": getattr(self, "known", {})}
 
     def partial_update(self, request: Request, **kwargs: str) -> Response:
-        """Label it."""
+        """Set the label of one unit; a change is recorded as the event `request.labelled`."""
         unit = self.get_object()
         serializer = self.get_serializer(unit, data=request.data, partial=True)
         serializer.is_valid(raise_exception=True)
@@ -284,11 +294,13 @@ class AcceleratorView(Collection):
         return Response(serializer.data)
 
     def create(self, request: Request) -> Response:
-        """So many units more of each device."""
+        """Add units to each of the named devices. The answer has one result per device. A device is refused while
+        anybody holds one of its units."""
         return self._change(1)
 
     def fewer(self, request: Request) -> Response:
-        """So many units fewer of each device, or all of them; refused while anybody holds one of the device's."""
+        """Remove units from each of the named devices: `count` of them, or all. A device is refused while anybody holds
+        one of its units."""
         return self._change(-1)
 
     def _change(self, sign: int) -> Response:

@@ -1,4 +1,5 @@
-"""Admission rules: what becomes of a device when it is found; made, changed and deleted by administrators."""
+"""Admission rules: they decide the first state of a device when it is found. Administrators create, edit and delete
+them."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from accelerators.models.rules import MAX_ORDER, NAME
 
 
 class RuleFilter(filters.FilterSet):
-    """By name, or what it does."""
+    """Filter by name, action, or whether the rule is enabled."""
 
     name = filters.CharFilter(help_text="Exactly this name.")
     action = filters.ChoiceFilter(choices=[(word, word) for word in Admission])
@@ -26,12 +27,13 @@ class RuleFilter(filters.FilterSet):
 
 
 def pattern(length: int, about: str) -> Text:
-    """A pattern that fits everything when it is empty."""
+    """Return an optional pattern field of at most `length` characters; an empty pattern matches everything."""
     return Text(max_length=length, allow_blank=True, required=False, help_text=about)
 
 
 class RuleSerializer(Chosen):
-    """The first enabled rule that fits a device decides its first state; what is empty fits everything."""
+    """An admission rule. The first enabled rule that matches a device decides its first state; an empty field matches
+    everything."""
 
     url = Url("rules", source="uuid")
     name = Text(
@@ -67,19 +69,19 @@ class RuleView(Collection):
     queryset = AdmissionRule.objects.all()
 
     def create(self, request: Request) -> Response:
-        """Make one."""
+        """Create a rule."""
         shown = self.get_serializer(admission_rules.create(self._values(request), self.caller)).data
         return Response(shown, 201, headers={"Location": shown["url"]})
 
     def partial_update(self, request: Request, **kwargs: str) -> Response:
-        """Change one; devices that it admitted stay as they are."""
+        """Edit a rule. Devices that it has admitted keep their state."""
         found = self.get_object()
         return Response(
             self.get_serializer(admission_rules.edit(found.uuid, self._values(request, found), self.caller)).data
         )
 
     def destroy(self, request: Request, **kwargs: str) -> Response:
-        """Remove one; devices that it admitted stay as they are."""
+        """Delete a rule. Devices that it has admitted keep their state."""
         admission_rules.delete(self.get_object().uuid, self.caller)
         return Response(status=204)
 

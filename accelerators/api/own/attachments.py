@@ -1,4 +1,4 @@
-"""Attachments: what is given to instances that run already, how far that is, and what is left for a person to do."""
+"""Attachments: accelerators for instances that run already, their progress, and the manual steps that remain."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ WAITS = Intent.objects.filter(kind=attachments.KIND, key=OuterRef("key"), next_a
 
 
 class AttachmentFilter(filters.FilterSet):
-    """By instance, state, host; project counts for who sees more than one."""
+    """Filter by instance, state, host or project. The project filter is useful only to callers who see several
+    projects."""
 
     instance = filters.UUIDFilter()
     state = filters.MultipleChoiceFilter(choices=[(word, word) for word in AttachmentState], distinct=False)
@@ -34,7 +35,7 @@ class AttachmentFilter(filters.FilterSet):
 
 
 class StepSerializer(serializers.Serializer):
-    """What was done."""
+    """One step of the attachment that was done."""
 
     step = serializers.CharField(read_only=True)
     at = serializers.DateTimeField(read_only=True)
@@ -42,7 +43,8 @@ class StepSerializer(serializers.Serializer):
 
 
 class AttachmentSerializer(Chosen):
-    """Accelerators for one instance that runs. To have some attached, say `instance`, and `profile` or `device`."""
+    """Accelerators that are attached to one running instance. To attach some, send `instance`, and either `profile` or
+    `device`."""
 
     url = Url("attachments", source="uuid")
     instance = Uuid(help_text="The instance in Nova.")
@@ -100,16 +102,17 @@ class AttachmentSerializer(Chosen):
         read_only_fields = tuple({*fields} - {"instance", "profile", "device", "reason"})
 
     def get_hotplug(self, row: Attachment) -> str:
-        """What a person has to do so that the guest sees it; empty before it is attached."""
+        """Return what an operator must do so that the guest sees the device; empty before it is attached."""
         return libvirt_xml.sentence(attachments.handles(row), row.host)
 
     def get_libvirt(self, row: Attachment) -> list[str]:
-        """The hostdev elements to give to the guest."""
+        """Return the libvirt hostdev elements to add to the guest."""
         return libvirt_xml.elements(attachments.handles(row))
 
 
 class AttachmentView(Owned):
-    """What was attached to instances that ran already, newest first. Nova's own requests are no attachments."""
+    """Accelerators attached to instances that were already running, newest first. Requests that Nova itself made are
+    not listed."""
 
     policy = "attachment"
     default_order = "-created"
@@ -122,26 +125,27 @@ class AttachmentView(Owned):
 
     @property
     def policy_rules(self) -> dict[str, str]:
-        """Looking, attaching, detaching."""
+        """Map reading to `get`, creating to `create` and detaching to `delete`."""
         rule = f"cyborg:{self.policy}"
         post = "delete" if self.detail else "create"
         return {"GET": f"{rule}:get", "HEAD": f"{rule}:get", "POST": f"{rule}:{post}"}
 
     def sees_all(self) -> bool:
-        """Admins, and whom the policy elevates; else a project sees its own."""
+        """Return whether the caller is an administrator or satisfies `cyborg:attachment:elevated`. Other callers see
+        only their own project."""
         return self.caller.is_admin or self.allowed("cyborg:attachment:elevated")
 
     def prepare(self, rows: list[Attachment]) -> list[Attachment]:
-        """What all of a page hold, in one statement."""
+        """Load the attach handles of all rows in one statement, and return the rows."""
         attachments.with_handles(rows)
         return rows
 
     def get_object(self) -> Attachment:
-        """One, with what it holds."""
+        """Return one attachment, after loading its attach handles."""
         return self.prepare([super().get_object()])[0]
 
     def create(self, request: Request) -> Response:
-        """Have it attached; what becomes of it is shown at the address in Location."""
+        """Start an attachment: 202. The address in Location shows its progress."""
         serializer = self.get_serializer(data=request.data)
         serializer.is_valid(raise_exception=True)
         said = dict(serializer.validated_data)
@@ -149,12 +153,12 @@ class AttachmentView(Owned):
         return self._accepted(made)
 
     def detach(self, request: Request, **kwargs: str) -> Response:
-        """Have it taken back, whatever it has come to; once is as good as twice."""
+        """Detach, in whatever state the attachment is: 202. Detaching twice has the same effect as detaching once."""
         reason = self.said(request).get("reason", "")
         return self._accepted(attachments.detach(UUID(kwargs["uuid"]), self.caller, reason, everyone=self.sees_all()))
 
     def offered(self, data: Mapping[str, Any]) -> tuple[str, ...]:
-        """Nothing, of what is taken back already."""
+        """Offer `detach`, unless the attachment is already being detached or has been detached."""
         return () if data.get("state") in attachments.TAKEN_BACK else ("detach",)
 
     def _accepted(self, row: Attachment) -> Response:

@@ -1,4 +1,4 @@
-"""Drivers' backends on hosts, and what can be done with each: as their last reports say."""
+"""The backends of drivers on hosts, and the services of each, as the last reports describe them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from accelerators.models import Backend, Service
 from drivers.inventory import BackendKind, ServiceName
 
 KEY = "[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}:[A-Za-z0-9_.:-]{1,64}:[A-Za-z0-9_.-]{1,64}"
-"""HOST:DRIVER:NAME."""
+"""The form of a backend's key, HOST:DRIVER:NAME, with the host's uuid."""
 
 
 class BackendFilter(filters.FilterSet):
-    """By where it is and what it is."""
+    """Filter by host, driver, name or kind."""
 
     host = filters.CharFilter(help_text="Exactly this host name.")
     driver = filters.CharFilter()
@@ -26,7 +26,7 @@ class BackendFilter(filters.FilterSet):
 
 
 class Offered(serializers.Serializer):
-    """Something a backend can do (`ready`), or why it cannot."""
+    """A service of a backend: `ready`, or unavailable with the reason."""
 
     name = serializers.CharField(read_only=True)
     version = serializers.CharField(read_only=True)
@@ -36,7 +36,8 @@ class Offered(serializers.Serializer):
 
 
 class BackendSerializer(Chosen):
-    """A part of a driver that answers by itself: with an error, its devices are as they were last known."""
+    """A part of a driver that reports by itself. While it has an error, its devices are shown as they were last
+    reported."""
 
     id = serializers.CharField(source="key", read_only=True)
     url = Url("backends", source="key")
@@ -52,7 +53,7 @@ class BackendSerializer(Chosen):
 
 
 class Reading(Collection):
-    """What is only read, by rules of its own: one for lists and members."""
+    """A read-only collection whose lists and members share one policy rule."""
 
     orders = {"host": "place"}
     default_order = "host"
@@ -63,12 +64,12 @@ class Reading(Collection):
 
     @property
     def policy_rules(self) -> dict[str, str]:
-        """One rule."""
+        """Map reading to the rule `cyborg:<policy>:get`."""
         return dict.fromkeys(("GET", "HEAD"), f"cyborg:{self.policy}:get")
 
 
 class BackendView(Reading):
-    """Drivers' backends, by host. To have a host's driver look for its services again, order the command `rescan`."""
+    """Backends of drivers, by host. To make a host's driver look for its services again, order the command `rescan`."""
 
     policy = "backend"
     lookup_value_regex = KEY
@@ -78,7 +79,7 @@ class BackendView(Reading):
 
 
 class ServiceFilter(filters.FilterSet):
-    """By where it is, what it is, and whether it can be had."""
+    """Filter by host, driver, backend, name or state."""
 
     host = filters.CharFilter(help_text="Exactly this host name.")
     driver = filters.CharFilter()
@@ -88,7 +89,7 @@ class ServiceFilter(filters.FilterSet):
 
 
 class ServiceSerializer(Chosen):
-    """Something a backend can do, or why it cannot."""
+    """A service of a backend: ready, or unavailable with the reason."""
 
     id = serializers.CharField(source="key", read_only=True)
     url = Url("services", source="key")
@@ -101,7 +102,7 @@ class ServiceSerializer(Chosen):
 
 
 class ServiceView(Reading):
-    """What drivers' backends can do, as found at run time; by host."""
+    """The services of drivers' backends, as found at run time, by host."""
 
     policy = "service"
     lookup_value_regex = f"{KEY}:[a-z]{{1,16}}"

@@ -1,4 +1,4 @@
-"""Commands to agents: what was asked of which device or host, by whom and why, how far it is, how it ended."""
+"""Commands to agents: what was ordered for which device or host, by whom and why, the progress and the result."""
 
 from __future__ import annotations
 
@@ -26,15 +26,17 @@ from accelerators.models.commands import OPEN
 
 LONGEST_S = 30
 WAITERS = 2
-"""So many wait at a time in each process; whoever comes beyond is answered at once, and asks again."""
+"""How many requests per process may wait for a command at the same time. Any further request is answered at once, and
+the client has to poll."""
 _turns = threading.BoundedSemaphore(WAITERS)
 OPS = ("install", *OF_DEVICE, "attach", "detach", *OF_HOST, "placement", "configure")
-"""Installing is asked by enabling a device, attaching and detaching by binding a request; agents that write to
-Placement are told what by the conductor, and drivers are configured by rollouts."""
+"""Every operation that a command can have. This API orders only those of OF_DEVICE and OF_HOST. `install` is ordered by
+enabling a device, `attach` and `detach` by binding a request, `placement` by the conductor for agents that write to
+Placement, and `configure` by rollouts."""
 
 
 class CommandFilter(filters.FilterSet):
-    """By where, what, and whether it has ended."""
+    """Filter by host, device, request, operation, state, or whether the command has ended."""
 
     host = filters.CharFilter(field_name="host__name", help_text="Exactly this host name.")
     device = filters.UUIDFilter(field_name="device__uuid")
@@ -44,32 +46,32 @@ class CommandFilter(filters.FilterSet):
     ended = filters.BooleanFilter(method="by_end", help_text="Whether nothing more is to be expected of it.")
 
     def by_end(self, rows: QuerySet[Command], name: str, wanted: bool) -> QuerySet[Command]:
-        """Open ones have an index."""
+        """Keep ended commands if `wanted`, open ones otherwise. Open commands have an index of their own."""
         return rows.exclude(OPEN) if wanted else rows.filter(OPEN)
 
 
 class Named(Uuid):
-    """A row that is written by its uuid and shown as a reference."""
+    """A reference that is written as a uuid and shown as an object."""
 
     def __init__(self, reference: type[serializers.Serializer], **options: Any) -> None:
         self.reference = reference
         super().__init__(required=False, allow_null=True, **options)
 
     def to_representation(self, value: Any) -> Any:
-        """With its address."""
+        """Return the referenced row as its reference serializer shows it, address included."""
         return self.reference(value, context=self.context).data
 
 
 class ImageField(Uuid):
-    """The image's uuid: known before the image itself is."""
+    """The uuid of a command's image. It may be known before the image itself has been loaded."""
 
     def get_attribute(self, instance: Command) -> Any:
-        """None where there is none."""
+        """Return the image's uuid from the command's arguments, or None if the command has no image."""
         said = instance.arguments
         return (said.get("image") or {}).get("id") or (said.get("wanted") or {}).get("bitstream_id")
 
     def to_representation(self, value: Any) -> str:
-        """As it is stored: text."""
+        """Return the uuid as text."""
         return str(value)
 
 
@@ -81,7 +83,7 @@ EMPTY: Mapping[str, Mapping[str, Any]] = {
     "deployable": {"type": "null"},
     "driver": {"maxLength": 0},
 }
-"""Schema of each optional field in the commands that do not take it: empty or null."""
+"""Schema of each optional field in the commands that do not accept it: empty or null."""
 
 
 NEEDED: Mapping[str, Mapping[str, Any]] = {"layout": {"minProperties": 1}, "image": {"type": "string"}}
@@ -89,7 +91,10 @@ NEEDED: Mapping[str, Mapping[str, Any]] = {"layout": {"minProperties": 1}, "imag
 
 
 def _form(ops: Sequence[str], about: str, *takes: str) -> dict[str, Any]:
-    """The JSON Schema of a body that orders one of `ops` of a `device` or a `host`. Empty values count as left out."""
+    """Return the JSON Schema of a body that orders one of `ops` for a `device` or a `host` (`about`).
+
+    `takes` names the further fields that these commands accept. Empty values count as left out.
+    """
     others = {name: empty for name, empty in EMPTY.items() if name not in (about, *takes)}
     named = {"op": {"enum": list(ops)}, about: {"type": "string"}}
     needed = {name: schema for name, schema in NEEDED.items() if name in takes}
@@ -97,7 +102,7 @@ def _form(ops: Sequence[str], about: str, *takes: str) -> dict[str, Any]:
 
 
 class CommandSerializer(Chosen):
-    """Something one host's agent does once. To order one, say `op` and `device`, or `op` and `host`."""
+    """An operation that the agent of one host performs once. To order one, send `op` with either `device` or `host`."""
 
     url = Url("commands", source="uuid")
     op = serializers.ChoiceField(
@@ -172,7 +177,8 @@ class CommandSerializer(Chosen):
     }
 
     def validate(self, said: dict[str, Any]) -> dict[str, Any]:
-        """What belongs together."""
+        """Check that `op` fits the device or host it is for, and that no field is sent that `op` does not accept. Empty
+        values are dropped."""
         said = {name: value for name, value in (said | said.pop("arguments", {})).items() if value}
         allowed = {"device": OF_DEVICE, "host": OF_HOST}
         about = [name for name in allowed if name in said]
@@ -188,7 +194,7 @@ class CommandSerializer(Chosen):
 
 
 class CommandView(Collection):
-    """Commands to agents, newest first; those that ended 30 days ago are forgotten."""
+    """Commands to agents, newest first. A command is deleted 30 days after it ended."""
 
     policy = "command"
     default_order = "-created"
@@ -204,7 +210,8 @@ class CommandView(Collection):
     queryset = Command.objects.select_related("device", "host")
 
     def check_permissions(self, request: Request) -> None:
-        """To have a host looked at again takes less than to have it changed."""
+        """Check the permissions. A caller who may not create commands may still order `rescan`, if
+        `cyborg:service:discover` allows it."""
         try:
             super().check_permissions(request)
         except PermissionDenied:
@@ -213,7 +220,7 @@ class CommandView(Collection):
             self.require("cyborg:service:discover")
 
     def retrieve(self, request: Request, **kwargs: str) -> Response:
-        """One of them; `wait` follows it to its end."""
+        """Return one command; with `wait`, only when it has ended or after `wait` seconds."""
         text = request.query_params.get("wait", "0")
         if not (text.isascii() and text.isdecimal() and len(text) <= 2 and int(text) <= LONGEST_S):
             raise ParseError(f"wait: say a number of seconds from 0 to {LONGEST_S}.")
@@ -225,7 +232,7 @@ class CommandView(Collection):
         return super().retrieve(request, **kwargs)
 
     def create(self, request: Request) -> Response:
-        """Order one; what it came to is shown by the command that is answered."""
+        """Place a command. The answer shows the command itself; read it again later for its progress and its result."""
         serializer = self.get_serializer(data=request.data)
         serializer.is_valid(raise_exception=True)
         said = dict(serializer.validated_data)
@@ -245,7 +252,7 @@ class CommandView(Collection):
 
 
 def _op(request: Request) -> Any:
-    """What is ordered; None where the body cannot be read, which is no matter to who is denied."""
+    """Return the `op` of the body, or None if the body cannot be read; such a request is denied anyway."""
     try:
         return request.data.get("op") if isinstance(request.data, Mapping) else None
     except APIException:

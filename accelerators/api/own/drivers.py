@@ -1,4 +1,4 @@
-"""Drivers: what is wanted of each on each host, beside what its agent says. Changed by rollouts."""
+"""Drivers on hosts: the wanted configuration of each, and what the host's agent reports. Rollouts change them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from accelerators.domain.states import DriverState
 from accelerators.models import AcceleratorRequest, HostDriver
 
 READING = {"GET": "cyborg:driver:get", "HEAD": "cyborg:driver:get", "POST": "cyborg:driver:rollout"}
-"""Method → rule, of drivers and of rollouts."""
+"""The policy rule for each HTTP method, shared by drivers and rollouts."""
 
 
 class DriverFilter(filters.FilterSet):
-    """By where, which, how it was seen."""
+    """Filter by host, driver, state, or whether the driver drifts."""
 
     host = filters.CharFilter(field_name="host__name", help_text="Exactly this host name.")
     driver = filters.CharFilter(help_text="Exactly this driver.")
@@ -26,7 +26,7 @@ class DriverFilter(filters.FilterSet):
 
 
 class WantedSerializer(serializers.Serializer):
-    """What is wanted; `settings` null: those of the host's own file."""
+    """The wanted configuration. If `settings` is null, the settings in the host's own file apply."""
 
     enabled = serializers.BooleanField(read_only=True)
     settings = serializers.JSONField(read_only=True)
@@ -37,7 +37,7 @@ class WantedSerializer(serializers.Serializer):
 
 
 class SeenSerializer(serializers.Serializer):
-    """What the host's agent says of it."""
+    """What the host's agent reports about the driver."""
 
     generation = serializers.IntegerField(read_only=True, help_text="Of the wish it runs by; 0: its host's own file.")
     version = serializers.CharField(read_only=True)
@@ -47,7 +47,7 @@ class SeenSerializer(serializers.Serializer):
 
 
 class DriverSerializer(Chosen):
-    """A driver on a host. Nothing wanted: the host's own configuration decides whether it runs."""
+    """A driver on a host. If `wanted` is null, the host's own configuration decides whether the driver runs."""
 
     url = Url("drivers", source="key")
     host = HostReference(read_only=True)
@@ -64,16 +64,16 @@ class DriverSerializer(Chosen):
         read_only_fields = fields
 
     def get_installed(self, row: HostDriver) -> bool:
-        """Whether its package is on the host, as the host's agent says."""
+        """Whether the driver's package is on the host, according to the host's agent."""
         return row.seen is not None
 
     def get_version(self, row: HostDriver) -> str:
-        """The driver's own, as far as it has been asked."""
+        """The version that the agent reported for the driver; empty if it is not known."""
         return str((row.seen or {}).get("version", ""))
 
 
 class DriverView(Collection):
-    """Drivers on hosts, by host and name; those as well that are installed there and do not run."""
+    """Drivers on hosts, by host and name. Drivers that are installed but do not run are listed too."""
 
     policy = "driver"
     policy_rules = READING

@@ -1,6 +1,6 @@
-"""Every refusal of `/api/` has one shape: `{"error": {"code", "title", "message", "request_id"}}`.
+"""The error format of `/api/`: `{"error": {"code", "title", "message", "request_id"}}`.
 
-Called by the views of `own` and by `cyborgweb.api`. The message is one sentence that says what to do.
+The message is one sentence that tells the caller what to do.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ STATUSES: Mapping[Reason, int] = {
     Reason.SERVICE_TOKEN: 403,
     Reason.AWAY: 503,
 }
-"""Of a refusal by the room itself; everything else is 409."""
+"""HTTP status for each reason of a RefusedError; a reason that is not listed is answered with 409."""
 
 
 class ApiError(exceptions.APIException):
-    """A refusal with a status and a sentence of its own."""
+    """An error with its own status and its own sentence."""
 
     def __init__(self, status: int, sentence: str) -> None:
         super().__init__(sentence)
@@ -49,18 +49,22 @@ class ApiError(exceptions.APIException):
 
 
 def too_large() -> ApiError:
-    """413."""
+    """Return the error 413 for a body that is too large."""
     return ApiError(413, SENTENCES[413])
 
 
 def shape(status: int, message: str) -> dict[str, dict[str, object]]:
-    """The body."""
+    """Return the body of an error answer, with the id of the current request."""
     title = HTTPStatus(status).phrase
     return {"error": {"code": status, "title": title, "message": message, "request_id": request_id.get()}}
 
 
 def handle(error: Exception, context: Mapping[str, Any]) -> Response:
-    """DRF's exception handler: whatever was raised, in the one shape. What nobody foresaw is logged, never shown."""
+    """Render any exception in the API's error format (this is DRF's exception handler).
+
+    An unexpected exception is logged and answered with 500 without its details. Adds WWW-Authenticate, Allow and
+    Retry-After where they apply.
+    """
     status, message = explain(error)
     response = Response(shape(status, message), status)
     if challenge := getattr(error, "auth_header", None):
@@ -73,7 +77,7 @@ def handle(error: Exception, context: Mapping[str, Any]) -> Response:
 
 
 def explain(error: Exception) -> tuple[int, str]:
-    """Status and sentence."""
+    """Return the status and the message for an exception. Logs an unexpected exception, and a database outage."""
     match error:
         case errors.RefusedError():
             return STATUSES.get(error.reason, 409), error.text
@@ -104,7 +108,7 @@ def _sentence(error: exceptions.APIException) -> str:
 
 
 def _lines(detail: Any, path: str = "") -> Iterator[str]:
-    """What serializers and filters complain of, as `field: sentence`."""
+    """Yield the messages of a validation error as `field: sentence`."""
     if isinstance(detail, Mapping):
         for key, inner in detail.items():
             yield from _lines(inner, path if key == "non_field_errors" else f"{path}.{key}".strip("."))

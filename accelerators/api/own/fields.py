@@ -1,7 +1,5 @@
-"""How rows look in our own API: explicit fields, references with addresses, and only the fields a caller asked for.
-
-Called by the resources of `own` and by `agents.api`.
-"""
+"""Fields and base serializers of our own API: explicit fields, references with addresses, and the `fields`
+parameter."""
 
 from __future__ import annotations
 
@@ -16,19 +14,19 @@ from accelerators.devices.lifecycle import MAX_REASON
 
 
 class Url(serializers.URLField):
-    """The address of a row of `collection`; `source` is the path to its key."""
+    """The address of a row of `collection`; `source` is the path to the row's key."""
 
     def __init__(self, collection: str, **options: Any) -> None:
         self.collection = collection
         super().__init__(read_only=True, **options)
 
     def to_representation(self, value: Any) -> str:
-        """Below the address under which the caller reached us."""
+        """Return the address, beginning with the scheme and host that the caller used."""
         return f"{self.context.get('base', '')}/api/{self.collection}/{value}/"
 
 
 class HostReference(serializers.Serializer):
-    """Which host."""
+    """A reference to a host."""
 
     uuid = serializers.UUIDField(read_only=True)
     name = serializers.CharField(read_only=True)
@@ -36,7 +34,7 @@ class HostReference(serializers.Serializer):
 
 
 class DeviceReference(serializers.Serializer):
-    """Which device."""
+    """A reference to a device."""
 
     uuid = serializers.UUIDField(read_only=True)
     type = serializers.CharField(read_only=True)
@@ -46,7 +44,7 @@ class DeviceReference(serializers.Serializer):
 
 
 class DeployableReference(serializers.Serializer):
-    """Which deployable."""
+    """A reference to a deployable."""
 
     uuid = serializers.UUIDField(read_only=True)
     name = serializers.CharField(read_only=True)
@@ -54,7 +52,7 @@ class DeployableReference(serializers.Serializer):
 
 
 class ProfileReference(serializers.Serializer):
-    """Which device profile."""
+    """A reference to a device profile."""
 
     uuid = serializers.UUIDField(read_only=True)
     name = serializers.CharField(read_only=True)
@@ -62,7 +60,7 @@ class ProfileReference(serializers.Serializer):
 
 
 class HandleReference(serializers.Serializer):
-    """Which attach handle, and how it reaches an instance."""
+    """A reference to an attach handle, with the information that passes it to an instance."""
 
     uuid = serializers.UUIDField(read_only=True)
     type = serializers.CharField(source="attach_type", read_only=True)
@@ -70,12 +68,12 @@ class HandleReference(serializers.Serializer):
     url = Url("attach_handles", source="uuid")
 
     def get_info(self, handle: Any) -> dict[str, str]:
-        """Parsed; as the driver wrote it."""
+        """The attach information as the driver wrote it, parsed."""
         return attach_info(handle.attach_info)
 
 
 def attach_info(text: str) -> dict[str, str]:
-    """A handle's JSON as an object."""
+    """Parse the attach information of a handle. Text that is not a JSON object is returned as `{"value": text}`."""
     try:
         parsed = orjson.loads(text)
     except orjson.JSONDecodeError:
@@ -84,50 +82,50 @@ def attach_info(text: str) -> dict[str, str]:
 
 
 class Text(serializers.CharField):
-    """A string; a number is none."""
+    """A string field that refuses numbers instead of converting them."""
 
     def to_internal_value(self, data: Any) -> str:
-        """As it came, without blanks around it."""
+        """Return the string without surrounding blanks; raise ValidationError for any other type."""
         if not isinstance(data, str):
             self.fail("invalid")
         return super().to_internal_value(data)
 
 
 class Uuid(serializers.UUIDField):
-    """A uuid as text; a number is none."""
+    """A uuid field that accepts only text, not numbers."""
 
     def to_internal_value(self, data: Any) -> Any:
-        """As it came."""
+        """Return the UUID; raise ValidationError for a value that is not text or not a uuid."""
         return super().to_internal_value(data) if isinstance(data, str) else self.fail("invalid", value=data)
 
 
 class Flag(serializers.BooleanField):
-    """True or false; no word for it."""
+    """A boolean field that accepts only true and false, not words such as "yes"."""
 
     def to_internal_value(self, data: Any) -> bool:
-        """As it came."""
+        """Return the boolean; raise ValidationError for any other type."""
         return data if isinstance(data, bool) else self.fail("invalid", input=data)
 
 
 class Number(serializers.IntegerField):
-    """A whole number; no text of it. 5.0 is one: JSON and its schemas know no other kind of number."""
+    """An integer field that refuses text. It accepts 5.0, because JSON and JSON Schema do not distinguish it from 5."""
 
     def to_internal_value(self, data: Any) -> int:
-        """Return it as an int; 400 for everything else."""
+        """Return the value as an int; raise ValidationError (400) for everything else."""
         if isinstance(data, float) and data.is_integer():
             return int(data)
         return data if isinstance(data, int) and not isinstance(data, bool) else self.fail("invalid")
 
 
 class Closed(serializers.Serializer):
-    """What is written may name only what can be written."""
+    """A serializer that refuses unknown and read-only fields."""
 
     combinations: ClassVar[Mapping[str, Any]] = {}
-    """JSON Schema of what a body must fulfil beside its single fields; the OpenAPI document shows it. Such as: one of
-    two fields. The serializer or the view checks the same."""
+    """JSON Schema of conditions on the whole body, for example "exactly one of two fields". The OpenAPI document shows
+    it; the serializer or the view checks the same conditions."""
 
     def to_internal_value(self, data: Any) -> Any:
-        """The values; 400 for a field that there is not."""
+        """Return the validated values; raise ValidationError (400) if a field does not exist or cannot be written."""
         writable = [name for name, field in self.fields.items() if not field.read_only]
         if isinstance(data, Mapping) and (unknown := sorted(set(data) - set(writable))):
             sentence = f"{', '.join(unknown)[:200]}: cannot be written; {', '.join(writable)} can."
@@ -136,7 +134,8 @@ class Closed(serializers.Serializer):
 
 
 class Chosen(Closed, serializers.ModelSerializer):
-    """A row with `?fields=a,b` applied (`context["fields"]`)."""
+    """A serializer of a row that shows only the fields in `context["fields"]` (from `?fields=a,b`), or all if there are
+    none."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -145,7 +144,7 @@ class Chosen(Closed, serializers.ModelSerializer):
 
 
 class Why(Closed):
-    """What may be said with an action."""
+    """The body of an action: an optional reason."""
 
     reason = Text(
         max_length=MAX_REASON, allow_blank=True, required=False, help_text="Shown with it, and with its event."
@@ -153,7 +152,7 @@ class Why(Closed):
 
 
 def chosen(text: str, fields: Mapping[str, Any]) -> tuple[str, ...]:
-    """The fields that `?fields=` names; 400 for one there is not."""
+    """Return the field names in `?fields=`; raise ParseError (400) for a field that does not exist."""
     names = tuple(name for name in text.split(",") if name)
     if unknown := sorted(set(names) - set(fields)):
         raise ParseError(f"fields: there is no {', '.join(unknown)[:200]}; there are {', '.join(fields)}.")

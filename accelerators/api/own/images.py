@@ -1,4 +1,4 @@
-"""Images that devices are programmed with: uploaded ones, and the copies of Glance's that are here."""
+"""Images that devices are programmed with: uploaded images, and local copies of Glance images."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ from accelerators.models import Image, ImageSource
 MEDIA = "application/octet-stream"
 PROPERTY = rf"^[^=\x00]{{1,{store.MAX_KEY}}}=[^\x00]{{0,{store.MAX_VALUE}}}$"
 UPLOADS = 2
-"""So many are taken at a time by each process."""
+"""The number of uploads that one process accepts at the same time."""
 _turns = threading.BoundedSemaphore(UPLOADS)
 
 
 class ImageFilter(filters.FilterSet):
-    """By name, where it came from, or what it makes of a device."""
+    """Filter by name, source, or function (the property accel:function_id)."""
 
     name = filters.CharFilter(help_text="Exactly this name.")
     source = filters.ChoiceFilter(choices=[(word, word) for word in ImageSource])
     function = filters.CharFilter(method="by_function", help_text="Its property accel:function_id.")
 
     def by_function(self, rows: Any, name: str, value: str) -> Any:
-        """Exactly this one."""
+        """Keep images whose accel:function_id is exactly `value`."""
         return rows.filter(properties__contains={FUNCTION: value})
 
 
 class ImageSerializer(Chosen):
-    """Bytes that a device can be programmed with, complete and checked."""
+    """An image that a device can be programmed with; its bytes are complete and were checked."""
 
     url = Url("images", source="uuid")
     size = serializers.IntegerField(read_only=True, help_text="In bytes.")
@@ -54,8 +54,8 @@ class ImageSerializer(Chosen):
 
 
 class ImageView(Collection):
-    """Images. To upload one, POST its bytes as application/octet-stream to `/api/images/?name=…&property=KEY=VALUE`,
-    `property` as often as needed; whoever may program devices may."""
+    """Images. To upload one, POST its bytes as application/octet-stream to `/api/images/?name=…&property=KEY=VALUE`;
+    repeat `property` as needed. Uploading needs the permission to program devices."""
 
     policy = "image"
     default_order = "-created"
@@ -63,7 +63,7 @@ class ImageView(Collection):
     filterset_class = ImageFilter
     queryset = Image.objects.all()
     sends: ClassVar[str] = MEDIA
-    """What the body of a creation is, and what its query says (name → JSON schema, sentence)."""
+    """The media type of an upload's body."""
     sent_with: ClassVar[Mapping[str, tuple[dict[str, Any], str]]] = {
         "name": ({"type": "string", "maxLength": 255, "pattern": "^[^\\x00]*$"}, "How people call it."),
         "property": (
@@ -74,25 +74,29 @@ class ImageView(Collection):
 
     @property
     def policy_rules(self) -> dict[str, str]:
-        """Those of what images are for."""
+        """Reading needs the rules of `inventory`; uploading and deleting need `cyborg:deployable:program`."""
         read = "cyborg:inventory:get_one" if self.detail else "cyborg:inventory:get_all"
         return {"GET": read, "HEAD": read, **dict.fromkeys(("POST", "DELETE"), "cyborg:deployable:program")}
 
     @property
     def allowed_methods(self) -> list[str]:
-        """A page cannot send an image."""
+        """Return the allowed methods; on an HTML page without POST, because a form there cannot send an image."""
         page = isinstance(getattr(self.request, "accepted_renderer", None), Browsable)
         return [method for method in super().allowed_methods if method != "POST" or not page]
 
     def initial(self, request: Request, *args: Any, **kwargs: Any) -> None:
-        """An image may be larger than other bodies, and is described by the query."""
+        """Run the common checks. An upload skips the limit on the body's length and the check of the query string,
+        because an image may be larger and is described by its query."""
         if self.action == "create":
             super(Collection, self).initial(request, *args, **kwargs)
         else:
             super().initial(request, *args, **kwargs)
 
     def create(self, request: Request) -> Response:
-        """Keep the bytes that are sent, as they arrive."""
+        """Store an image from the bytes of the body, while they arrive.
+
+        Answers 503 if too many images are being uploaded, 415, 411 or 413 if the type or the length is wrong.
+        """
         name, properties = _described(request)
         size = _size(request)
         if not _turns.acquire(blocking=False):
@@ -105,7 +109,7 @@ class ImageView(Collection):
         return Response(shown, 201, headers={"Location": shown["url"]})
 
     def destroy(self, request: Request, **kwargs: str) -> Response:
-        """Remove one that no open command is to use. Glance's own stays there."""
+        """Delete an image that no open command will use. If it is a copy from Glance, Glance keeps the original."""
         store.remove(self.get_object().uuid, self.caller, Source.API)
         return Response(status=204)
 
@@ -133,4 +137,4 @@ def _pieces(request: Request) -> Iterator[bytes]:
         while piece := request._request.read(store.CHUNK):
             yield piece
     except OSError:
-        return  # whoever sent it has gone: it is too short
+        return  # the client disconnected: `store.upload` sees too few bytes

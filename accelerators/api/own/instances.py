@@ -1,6 +1,6 @@
-"""What somebody else knows of instances: their states and names. Nova's answers come in here without being imported.
+"""Look up the state and the name of instances from a registered source, without importing the Nova client.
 
-`placement_sync` registers its source when it starts; `accelerators` of the own API are joined with it.
+`placement_sync` registers its source when it starts. The `accelerators` resource adds the answers to its rows.
 """
 
 from __future__ import annotations
@@ -14,32 +14,41 @@ log = logging.getLogger(__name__)
 
 
 class Instance(NamedTuple):
-    """An instance to ask for."""
+    """An instance whose state is looked up."""
 
     uuid: str
     project_id: str
 
 
 class Known(NamedTuple):
-    """`state` in Nova's words (ACTIVE, SHUTOFF…); `gone` when Nova has no such instance, `unknown` while it is away."""
+    """The state and name of an instance.
+
+    `state` is Nova's word (ACTIVE, SHUTOFF…), `gone` if Nova has no such instance, or `unknown` while Nova does not
+    answer.
+    """
 
     state: str = UNKNOWN
     name: str = ""
 
 
 Source = Callable[[Collection[Instance]], Mapping[str, Known]]
-"""Answers within 2 s for a page of instances, with what it knows by uuid; what is left out is unknown."""
+"""A function that returns, by uuid, the states of one page of instances within 2 s. An instance that it leaves out is
+`unknown`."""
 
 _sources: list[Source] = []
 
 
 def register(source: Source) -> None:
-    """Ask `source` from now on; it takes the place of the one before."""
+    """Use `source` from now on; it replaces the source registered before."""
     _sources[:] = [source]
 
 
 def states(instances: Collection[Instance]) -> Mapping[str, Known]:
-    """What is known, by uuid. Without a source, or when it fails: nothing."""
+    """Return what the source knows about these instances, by uuid.
+
+    Returns an empty mapping if no source is registered. If the source raises, the error is logged and the mapping is
+    empty.
+    """
     if not instances or not _sources:
         return {}
     try:

@@ -1,4 +1,4 @@
-"""Hosts, devices, deployables and attach handles: infrastructure, read by who runs it."""
+"""Hosts, devices, deployables and attach handles: the infrastructure, for its operators."""
 
 from __future__ import annotations
 
@@ -35,13 +35,14 @@ from accelerators.models.devices import driver_error
 
 
 def number_of(rows: QuerySet[Any], column: str) -> Coalesce:
-    """How many `rows` have the outer row in `column`, in the same statement."""
+    """Return an expression that counts the `rows` whose `column` refers to the outer row. It is a subquery of the same
+    statement."""
     counted = rows.filter(**{column: OuterRef("pk")}).order_by().values(column).annotate(n=Count("*")).values("n")
     return Coalesce(Subquery(counted), Value(0), output_field=IntegerField())
 
 
 class HostFilter(filters.FilterSet):
-    """By name, or whether its agent is heard."""
+    """Filter by name, or by whether the host is stale: its agent has not been heard."""
 
     name = filters.CharFilter(help_text="Exactly this name.")
     stale = filters.BooleanFilter(
@@ -50,7 +51,7 @@ class HostFilter(filters.FilterSet):
 
 
 class HostSerializer(Chosen):
-    """A compute host: what its drivers last said, and since when nothing is heard of its agent."""
+    """A compute host: the last report of each driver, and since when its agent has not been heard."""
 
     url = Url("hosts", source="uuid")
     drivers = serializers.JSONField(
@@ -76,7 +77,7 @@ class HostSerializer(Chosen):
 
 
 class HostView(Collection):
-    """Compute hosts, by name."""
+    """Compute hosts, ordered by name."""
 
     policy = "host"
     orders = {"name": "name", "created": "id"}
@@ -88,7 +89,7 @@ class HostView(Collection):
 
 
 class DeviceFilter(filters.FilterSet):
-    """By what it is, where it is, how it is."""
+    """Filter by host, kind, driver, state, health, or whether the shown data is stale."""
 
     host = filters.CharFilter(field_name="host__name", help_text="Exactly this host name.")
     state = filters.MultipleChoiceFilter(choices=[(word, word) for word in DeviceState], distinct=False)
@@ -103,14 +104,15 @@ class DeviceFilter(filters.FilterSet):
     stale = filters.BooleanFilter(method="by_freshness", help_text="Whether what is shown may be out of date.")
 
     def by_freshness(self, devices: QuerySet[Device], name: str, wanted: bool) -> QuerySet[Device]:
-        """Stale: its host's agent is not heard, or its driver failed."""
+        """Keep stale devices if `wanted`, others if not. A device is stale if its host's agent is not heard, or if its
+        driver or backend failed."""
         stale = Q(host__stale_since__isnull=False) | (Q(_error__isnull=False) & ~Q(_error=""))
         matching = devices.alias(_error=driver_error())
         return matching.filter(stale) if wanted else matching.exclude(stale)
 
 
 class DeviceSerializer(Chosen):
-    """A card: its state with why, since when and by whom; what can be asked of it next; its health."""
+    """A device (card): its state with reason, time and author; the actions possible now; its health."""
 
     url = Url("devices", source="uuid")
     host = HostReference(read_only=True)
@@ -166,36 +168,37 @@ class DeviceSerializer(Chosen):
         read_only_fields = fields
 
     def get_next_actions(self, device: Device) -> list[str]:
-        """What can be asked of it now: each is a POST to its address and the word."""
+        """The actions that are possible now. Each is a POST to the device's address followed by the action's name."""
         return [action.value for action in actions.possible(lifecycle.standing(device, device.held))]
 
     def get_draining(self, device: Device) -> dict[str, Any] | None:
-        """What it becomes (`to`) when its last request is gone, and how many are left; null: it does not drain."""
+        """The state the device enters (`to`) when its last request ends, and how many requests are left; null if it is
+        not draining."""
         return {"to": device.drain_to, "left": device.held} if device.drain_to else None
 
     def get_to_install(self, device: Device) -> list[str]:
-        """What its driver would do to the host to make it ready, step by step; none: it is as it should be."""
+        """The steps by which its driver would make the device ready on the host; empty if nothing needs to be done."""
         return device.to_install.splitlines()
 
     def get_acts(self, device: Device) -> list[str]:
-        """What its driver can be asked for; people order what `/api/commands/` takes."""
+        """The operations that its driver supports. Those that `/api/commands/` accepts can be ordered there."""
         return device.acts.split()
 
     def get_changeable(self, device: Device) -> list[str]:
-        """The words of a layout that its driver takes; `sized_by` is the one that says how many units it has."""
+        """The layout keys that its driver accepts. The key named in `sized_by` sets the number of units."""
         return device.changeable.split()
 
     def get_commands(self, device: Device) -> str:
-        """The address of its commands."""
+        """The address of the list of its commands."""
         return f"{self.context.get('base', '')}/api/commands/?device={device.uuid}"
 
     def get_stale(self, device: Device) -> str:
-        """Why what is shown may be out of date; empty when it is not."""
+        """Why the shown data may be out of date; empty if it is current."""
         return device.host.why_stale(device.driver, device.backend)
 
 
 class WhyAndThen(Why):
-    """What may be said of a drain."""
+    """The body of a drain: an optional reason, and the state after it."""
 
     then = serializers.ChoiceField(
         [word.value for word in Drain], default=Drain.MAINTENANCE.value, help_text="What it becomes when it is free."
@@ -234,23 +237,23 @@ class DeviceView(Collection):
 
     @property
     def policy_rules(self) -> dict[str, str]:
-        """Looking is one thing, deciding another."""
+        """Reading needs the rules of `inventory`; every change needs `cyborg:device:update`."""
         return super().policy_rules | dict.fromkeys(("POST", "PATCH"), "cyborg:device:update")
 
     def partial_update(self, request: Request, **kwargs: str) -> Response:
-        """Divide it otherwise, as words of its driver say. The answer is the command that does it; refused while
-        anybody holds it."""
+        """Change keys of the device's layout that its driver accepts, and partition the device accordingly. The answer
+        is the command that does it. Refused while anybody holds the device."""
         made = partitioning.update(self.get_object().uuid, caller=self.caller, **self.body())
         shown = CommandSerializer(made, context=super().get_serializer_context() | {"fields": ()}).data
         return Response(shown, 202, headers={"Location": shown["url"]})
 
     def offered(self, data: Mapping[str, Any]) -> Iterable[str]:
-        """What is possible now."""
+        """Return the actions that are possible now."""
         return data.get("next_actions", ())
 
 
 class DeployableFilter(filters.FilterSet):
-    """By the device or host that has it, or its provider."""
+    """Filter by host, device, resource provider, or whether the deployable is missing."""
 
     host = filters.CharFilter(field_name="device__host__name", help_text="Exactly this host name.")
     device = filters.UUIDFilter(field_name="device__uuid")
@@ -259,7 +262,7 @@ class DeployableFilter(filters.FilterSet):
 
 
 class AttributeSerializer(serializers.Serializer):
-    """A key and a value; `origin` operator survives reports."""
+    """A key and a value. An attribute with the origin `operator` is not changed by reports."""
 
     key = serializers.CharField(read_only=True)
     value = serializers.CharField(read_only=True)
@@ -267,7 +270,7 @@ class AttributeSerializer(serializers.Serializer):
 
 
 class DeployableSerializer(Chosen):
-    """The part of a device that is a resource provider, and how much of it is held."""
+    """The part of a device that is a resource provider, and how many of its attach handles are held."""
 
     url = Url("deployables", source="uuid")
     device = DeviceReference(read_only=True)
@@ -314,7 +317,8 @@ class DeployableView(Collection):
 
 
 class AttachHandleFilter(filters.FilterSet):
-    """By where it is, or who holds it."""
+    """Filter by host, device, deployable, type, the instance or project that holds it, or whether it is held or
+    missing."""
 
     host = filters.CharFilter(field_name="deployable__device__host__name", help_text="Exactly this host name.")
     device = filters.UUIDFilter(field_name="deployable__device__uuid")
@@ -329,7 +333,7 @@ class AttachHandleFilter(filters.FilterSet):
 
 
 class Holder(serializers.Serializer):
-    """Who holds it."""
+    """The request that holds an attach handle."""
 
     request = serializers.UUIDField(source="uuid", read_only=True)
     state = serializers.CharField(read_only=True)
@@ -340,7 +344,7 @@ class Holder(serializers.Serializer):
 
 
 class AttachHandleSerializer(Chosen):
-    """One assignable unit, and who holds it."""
+    """One assignable unit, and the request that holds it."""
 
     url = Url("attach_handles", source="uuid")
     type = serializers.CharField(source="attach_type", read_only=True)
@@ -370,15 +374,15 @@ class AttachHandleSerializer(Chosen):
         read_only_fields = fields
 
     def get_info(self, handle: AttachHandle) -> dict[str, str]:
-        """How it reaches an instance."""
+        """How the unit is passed to an instance, for example its PCI address."""
         return attach_info(handle.attach_info)
 
     def get_not_offered(self, handle: AttachHandle) -> str:
-        """Why Nova is never offered it; empty when it is."""
+        """Why the unit is never offered to Nova; empty if it is offered."""
         return handle.not_offered
 
     def get_holder(self, handle: AttachHandle) -> dict[str, Any] | None:
-        """The request that holds it; null when it is free."""
+        """The request that holds the unit; null if it is free."""
         request = getattr(handle, "request", None)
         return Holder(request, context=self.context).data if request else None
 

@@ -1,7 +1,8 @@
-"""Pages by cursor: as fast at the last row as at the first, and rows that come or go meanwhile move nothing.
+"""Pagination by cursor: the last page is as fast as the first, and rows that are added or deleted meanwhile shift
+nothing.
 
-Called by `views.Collection`. A cursor stands between two rows of one order, which it names: DRF's own, which counts
-rows of equal value, gives up at a thousand of them.
+A cursor marks a position between two rows and names the order it belongs to. DRF's own cursor pagination counts rows
+with equal values by an offset and stops at a thousand of them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ MAX_CURSOR = 1024
 
 
 class Cursor(msgspec.Struct, frozen=True, array_like=True):
-    """Beyond the row with this value of the order's field, and this id; `back`: before it."""
+    """A position after the row with this `value` of the order's field and this `id`; if `back`, before that row."""
 
     order: str
     back: bool
@@ -32,12 +33,12 @@ class Cursor(msgspec.Struct, frozen=True, array_like=True):
     id: int
 
     def text(self) -> str:
-        """As it stands in a URL."""
+        """Return the cursor encoded for a URL."""
         return base64.urlsafe_b64encode(msgspec.json.encode(self)).decode().rstrip("=")
 
     @classmethod
     def read(cls, text: str, order: str) -> Cursor:
-        """404 for what is none, or one of another order."""
+        """Decode a cursor; raise NotFound (404) if it is invalid or belongs to another order."""
         try:
             if len(text) > MAX_CURSOR or "\0" in text:
                 raise ValueError
@@ -54,7 +55,7 @@ def _not_one() -> NotFound:
 
 
 class Pages(CursorPagination):
-    """`limit` rows, 1 to 500; `next` and `previous` are whole addresses."""
+    """Pages of `limit` rows, 1 to 500. `next` and `previous` are complete addresses."""
 
     page_size = 50
     max_page_size = 500
@@ -63,7 +64,7 @@ class Pages(CursorPagination):
     cursor_query_description = "Where the page begins, as `next` or `previous` of another page says."
 
     def get_page_size(self, request: Request) -> int:
-        """How many rows; 400 for what is no number within bounds."""
+        """Return the page size; raise ParseError (400) if `limit` is not a number from 1 to 500."""
         text = request.query_params.get(self.page_size_query_param)
         if text is None:
             return self.page_size
@@ -72,7 +73,7 @@ class Pages(CursorPagination):
         raise ParseError(f"limit: say a number from 1 to {self.max_page_size}.")
 
     def get_schema_operation_parameters(self, view: Any) -> list[dict[str, Any]]:
-        """For the OpenAPI document: with the bounds of `limit`."""
+        """Return the parameters for the OpenAPI document, with the bounds of `limit`."""
         parameters: list[dict[str, Any]] = super().get_schema_operation_parameters(view)
         bounds = {"minimum": 1, "maximum": self.max_page_size, "default": self.page_size}
         for parameter in parameters:
@@ -81,7 +82,10 @@ class Pages(CursorPagination):
         return parameters
 
     def read(self, request: Request, view: Any) -> None:
-        """What was asked: how many rows, in which order, from where on; 400 or 404 for what makes no sense."""
+        """Read page size, order and cursor from the request, and keep them for `paginate_queryset`.
+
+        Raises ParseError (400) or NotFound (404) for invalid values.
+        """
         self.base_url, self.size = request.build_absolute_uri(), self.get_page_size(request)
         self.order: str = view.order(request)
         self.field = view.orders[self.order.removeprefix("-")]
@@ -89,7 +93,7 @@ class Pages(CursorPagination):
         self.cursor = Cursor.read(text, self.order) if text else None
 
     def paginate_queryset(self, queryset: QuerySet[Any], request: Request, view: Any = None) -> list[Any]:
-        """The rows that were asked for (`read`); one statement, whatever the page."""
+        """Return the rows of the page that `read` has parsed. Every page takes one statement."""
         cursor, size = self.cursor, self.size
         back = cursor is not None and cursor.back
         downwards = self.order.startswith("-") != back
@@ -113,11 +117,11 @@ class Pages(CursorPagination):
         return queryset.filter(lookup((F(self.field), F("id")), (value, cursor.id)))
 
     def get_next_link(self) -> str | None:
-        """The page after this one."""
+        """Return the address of the next page, or None."""
         return self._link(self.rows[-1], False) if self.has_next and self.rows else None
 
     def get_previous_link(self) -> str | None:
-        """The page before this one."""
+        """Return the address of the previous page, or None."""
         return self._link(self.rows[0], True) if self.has_previous and self.rows else None
 
     def _link(self, row: Model, back: bool) -> str:
@@ -129,7 +133,8 @@ class Pages(CursorPagination):
 
 
 def _field(model: type[Model], path: str) -> Any:
-    """The field at the end of a path through relations."""
+    """Return the model field at the end of `path`, which may lead through relations; raise FieldDoesNotExist
+    otherwise."""
     *relations, last = path.split("__")
     for name in relations:
         related = model._meta.get_field(name).related_model
@@ -140,5 +145,5 @@ def _field(model: type[Model], path: str) -> Any:
 
 
 def page_parameters() -> Sequence[str]:
-    """What any list understands beside its filters."""
+    """Return the query parameters that every list accepts in addition to its filters."""
     return (Pages.cursor_query_param, "limit", "ordering", "fields")

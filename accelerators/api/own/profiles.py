@@ -1,4 +1,4 @@
-"""Device profiles: made, edited until a request was made of them, deleted while none is left."""
+"""Device profiles. A profile can be edited and deleted while no request refers to it."""
 
 from __future__ import annotations
 
@@ -21,25 +21,28 @@ from accelerators.requests import profiles
 
 
 class ProfileFilter(filters.FilterSet):
-    """By name, or whether it is in use."""
+    """Filter by name, or by whether requests use the profile."""
 
     name = filters.CharFilter(help_text="Exactly this name.")
     used = filters.BooleanFilter(help_text="Whether requests were made of it.")
 
 
 class GroupsField(serializers.ListField):
-    """What is asked for: per group resources, traits and accel: hints, values as strings."""
+    """The groups of a profile: resources, traits and accel: hints per group. All values are strings."""
 
     child = serializers.DictField(child=serializers.CharField())
 
     def to_internal_value(self, data: Any) -> list[groups.Group]:
-        """Checked, as they are stored."""
+        """Check the groups and return them in the form in which they are stored.
+
+        Raises ValidationError (400) for invalid groups, and ApiError 409 for more than MAX_REQUESTS accelerators.
+        """
         if data == []:
             self.fail("empty")
         if isinstance(data, list) and not all(_plain(group) for group in data):
             raise serializers.ValidationError("Say a list of objects whose values are strings.")
         if isinstance(data, list) and sum(_amounts(data)) > groups.MAX_REQUESTS:
-            # Nothing is wrong with its form: it is a quota, answered as Neutron answers one.
+            # The body is well formed but exceeds a quota. Neutron answers 409 in this case, too.
             raise errors.ApiError(409, f"groups: a profile may ask for at most {groups.MAX_REQUESTS} accelerators.")
         try:
             return groups.check_groups(data)
@@ -47,7 +50,7 @@ class GroupsField(serializers.ListField):
             raise serializers.ValidationError(str(error)) from error
 
     def to_representation(self, data: Any) -> Any:
-        """As they are stored."""
+        """Return the groups as they are stored."""
         return data
 
 
@@ -63,10 +66,10 @@ def _amounts(data: list[dict[str, str]]) -> Iterator[int]:
 
 
 class ProfileSerializer(Chosen):
-    """A named list of groups; a group's index is the `group_id` of its requests."""
+    """A named list of groups. The index of a group is the `group_id` of the requests made from it."""
 
     url = Url("profiles", source="uuid")
-    # Who has the name already is found out when it is written.
+    # No uniqueness validator: a duplicate name is detected when the row is written.
     name = Text(
         validators=[RegexValidator(r"^[a-zA-Z0-9_-]+$", "Say letters, digits, - and _ only.")],
         max_length=255,
@@ -95,7 +98,7 @@ class ProfileView(Collection):
     queryset = DeviceProfile.objects.annotate(used=Exists(AcceleratorRequest.objects.filter(profile=OuterRef("pk"))))
 
     def create(self, request: Request) -> Response:
-        """Make one."""
+        """Create a device profile."""
         serializer = self.get_serializer(data=request.data)
         serializer.is_valid(raise_exception=True)
         values = serializer.validated_data
@@ -104,7 +107,7 @@ class ProfileView(Collection):
         return Response(shown, 201, headers={"Location": shown["url"]})
 
     def partial_update(self, request: Request, **kwargs: str) -> Response:
-        """Edit one that nobody used yet; 409 afterwards."""
+        """Edit a device profile; 409 while requests made from it exist."""
         found = self.get_object()
         serializer = self.get_serializer(found, data=request.data, partial=True)
         serializer.is_valid(raise_exception=True)
@@ -113,6 +116,6 @@ class ProfileView(Collection):
         return Response(self.get_serializer(self.get_object()).data)
 
     def destroy(self, request: Request, **kwargs: str) -> Response:
-        """Remove one; 409 while requests of it are left."""
+        """Delete a device profile; 409 while requests made from it exist."""
         profiles.delete(self.get_object().uuid, self.caller)
         return Response(status=204)

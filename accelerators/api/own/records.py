@@ -1,4 +1,4 @@
-"""Events: who changed what, when and why, and the seals over them. A project sees what happened to its own requests."""
+"""Events (who changed what, when and why) and the seals over them. A project sees the events of its own requests."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from accelerators.models.records import saying
 
 
 class Moment(filters.IsoDateTimeFilter):
-    """In UTC: the database knows fewer offsets than there are."""
+    """A filter by time, converted to UTC because the database accepts fewer offsets than ISO 8601 has."""
 
     def filter(self, qs: QuerySet[Event], value: datetime | None) -> QuerySet[Event]:
-        """400 for a moment outside of all years."""
+        """Filter by the time; raise 400 if in UTC it lies outside the years 1 to 9999."""
         try:
             return super().filter(qs, value and value.astimezone(UTC))
         except OverflowError as error:
@@ -28,7 +28,7 @@ class Moment(filters.IsoDateTimeFilter):
 
 
 class EventFilter(filters.FilterSet):
-    """By what it happened to, where, when, and by whom."""
+    """Filter by subject, actor, host, action, source, request id or time."""
 
     subject = filters.UUIDFilter(help_text="The uuid of a host, device or request.")
     subject_type = filters.CharFilter(help_text="For example device, request, rule.")
@@ -41,13 +41,13 @@ class EventFilter(filters.FilterSet):
     until = Moment(field_name="at", lookup_expr="lt", help_text="Before this moment.")
 
     def by(self, rows: QuerySet[Event], name: str, value: str) -> QuerySet[Event]:
-        """By the index of words; then exactly."""
+        """Keep events of exactly this actor. The word index narrows the search first; it uses at most ten words."""
         words = value.split()[:10]
         return rows.filter(saying(*words), actor=value) if words else rows.filter(actor=value)
 
 
 class EventSerializer(Chosen):
-    """One change: who, what, before and after, why."""
+    """One change: the actor, the subject, the values before and after, and the reason."""
 
     url = Url("events", source="id")
     changes = serializers.JSONField(read_only=True, help_text="Per field: before and after.")
@@ -86,7 +86,7 @@ class EventView(Collection):
     queryset = Event.objects.all()
 
     def get_queryset(self) -> QuerySet[Event]:
-        """What the caller may see."""
+        """Return the events that the caller may see: all of them, or those of the requests of the caller's project."""
         if self.sees_all():
             return super().get_queryset()
         own = AcceleratorRequest.objects.filter(project_id=self.caller.project_id)
@@ -94,7 +94,7 @@ class EventView(Collection):
 
 
 class SealSerializer(Chosen):
-    """A link of the hash chain over events."""
+    """One link of the hash chain over events."""
 
     url = Url("seals", source="number")
 
@@ -105,7 +105,7 @@ class SealSerializer(Chosen):
 
 
 class SealView(Collection):
-    """Seals over events, newest first; `manage.py verify_events` computes them anew."""
+    """Seals over events, newest first. `manage.py verify_events` recomputes and compares them."""
 
     policy = "seal"
     orders = {"number": "number"}
@@ -113,4 +113,4 @@ class SealView(Collection):
     lookup_field = "number"
     lookup_value_regex = "[0-9]{1,18}"
     serializer_class = SealSerializer
-    queryset = Seal.objects.defer("marks").annotate(id=F("number"))  # by which pages go on
+    queryset = Seal.objects.defer("marks").annotate(id=F("number"))  # the cursor of a page uses `id`

@@ -1,6 +1,6 @@
 """Accelerator requests with their timeline.
 
-Called by `routes`. Others' requests are not there at all: 404 (contract section 3.2).
+A request of another project is answered with 404, as if it did not exist (contract section 3.2).
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from accelerators.domain.states import RequestState
 from accelerators.models import AcceleratorRequest, Event
 
 TIMELINE = 100
-"""So many of a request's newest events; `/api/events/?subject=` has them all."""
+"""The number of newest events that a timeline shows; `/api/events/?subject=` lists all of them."""
 STATES = [(word, word) for word in RequestState]
 
 
 class RequestFilter(filters.FilterSet):
-    """By state, instance, host, profile; project counts for who sees more than one."""
+    """Filter by state, instance, project, host or profile. The project filter is useful only to callers who see several
+    projects."""
 
     state = filters.MultipleChoiceFilter(choices=STATES, distinct=False)
     instance = filters.UUIDFilter(field_name="instance_uuid")
@@ -33,7 +34,8 @@ class RequestFilter(filters.FilterSet):
 
 
 class RequestSerializer(Chosen):
-    """A request: what was asked for, where it stands, why it failed, what it holds."""
+    """An accelerator request: what was asked for, its state, the reason of a failure, and the attach handle it
+    holds."""
 
     url = Url("requests", source="uuid")
     project = serializers.CharField(source="project_id", read_only=True)
@@ -66,7 +68,7 @@ class RequestSerializer(Chosen):
 
 
 class RequestWithTimelineSerializer(RequestSerializer):
-    """A request, and what happened to it, newest first."""
+    """An accelerator request with its newest events, newest first."""
 
     timeline = serializers.SerializerMethodField()
 
@@ -75,22 +77,22 @@ class RequestWithTimelineSerializer(RequestSerializer):
         read_only_fields = fields
 
     def get_timeline(self, request: AcceleratorRequest) -> list[dict[str, Any]]:
-        """Its events."""
+        """The newest events of the request."""
         events = Event.objects.filter(subject=request.uuid).order_by("-at", "-id")[:TIMELINE]
         return EventSerializer(events, many=True, context={"base": self.context["base"]}).data
 
 
 class Owned(Collection):
-    """Rows of projects: each sees its own."""
+    """Rows that belong to projects. A project sees only its own rows."""
 
     def get_queryset(self) -> QuerySet[Any]:
-        """What the caller may see."""
+        """Return all rows if the caller may see every project's rows, otherwise the rows of the caller's project."""
         rows = super().get_queryset()
         return rows if self.sees_all() else rows.filter(project_id=self.caller.project_id)
 
 
 class RequestView(Owned):
-    """Accelerator requests, oldest first. Nova makes and binds them through `/v2/accelerator_requests`."""
+    """Accelerator requests, oldest first. Nova creates and binds them through `/v2/accelerator_requests`."""
 
     policy = "arq"
     shows = ("requests", "events")
@@ -98,5 +100,5 @@ class RequestView(Owned):
     queryset = AcceleratorRequest.objects.select_related("profile", "attach_handle")
 
     def get_serializer_class(self) -> type[RequestSerializer]:
-        """The timeline belongs to one request, not to a list."""
+        """Return the serializer with the timeline for a single request, and the one without it for lists."""
         return RequestWithTimelineSerializer if self.detail else RequestSerializer

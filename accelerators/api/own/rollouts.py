@@ -1,4 +1,4 @@
-"""Rollouts: a driver installed, changed or uninstalled on one host or many, so many at a time."""
+"""Rollouts: install, change or uninstall a driver on one or many hosts, a limited number of hosts at a time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from accelerators.workflows.driver_config import WORD, Change
 
 
 class RolloutFilter(filters.FilterSet):
-    """By driver, what is done, how it stands."""
+    """Filter by driver, operation or state."""
 
     driver = filters.CharFilter(help_text="Exactly this driver.")
     op = filters.MultipleChoiceFilter(choices=[(word, word) for word in RolloutOp], distinct=False)
@@ -30,7 +30,8 @@ class RolloutFilter(filters.FilterSet):
 
 
 class SelectorSerializer(Closed):
-    """`all`, or hosts where a driver runs or is wanted, or whose names fit a pattern; the last two together as well."""
+    """Selects hosts: `all`, hosts where a driver runs or is wanted, or hosts whose name matches a pattern. `driver` and
+    `name` can be combined."""
 
     all = Flag(required=False, help_text="Every host.")
     driver = Text(max_length=64, required=False, help_text="Hosts where this driver runs or is wanted.")
@@ -40,17 +41,18 @@ class SelectorSerializer(Closed):
 
 
 class SettingsField(serializers.JSONField):
-    """A driver's settings: an object."""
+    """The settings of a driver, as an object."""
 
     def to_internal_value(self, data: Any) -> Any:
-        """As it came."""
+        """Return the settings unchanged; raise ValidationError if they are not an object."""
         if not isinstance(data, dict):
             raise serializers.ValidationError("Settings are an object, as the driver's table in a TOML file is.")
         return data
 
 
 class RolloutSerializer(Chosen):
-    """A change of a driver on a frozen list of hosts. Say `hosts` or `selector`; a single host is one of one host."""
+    """A change of a driver on a fixed list of hosts. Send `hosts` or `selector`; to change a single host, send a list
+    of one."""
 
     url = Url("rollouts", source="uuid")
     op = serializers.ChoiceField([word.value for word in RolloutOp])
@@ -121,12 +123,12 @@ class RolloutSerializer(Chosen):
         read_only_fields = ("uuid", "url", "state", "total", "counts", "by", "created_at", "ended_at")
 
     def get_counts(self, rollout: Rollout) -> dict[str, int]:
-        """How many of its hosts stand how."""
+        """The number of hosts in each state."""
         return {word.value: getattr(rollout, f"{word}_steps") for word in StepState}
 
 
 class RolloutStepSerializer(serializers.Serializer):
-    """One host of it: `text` says how it ended, or why it was not begun."""
+    """One host of the rollout. `text` says how the step ended, or why it was not started."""
 
     host = serializers.CharField(source="host_name", read_only=True)
     state = serializers.ChoiceField([word.value for word in StepState], read_only=True)
@@ -136,7 +138,7 @@ class RolloutStepSerializer(serializers.Serializer):
 
 
 class RolloutWithStepsSerializer(RolloutSerializer):
-    """A rollout, host by host."""
+    """A rollout with its hosts."""
 
     steps = serializers.SerializerMethodField()
 
@@ -145,13 +147,13 @@ class RolloutWithStepsSerializer(RolloutSerializer):
         read_only_fields = (*RolloutSerializer.Meta.read_only_fields, "steps")
 
     def get_steps(self, rollout: Rollout) -> list[dict[str, Any]]:
-        """Its hosts, by name."""
+        """The hosts of the rollout, by name."""
         steps = RolloutStep.objects.filter(rollout=rollout).select_related("command").order_by("id")
         return RolloutStepSerializer(steps, many=True, context=self.context).data
 
 
 class Nothing(Closed):
-    """Nothing can be said with it."""
+    """An empty body."""
 
 
 class RolloutView(Collection):
@@ -168,15 +170,16 @@ class RolloutView(Collection):
     )
 
     def get_serializer_class(self) -> type[RolloutSerializer]:
-        """Its hosts belong to one rollout, not to a list."""
+        """Return the serializer with the hosts for a single rollout and for POST, and the one without them for
+        lists."""
         return RolloutWithStepsSerializer if self.detail or self.request.method == "POST" else RolloutSerializer
 
     def offered(self, data: Mapping[str, Any]) -> Iterable[str]:
-        """Cancel, while it runs."""
+        """Offer `cancel` while the rollout runs."""
         return ("cancel",) if data.get("state") == RolloutState.RUNNING else ()
 
     def create(self, request: Request) -> Response:
-        """Begin one: 202. With a single host, what that host or its devices forbid is answered here."""
+        """Start a rollout: 202. If it has a single host, a refusal by that host or its devices is answered here."""
         serializer = self.get_serializer(data=request.data)
         serializer.is_valid(raise_exception=True)
         said = dict(serializer.validated_data)
@@ -195,7 +198,7 @@ class RolloutView(Collection):
         return Response(shown, 202, headers={"Location": shown["url"]})
 
     def cancel(self, request: Request, **kwargs: str) -> Response:
-        """Begin no further host; those that were begun go on to their end."""
+        """Start no further hosts. Hosts that have been started are finished."""
         self.said(request)
         driver_rollouts.cancel(self.get_object(), self.caller)
         return Response(self.get_serializer(self.get_object()).data, 202)

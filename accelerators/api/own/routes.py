@@ -1,4 +1,4 @@
-"""The resources of this room by name; `cyborgweb.api` mounts them with those of other rooms."""
+"""The resources of this package by name. `cyborgweb.api` mounts them together with those of other packages."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""What every resource of our own API has in common; a resource says its rows, fields, filters and orders.
+"""The base class of every resource of our own API. A subclass declares its rows, fields, filters and orders.
 
-Judged in this order: 406, 401, 405, 403, then 400 or 413. Who the caller is and what they may do comes from the
-settings; a collection names `policy`, from which its rules follow. Pages are tagged with the generation of what they
-show, read before the rows: a page may be newer than its tag, never older.
+A request is checked in this order: 406, 401, 405, 403, then 400 or 413. Authentication and permission classes come from
+the settings; a collection only names its `policy`, and the names of its rules follow from it. The ETag of a page
+contains the generations of the collections it shows. They are read before the rows, so a page may be newer than its
+ETag, but never older.
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ RELEASE = version("cyborgweb")
 
 
 class JsonBody(BaseParser):
-    """A JSON body of at most 1 MiB."""
+    """Parse a JSON body of at most 1 MiB."""
 
     media_type = "application/json"
 
     def parse(self, stream: Any, media_type: str | None = None, parser_context: Any = None) -> Any:
-        """Refuses what is larger or no JSON."""
+        """Return the parsed body; raise 413 if it is larger than 1 MiB and 400 if it is not JSON."""
         body = stream.read(MAX_BODY + 1)
         if len(body) > MAX_BODY:
             raise errors.too_large()
@@ -54,10 +55,17 @@ class JsonBody(BaseParser):
 
 
 class Filters(DjangoFilterBackend):
-    """Closed filters with closed values. On a page, whose form sends every field, an empty one says nothing."""
+    """Filter a list by its declared filters only, and accept only the values they define.
+
+    On an HTML page, whose form sends every field, an empty filter is ignored.
+    """
 
     def get_filterset_kwargs(self, request: Request, queryset: Any, view: Any) -> dict[str, Any]:
-        """What was asked; 400 for an empty value where there is none, and for a third truth."""
+        """Return the filter set's arguments with the query of this request.
+
+        Raise 400 for an empty value of a filter that is not a text filter, and for a boolean other than `true` and
+        `false`.
+        """
         said = request.query_params.copy()
         for name, one in view.filters().items():
             values = said.getlist(name)
@@ -71,7 +79,7 @@ class Filters(DjangoFilterBackend):
 
 
 class Collection(GenericViewSet):
-    """Rows of one kind. Reading is here; what writes adds its methods."""
+    """Rows of one kind, as a list and as single members. This class reads; subclasses that write add methods."""
 
     renderer_classes = [Json, Browsable]
     parser_classes = [JsonBody]
@@ -83,30 +91,31 @@ class Collection(GenericViewSet):
 
     filterset_class: ClassVar[Any] = None
     policy: ClassVar[str]
-    """Its rules are `cyborg:<policy>:get_all`, `get_one`, `create`, `update`, `delete`."""
+    """Prefix of its policy rules: `cyborg:<policy>:get_all`, `get_one`, `create`, `update`, `delete`."""
     orders: ClassVar[Mapping[str, str]] = {"created": "id"}
-    """What a list can be ordered by, and the indexed field behind the word; the first is the default."""
+    """The words that `ordering` accepts, each with the indexed field that it sorts by."""
     default_order: ClassVar[str] = "created"
     verbs: ClassVar[Mapping[str, type[Serializer]]] = {}
-    """What can be done to a member beside changing it, and what may be sent with it: POST to its address and the word,
-    answered by the method of that name. Its rule is that of changing a member."""
+    """Actions on one member, each with the serializer of its body. An action is a POST to the member's address followed
+    by the action's name, and is handled by the method of that name. It needs the rule for updating a member."""
     dangerous: ClassVar[tuple[str, ...]] = ()
-    """Verbs about which a page asks twice."""
+    """Actions for which the HTML page asks for confirmation."""
     words: ClassVar[Mapping[str, str]] = {}
-    """What can be done to several members at once: POST to the collection's address and the word, answered by the
-    method of the other name. Its rule is `cyborg:<policy>:<word>`."""
+    """Actions on several members at once: name in the URL → name of the method that handles it. An action is a POST to
+    the collection's address followed by its name. Its rule is `cyborg:<policy>:<name in the URL>`."""
     bodies: ClassVar[Mapping[str, type[Serializer]]] = {}
-    """What is sent with an action, where that is not the row that is shown."""
+    """The serializer of an action's body, for actions whose body is not the row that is shown."""
     answers: ClassVar[Mapping[str, tuple[int, type[Serializer]]]] = {}
-    """What an action is answered with, where that is not the row, and its status."""
+    """The status and the serializer of an action's answer, for actions that do not answer with the row."""
     parameters: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    """What reading a member understands beside `fields`: `type` is a JSON schema, `description` a sentence."""
+    """Query parameters for reading a member, in addition to `fields`: `type` is a JSON schema, `description` a
+    sentence."""
     shows: ClassVar[tuple[generations.Collection, ...]] = ()
-    """The collections whose generations a page depends on; none: the page itself is its tag."""
+    """The collections whose generations make the ETag of an answer. If empty, the ETag is a digest of the answer."""
 
     @property
     def policy_rules(self) -> dict[str, str]:
-        """Method → rule, as permission classes ask for it."""
+        """Map each HTTP method to the policy rule that it needs, for the permission classes."""
         read = "get_one" if self.detail else "get_all"
         verbs = {"GET": read, "HEAD": read, "POST": "create", "PATCH": "update", "DELETE": "delete"}
         if self.detail:
@@ -117,15 +126,19 @@ class Collection(GenericViewSet):
 
     @property
     def caller(self) -> Caller:
-        """Who asks."""
+        """The authenticated caller of this request."""
         return self.request.user
 
     def get_exception_handler(self) -> Callable[..., Response]:
-        """Our one shape."""
+        """Return the handler that renders every error in this API's one format."""
         return errors.handle
 
     def initial(self, request: Request, *args: Any, **kwargs: Any) -> None:
-        """Judge the request: what is raised here is answered instead of the handler's answer."""
+        """Check authentication, permissions, the body's length and the query string before the handler runs.
+
+        Raise 413 for a body above 1 MiB (or an unreadable Content-Length) and 400 for an unknown query parameter or
+        field.
+        """
         super().initial(request, *args, **kwargs)
         length = request.META.get("CONTENT_LENGTH") or "0"
         if not length.isdecimal() or int(length) > MAX_BODY:
@@ -133,13 +146,13 @@ class Collection(GenericViewSet):
         self._read_query(request)
 
     def check_permissions(self, request: Request) -> None:
-        """A method that there is not is a 405, whatever the rules say."""
+        """Raise 405 for a method that this URL does not have, before the policy rules are checked."""
         if request.method.lower() not in self.action_map:
             self.http_method_not_allowed(request)
         super().check_permissions(request)
 
     def allowed(self, rule: str) -> bool:
-        """Whether the caller satisfies a rule other than this URL's own."""
+        """Return whether the caller satisfies `rule`, which need not be a rule of this URL."""
         try:
             self.require(rule)
         except PermissionDenied:
@@ -147,35 +160,36 @@ class Collection(GenericViewSet):
         return True
 
     def require(self, rule: str) -> None:
-        """Raises PermissionDenied unless the caller satisfies this rule."""
+        """Raise PermissionDenied unless the caller satisfies `rule`."""
         asked = SimpleNamespace(policy_rules={self.request.method: rule})
         if not all(permission.has_permission(self.request, asked) for permission in self.get_permissions()):
             raise PermissionDenied
 
     def sees_all(self) -> bool:
-        """Whether the caller sees every project's rows."""
+        """Return whether the caller may see the rows of all projects."""
         return self.caller.is_admin
 
     def order(self, request: Request) -> str:
-        """How the list is ordered: a word of `orders`, with `-` for downwards; 400 for another one."""
+        """Return the requested order: a word of `orders`, with a leading `-` for descending. Raise 400 for any other
+        word."""
         asked = request.query_params.get("ordering", self.default_order)
         if asked.removeprefix("-") not in self.orders:
             raise ParseError(f"ordering: say one of {', '.join(self.orders)}, or one with a - before it.")
         return asked
 
     def get_serializer_context(self) -> dict[str, Any]:
-        """Where addresses begin, and which fields are wanted."""
+        """Add the base of all addresses (`base`) and the requested fields (`fields`) to the serializer context."""
         base = f"{self.request.scheme}://{self.request.get_host()}" if self.request else ""
         return super().get_serializer_context() | {"base": base, "fields": getattr(self, "chosen", ())}
 
     def list(self, request: Request) -> Response:
-        """A page. What was asked is judged before its tag is."""
+        """Return one page of the list. Invalid parameters are refused before the ETag is compared."""
         rows = self.filter_queryset(self.get_queryset())
         self.paginator.read(request, self)
         return self._tagged(request, lambda: self._page(rows))
 
     def retrieve(self, request: Request, **kwargs: str) -> Response:
-        """One of them."""
+        """Return one member."""
         return self._tagged(request, lambda: self.get_serializer(self.get_object()).data)
 
     def _page(self, queryset: QuerySet[Any]) -> Any:
@@ -183,23 +197,24 @@ class Collection(GenericViewSet):
         return self.get_paginated_response(self.get_serializer(self.prepare(rows), many=True).data).data
 
     def body(self) -> dict[str, Any]:
-        """What was sent with an action that has a body of its own."""
+        """Validate and return the body of an action that is declared in `bodies`; raise 400 if it is invalid."""
         body = self.bodies[self.action](data=self.request.data, context=self.get_serializer_context())
         body.is_valid(raise_exception=True)
         return dict(body.validated_data)
 
     def said(self, request: Request) -> dict[str, Any]:
-        """What the body of a verb says; there need be none."""
+        """Validate and return the body of an action that is declared in `verbs`; raise 400 if it is invalid. The body
+        may be empty."""
         body = self.verbs[self.action](data=request.data, context=self.get_serializer_context())
         body.is_valid(raise_exception=True)
         return dict(body.validated_data)
 
     def offered(self, data: Mapping[str, Any]) -> Iterable[str]:
-        """The verbs to offer on the page of a member that is shown as `data`."""
+        """Return the actions that the HTML page offers for the member shown as `data`."""
         return self.verbs.keys()
 
     def prepare(self, rows: list[Any]) -> list[Any]:
-        """A page's rows before they are shown, for what is not in the database."""
+        """Add to the rows of a page what is not in the database, and return them. The default adds nothing."""
         return rows
 
     def _tagged(self, request: Request, produce: Callable[[], Any]) -> Response:
@@ -223,7 +238,10 @@ class Collection(GenericViewSet):
         return response
 
     def _read_query(self, request: Request) -> None:
-        """The query string is a closed set; only reading has one."""
+        """Check the query parameters, and remember the fields that `fields` selects.
+
+        Raise 400 for an unknown parameter. Only GET and HEAD accept parameters.
+        """
         known: tuple[str, ...] = ()
         if request.method in ("GET", "HEAD"):
             known = ("fields", *self.parameters) if self.detail else (*page_parameters(), *self.filters())
@@ -234,7 +252,7 @@ class Collection(GenericViewSet):
         self.chosen = chosen(request.query_params.get("fields", ""), serializer().fields)
 
     def filters(self) -> Mapping[str, Any]:
-        """The list's filters by name."""
+        """Return the list's filters by name."""
         return self.filterset_class.base_filters if self.filterset_class else {}
 
 

@@ -1,5 +1,5 @@
-"""The OpenStack Accelerator API, version 2, as Nova, openstacksdk and `openstack accelerator` speak it.
+"""The OpenStack Accelerator API, version 2, as Nova, openstacksdk and `openstack accelerator` use it.
 
-A request's way: `urls` → `views` (order of evaluation) → a resource's file (`devices`, …) → `resource` (SQL) → bytes.
-"Contract" in this folder means the wire contract of upstream's v2 API.
+A request passes through `urls`, `views` (order of checks), the file of its resource (`devices`, …) and `resource`
+(SQL), which returns the body as bytes. "Contract" in this folder means the wire contract of upstream's v2 API.
 """

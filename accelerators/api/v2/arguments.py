@@ -1,6 +1,6 @@
-"""What a caller may say in a URL: closed query strings, the `filters` array, paging, uuids (contract 2.0, 2.4).
+"""Parse query strings: known parameters, the `filters` array, paging and uuids (contract 2.0, 2.4).
 
-Pure; called by `views`. Everything that cannot be used is a Fault 400 with one sentence.
+Pure. Every value that cannot be used raises V2Error 400 with one sentence.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FILTERS = (
     "sort_dir",
     "name",
 )
-"""Fields that `filters` may name. All but limit, sort_key, sort_dir and name are accepted and ignored."""
+"""Names that `filters` accepts. All except limit, sort_key, sort_dir and name are ignored."""
 
 _INDEXED = re.compile(r"filters\[([0-9]{1,6})\]\.(field|value)")
 _COUNT = re.compile(r"[0-9]{1,18}")
@@ -35,7 +35,7 @@ _COUNT = re.compile(r"[0-9]{1,18}")
 
 @dataclass(frozen=True)
 class ListQuery:
-    """A list as it is wanted. `sort` is None for the natural order: oldest first."""
+    """The parsed query of a list. `sort` is None for the default order, oldest first."""
 
     equal: Mapping[str, str] = field(default_factory=dict)
     sort: tuple[str, str] | None = None
@@ -44,9 +44,10 @@ class ListQuery:
 
 
 def listing(params: Iterable[tuple[str, list[str]]], exact: Collection[str], sortable: Collection[str]) -> ListQuery:
-    """Read the query string of a list whose parameters `exact` compare a column; `filters` knows `name` if it has one.
+    """Parse the query string of a list; the parameters in `exact` are compared with columns.
 
-    Any filter, even one that is ignored, turns the order around to newest first (contract 2.0, Lists).
+    The filter `name` is ignored if the resource has no such column. Any filter, even an ignored one, changes the order
+    to newest first (contract 2.0, Lists).
     """
     left = dict(params)
     filters = _filters(left)
@@ -59,13 +60,14 @@ def listing(params: Iterable[tuple[str, list[str]]], exact: Collection[str], sor
 
 
 def page(params: Iterable[tuple[str, list[str]]], known: Collection[str]) -> tuple[ListQuery, Mapping[str, str]]:
-    """For lists that read their own parameters: the page that is wanted, oldest first, and those of `known` given."""
+    """Parse paging for a list that handles its own parameters; return the page (oldest first) and the given parameters
+    of `known`."""
     scalars = _scalars(dict(params), {*known, "limit", "marker"})
     return _page(scalars, {}, None, None), {name: scalars[name] for name in known if name in scalars}
 
 
 def only(params: Iterable[tuple[str, list[str]]], *known: str) -> Mapping[str, str]:
-    """For URLs with no others than these."""
+    """Return the parameters of the query string; raise V2Error 400 for any that is not in `known`."""
     return _scalars(dict(params), known)
 
 
@@ -79,12 +81,12 @@ def _page(
 
 
 def unknown_marker(value: str) -> V2Error:
-    """400 for a page that starts nowhere."""
+    """Return the error 400 for a marker that is not an item of the list."""
     return bad_input("marker", value, "It must be the uuid of an item of this list.")
 
 
 def canonical(value: str) -> str | None:
-    """The uuid in the form in which it is stored, None when `value` is none. Case, dashes and braces are free."""
+    """Return the uuid in its stored form, or None if `value` is not a uuid. Case, dashes and braces do not matter."""
     try:
         parsed = uuid.UUID(value)
     except ValueError:
@@ -94,18 +96,20 @@ def canonical(value: str) -> str | None:
 
 
 def check_uuid(value: str) -> None:
-    """Refuse what is not like a uuid, in upstream's words (contract 2.0)."""
+    """Raise V2Error 400, with upstream's text, unless `value` is a uuid (contract 2.0)."""
     if canonical(value) is None:
         raise bad_input("uuid", value, f"unable to convert to uuid. Error: Expected a uuid but received {value}.")
 
 
 def stored(value: str) -> bool:
-    """Whether this is a uuid exactly as it is stored: upstream compares strings, so other forms find nothing."""
+    """Return whether `value` is a uuid in exactly the stored form. Upstream compares strings, so other forms find
+    nothing."""
     return canonical(value) == value
 
 
 def _scalars(params: Params, known: Collection[str]) -> dict[str, str]:
-    """Every parameter once (the last wins); unknown ones are refused, and NUL, which the database cannot hold."""
+    """Return each parameter with its last value. Raise V2Error 400 for an unknown parameter, or a NUL, which the
+    database cannot store."""
     if unknown := sorted(set(params) - set(known)):
         raise V2Error(400, f'Unknown argument: "{", ".join(unknown)}"')
     scalars = {name: values[-1] for name, values in params.items()}
@@ -115,7 +119,10 @@ def _scalars(params: Params, known: Collection[str]) -> dict[str, str]:
 
 
 def _filters(params: Params) -> dict[str, str]:
-    """Take the pairs out of `params`: `filters.field=F&filters.value=V`, repeated, or `filters[0].field=F…`."""
+    """Remove the filters from `params` and return them by name.
+
+    Two forms are accepted: `filters.field=F&filters.value=V`, repeated, and `filters[0].field=F…`.
+    """
     if "filters" in params:
         raise bad_input("filters", params["filters"][-1], "unable to convert to ArrayType.")
     dotted = params.pop("filters.field", []), params.pop("filters.value", [])

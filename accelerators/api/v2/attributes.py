@@ -1,4 +1,5 @@
-"""`/v2/attributes` (contract section 2.6). What is created here is the operator's: reports leave it alone."""
+"""`/v2/attributes` (contract section 2.6). Attributes created here belong to the operator, and reports do not change
+them."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ ATTRIBUTES = Resource(
 
 
 class Attributes(View):
-    """What the collection and its members share."""
+    """The methods that the collection and its members share."""
 
     resource = ATTRIBUTES
     allow = "DELETE, GET, POST"
@@ -47,7 +48,8 @@ class Attributes(View):
     }
 
     def post(self, request: Request, uuid: str = "") -> Response:
-        """Create one, bare or wrapped as openstacksdk sends it; 201. A key that is there already is taken over."""
+        """Create an attribute; 201. The body may be bare, or wrapped as openstacksdk sends it. If the key exists
+        already, that attribute becomes the operator's."""
         arguments.only(request.query_params.lists())
         body = bodies.read(request, "req_attr")
         if isinstance(body, dict) and isinstance(body.get("attribute"), dict):
@@ -62,7 +64,7 @@ class Attributes(View):
         return Response(ATTRIBUTES.find(str(made), self.version, self.base), 201)
 
     def delete(self, request: Request, uuid: str = "") -> Response:
-        """By the path, or by `?uuid=`; 204."""
+        """Delete an attribute, named in the path or in `?uuid=`; 204."""
         given = arguments.only(request.query_params.lists(), *(() if uuid else ("uuid",)))
         named = uuid or given.get("uuid")
         if not named:
@@ -77,7 +79,7 @@ class AttributeList(Attributes, ListView):
     """`GET /v2/attributes?deployable_id=&key=`."""
 
     def get(self, request: Request) -> Response:
-        """All, or those of a deployable (0: of all) or with a key."""
+        """Return all attributes, or those of a deployable (0 means all deployables) or with a key."""
         query, given = arguments.page(request.query_params.lists(), ("deployable_id", "key"))
         of = _integer(given.get("deployable_id", "0"))
         also = "(%(of)s = 0 OR a.deployable_id = %(of)s) AND (%(key)s::text IS NULL OR a.key = %(key)s)"
@@ -85,7 +87,7 @@ class AttributeList(Attributes, ListView):
 
 
 class AttributeDetail(Attributes, DetailView):
-    """`GET /v2/attributes/{uuid}`: bare."""
+    """`GET /v2/attributes/{uuid}`: not wrapped."""
 
     policy_rules = Attributes.policy_rules | {"GET": "cyborg:attribute:get_one"}
 

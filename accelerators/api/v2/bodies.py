@@ -1,4 +1,4 @@
-"""What a caller sends: JSON, bounded, and texts that can be stored (contract section 2.0). Called by the views."""
+"""Read and check request bodies: JSON, and strings that the database can store (contract section 2.0)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ READABLE = ("", "application/json", "text/javascript", "application/javascript")
 
 
 def read(request: Request, name: str) -> Any:
-    """The parsed body; `name` is how upstream calls it when there is none."""
+    """Return the parsed body.
+
+    Raises V2Error 400 if it is empty (`name` is upstream's name for the missing argument) or not JSON, and 415 for
+    another media type.
+    """
     raw = request._request.body
     if not raw.strip():
         raise missing_argument(name)
@@ -28,13 +32,13 @@ def read(request: Request, name: str) -> Any:
 
 
 def shape(right: bool, sentence: str) -> None:
-    """Refuse what has another shape than it should have."""
+    """Raise V2Error 400 with `sentence` unless `right`."""
     if not right:
         raise V2Error(400, sentence)
 
 
 def text(value: object, name: str, longest: int = LONGEST, shortest: int = 1) -> str:
-    """A string that can be stored."""
+    """Return `value` if it is a string of the allowed length without NUL; raise V2Error 400 otherwise."""
     if not isinstance(value, str) or not shortest <= len(value) <= longest or "\0" in value:
         raise V2Error(400, f"{name} must be a string of {shortest} to {longest} characters without NUL.")
     return value

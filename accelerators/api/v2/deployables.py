@@ -1,4 +1,4 @@
-"""`/v2/deployables` (contract section 2.5)."""
+"""`/v2/deployables` (contract section 2.5): list, show and program."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _OPS = ("add", "replace", "remove")
 _INTERNAL = ("created_at", "id", "links", "updated_at", "uuid", "name", "num_accelerators")
 
 WAITERS = 4
-"""So many wait for the end of a programming at a time, in each process."""
+"""How many requests per process may wait for the end of a programming at the same time."""
 _turns = threading.BoundedSemaphore(WAITERS)
 
 # A JSON text inside a string, spaced as Python's json module does it.
@@ -71,13 +71,16 @@ class DeployableDetail(DetailView):
 
 
 class DeployableProgram(View):
-    """`PATCH /v2/deployables/{uuid}/program`; openstacksdk repeats the uuid behind it (contract section 7.2)."""
+    """`PATCH /v2/deployables/{uuid}/program`. openstacksdk appends the uuid to this path once more (contract section
+    7.2)."""
 
     policy_rules = {"PATCH": "cyborg:deployable:program"}
 
     def patch(self, request: Request, uuid: str) -> Response:
-        """Have the host's agent write a bitstream into a free device, and wait for it: the deployable with its new
-        `bitstream_id`. Only so many may wait at a time; the others are not begun."""
+        """Program a free device with an image, wait for the end, and return the deployable with its new `bitstream_id`.
+
+        Raises V2Error 503 without starting anything if WAITERS requests are waiting already in this process.
+        """
         arguments.only(request.query_params.lists())
         image = _image(bodies.read(request, "program_info"))
         arguments.check_uuid(uuid)
@@ -97,7 +100,8 @@ class DeployableProgram(View):
 
 
 def _refuse_unless_done(command: Command) -> None:
-    """In upstream's words where it has some (contract section 2.5), and the driver's reason."""
+    """Raise V2Error unless the command succeeded, with upstream's text where it has one (contract section 2.5) and the
+    driver's reason."""
     if command.state == CommandState.SUCCEEDED:
         return
     if command.ended_at is None:
@@ -115,7 +119,8 @@ def _so(command: Command) -> str:
 
 
 def _image(operations: object) -> UUID:
-    """Which image. Only the first operation is read, whatever its path says (contract section 2.5)."""
+    """Return the image's uuid from the operations; raise V2Error 400. Only the first operation is read, and its path is
+    not compared with /program (contract section 2.5)."""
     shaped = isinstance(operations, list) and bool(operations) and isinstance(operations[0], dict)
     if not shaped:
         raise bad_input("program_info", str(operations)[:64], "It must be a list of operations.")

@@ -1,4 +1,4 @@
-"""`/v2/devices` (contract section 2.4), and which devices and deployables are shown at all."""
+"""`/v2/devices` (contract section 2.4), and the condition that decides which devices and deployables are visible."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from accelerators.devices import lifecycle
 
 
 def held(part: str) -> str:
-    """SQL: whether a request names the deployable aliased `part`, or holds one of its handles."""
+    """Return SQL that tests whether a request names the deployable aliased `part`, or holds one of its handles."""
     return f"""(
         EXISTS (SELECT FROM accelerators_acceleratorrequest q WHERE q.deployable_id = {part}.id)
         OR EXISTS (SELECT FROM accelerators_attachhandle t
@@ -25,7 +25,7 @@ def held(part: str) -> str:
 
 SHOWN = f"""d.state <> 'retired' AND (d.state <> 'missing' OR EXISTS (
     SELECT FROM accelerators_deployable part WHERE part.device_id = d.id AND {held("part")}))"""
-"""SQL: every device but the retired ones, and those that are missing and free."""
+"""SQL condition for visible devices: all except retired ones, and missing ones that nobody holds."""
 
 DEVICES = Resource(
     name="devices",
@@ -58,7 +58,7 @@ class DeviceList(ListView):
 
 
 class DeviceDetail(DetailView):
-    """`GET /v2/devices/{uuid}`; anything that is no uuid is a device that is not there."""
+    """`GET /v2/devices/{uuid}`. Text that is not a uuid is answered with 404, not with 400."""
 
     resource = DEVICES
     checks_uuid = False
@@ -66,10 +66,10 @@ class DeviceDetail(DetailView):
 
 
 class DeviceAction(View):
-    """`POST /v2/devices/{uuid}/enable` and `…/disable`; a body is not looked at (contract section 2.4)."""
+    """`POST /v2/devices/{uuid}/enable` and `…/disable`. The body is ignored (contract section 2.4)."""
 
     def post(self, request: Request, uuid: str) -> Response:
-        """204, also when nothing changes."""
+        """Perform the action; 204, also if nothing changes."""
         arguments.only(request.query_params.lists())
         if not arguments.stored(uuid):
             raise V2Error(404, f"Device not found with uuid={uuid}")
@@ -78,24 +78,25 @@ class DeviceAction(View):
 
 
 class DeviceEnable(DeviceAction):
-    """Ask for `ready`."""
+    """Enable a device: request the state `ready`."""
 
     policy_rules = {"POST": "cyborg:device:enable"}
     act = staticmethod(lifecycle.enable)
 
 
 class DeviceDisable(DeviceAction):
-    """Take out of offer."""
+    """Disable a device: take it out of offer."""
 
     policy_rules = {"POST": "cyborg:device:disable"}
     act = staticmethod(lifecycle.disable)
 
 
 class ActionWithoutDevice(DeviceDetail):
-    """`POST /v2/devices/enable`: upstream misses the uuid; as a member, there is none of this name."""
+    """`POST /v2/devices/enable` without a uuid, which upstream answers with 400. A GET treats the word as a uuid and
+    gives 404."""
 
     policy_rules = DeviceDetail.policy_rules | {"POST": "cyborg:device:enable"}
 
     def post(self, request: Request, uuid: str) -> Response:
-        """400."""
+        """Raise 400 for the missing uuid."""
         raise missing_argument("uuid")

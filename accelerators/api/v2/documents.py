@@ -1,4 +1,4 @@
-"""The two documents that anybody may read: what the service is, and its one version (contract 1.2, 1.3)."""
+"""The two documents that need no authentication: the service description and its one version (contract 1.2, 1.3)."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ DESCRIPTION = (
 
 
 class Public(View):
-    """No token is asked for, and one that is sent is not looked at."""
+    """A view without authentication. A token that is sent is ignored."""
 
     authentication_classes = []
     permission_classes = []
 
 
 class Root(Public):
-    """`GET /`: always 200, always JSON. Knows no microversions, not even bad ones."""
+    """`GET /`: always 200 and JSON. Microversion headers are ignored, even invalid ones."""
 
     microversioned = False
 
     def get(self, request: Request) -> Response:
-        """Name, description, versions."""
+        """Return the service's name, description and versions."""
         arguments.only(request.query_params.lists())
         version = {
             "id": "v2",
@@ -42,10 +42,10 @@ class Root(Public):
 
 
 class V2(Public):
-    """`GET /v2`: bare, because keystoneauth recognises the top-level `id`. Its link ends in a slash."""
+    """`GET /v2`: not wrapped, because keystoneauth looks for `id` at the top level. Its link ends in a slash."""
 
     def get(self, request: Request) -> Response:
-        """The version."""
+        """Return the description of version 2."""
         arguments.only(request.query_params.lists())
         return Response(
             {

@@ -1,4 +1,4 @@
-"""What a refusal looks like on the wire (contract section 2.1). Raised everywhere in `v2`, rendered by `views`."""
+"""The errors of v2 and their form on the wire (contract section 2.1)."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ STATUSES: Mapping[Reason, int] = {
     Reason.HELD: 409,
     Reason.AWAY: 503,
 }
-"""The two 500 are upstream's: its clients and tests look for them (contract section 2.3, annex A.4)."""
+"""HTTP status for each reason of a RefusedError. The two 500 are upstream's; its clients and tests expect them
+(contract section 2.3, annex A.4)."""
 
 
 class V2Error(Exception):
-    """A handler's refusal (form A): `text` is what a person reads, on one line."""
+    """An error raised by a handler (form A). `text` is the message for people, on one line."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -42,17 +43,17 @@ class V2Error(Exception):
 
 
 def bad_input(name: str, value: str, why: str) -> V2Error:
-    """A value that cannot be used; 400."""
+    """Return the error 400 for a value that cannot be used."""
     return V2Error(400, f"Invalid input for field/attribute {name}. Value: '{value}'. {why}")
 
 
 def missing_argument(name: str) -> V2Error:
-    """An argument that must be there; 400."""
+    """Return the error 400 for a required argument that is missing."""
     return V2Error(400, f'Missing argument: "{name}"')
 
 
 class RouterError(Exception):
-    """Answered before any handler is reached (form B), with no other headers than its own."""
+    """An error raised before a handler is reached (form B). The answer has only the headers given here."""
 
     def __init__(
         self, status: int, reason: str, detail: str = "", headers: Mapping[str, str] = MappingProxyType({})
@@ -62,11 +63,12 @@ class RouterError(Exception):
         self._reason, self._detail = reason, detail
 
     def body(self, accept: str | None, page: bool, silent: bool) -> dict[str, str]:
-        """The wrapped text; an HTML `page` for who prefers one, nothing at all for HEAD (`silent`, form D)."""
+        """Return the wrapped text: an HTML page if `page`, plain text otherwise, and empty for HEAD (`silent`, form
+        D)."""
         return {"error_message": "" if silent else self._page(accept) if page else self._text(accept)}
 
     def _fill(self, accept: str | None, detail: str) -> str:
-        # Without an Accept header upstream leaves its placeholder standing.
+        # Without an Accept header upstream does not replace its placeholder.
         reason = self._reason.replace("${HTTP_ACCEPT}", accept or "${HTTP_ACCEPT}")
         tail = "\n\n" if self.status == HTTPStatus.NOT_FOUND else ""
         return f"{reason}<br /><br />\n{detail}{tail}"
@@ -86,17 +88,17 @@ class RouterError(Exception):
 
 
 def no_such_url() -> RouterError:
-    """404 for an address that is none."""
+    """Return the error 404 for an address that does not exist."""
     return RouterError(404, "The resource could not be found.")
 
 
 def not_allowed(method: str, allow: str) -> RouterError:
-    """405; `allow` lists the verbs of the whole collection, as upstream's does."""
+    """Return the error 405. `allow` lists the methods of the whole collection, as upstream does."""
     return RouterError(405, f"The method {method} is not allowed for this resource. ", headers={"Allow": allow})
 
 
 def not_acceptable(detail: str = "", headers: Mapping[str, str] = MappingProxyType({})) -> RouterError:
-    """406, for a version as well as for an Accept header. The unclosed bracket is upstream's."""
+    """Return the error 406 for a version or an Accept header. The unclosed bracket in the text is upstream's."""
     reason = (
         "The resource could not be generated that was acceptable to your browser\n(content of type ${HTTP_ACCEPT}. "
     )
@@ -104,7 +106,10 @@ def not_acceptable(detail: str = "", headers: Mapping[str, str] = MappingProxyTy
 
 
 def explain(error: Exception) -> tuple[int, str]:
-    """Status and sentence of whatever a handler raised. What nobody foresaw is logged, and never shown."""
+    """Return the status and the message for an exception that a handler raised.
+
+    An unexpected exception is logged, and its details are not shown. A database outage is logged and gives 503.
+    """
     match error:
         case V2Error():
             answer = error.status, error.text
@@ -126,11 +131,11 @@ def explain(error: Exception) -> tuple[int, str]:
 
 
 def wrapped(status: int, text: str) -> dict[str, str]:
-    """Form A: a JSON document inside a string. openstacksdk takes its `faultstring` out of it."""
+    """Return an error body in form A: a JSON document inside a string. openstacksdk reads its `faultstring`."""
     code = "Client" if status < 500 else "Server"
     return {"error_message": json.dumps({"faultcode": code, "faultstring": text, "debuginfo": None})}
 
 
 def unauthenticated(text: str) -> dict[str, dict[str, object]]:
-    """Form E: the one answer that upstream gives from outside of its wrapper."""
+    """Return an error body in form E, the only one that upstream sends without its usual wrapper."""
     return {"error": {"code": 401, "title": "Unauthorized", "message": text}}

@@ -1,4 +1,5 @@
-"""The body of `PATCH /v2/accelerator_requests`: a map from request to operations (contract section 2.3). Pure."""
+"""Parse the body of `PATCH /v2/accelerator_requests`, which maps requests to operations (contract section 2.3).
+Pure."""
 
 from __future__ import annotations
 
@@ -20,14 +21,15 @@ _PROJECT = re.compile(r"[A-Za-z0-9_.-]{1,255}")
 
 @dataclass(frozen=True)
 class Patch:
-    """Everything the body asks for: binds, or (`binds` is empty) the requests to unbind."""
+    """The parsed body. If `binds` is empty, all of `uuids` are to be unbound; otherwise `binds` has one entry per
+    request."""
 
     uuids: list[str]
     binds: list[Bind]
 
 
 def read(body: object, version: Version, is_admin: bool) -> Patch:
-    """Check every request's operations in the body's order, before anything is changed; raises V2Error."""
+    """Parse the body and check all its operations, in the body's order. Changes nothing; raises V2Error."""
     bodies.shape(isinstance(body, dict) and bool(body), "The body must map request uuids to lists of operations.")
     assert isinstance(body, dict)
     bodies.shape(len(body) <= MAX_PATCHED, f"At most {MAX_PATCHED} requests are patched at once.")

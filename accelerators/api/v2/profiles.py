@@ -1,4 +1,5 @@
-"""`/v2/device_profiles` (contract section 2.2). Show is wrapped and has its own forms; create takes a list of one."""
+"""`/v2/device_profiles` (contract section 2.2). A single profile is wrapped and formats its timestamps differently;
+create takes a list with one profile."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ PROFILES = Resource(
 
 
 def _printed(name: str, sql: str) -> Column:
-    """A timestamp as Python prints it, None included: so upstream shows a single profile."""
+    """Return a column with a timestamp as Python prints it, or the text 'None'. Upstream shows a single profile this
+    way."""
     return Column(name, f"coalesce(to_char({sql} AT TIME ZONE 'UTC', 'YYYY-MM-DD HH24:MI:SS\"+00:00\"'), 'None')", None)
 
 
@@ -55,7 +57,7 @@ ONE_PROFILE = Resource(
 
 
 class Profiles(View):
-    """What the collection and its members share."""
+    """The methods that the collection and its members share."""
 
     allow = "DELETE, GET, POST"
     policy_rules = {
@@ -65,7 +67,7 @@ class Profiles(View):
     }
 
     def post(self, request: Request, value: str = "") -> Response:
-        """Create the one profile of the list; 201 and the bare object."""
+        """Create the one profile in the list; 201 with the object, not wrapped."""
         arguments.only(request.query_params.lists())
         body = bodies.read(request, "req_devprof_list")
         if not isinstance(body, list) or len(body) != 1:
@@ -80,7 +82,7 @@ class ProfileList(Profiles, ListView):
     resource = PROFILES
 
     def get(self, request: Request) -> Response:
-        """All, or those with the names of a comma list."""
+        """Return all profiles, or those whose names are in the comma-separated list `name`."""
         query, given = arguments.page(request.query_params.lists(), ("name",))
         if "name" not in given:
             return Response(PROFILES.list(query, self.version, self.base))
@@ -88,7 +90,7 @@ class ProfileList(Profiles, ListView):
         return Response(PROFILES.list(query, self.version, self.base, "p.name = ANY(%(names)s)", names=names))
 
     def delete(self, request: Request) -> Response:
-        """`?value=` names or one uuid."""
+        """Delete the profiles in `?value=`: one uuid, or a comma-separated list of names; 204."""
         given = arguments.only(request.query_params.lists(), "value")
         if "value" not in given:
             raise missing_argument("value")
@@ -96,12 +98,12 @@ class ProfileList(Profiles, ListView):
 
 
 class ProfileDetail(Profiles):
-    """`GET` and `DELETE /v2/device_profiles/{uuid or name}`; what follows in a POST's path is not looked at."""
+    """`GET` and `DELETE /v2/device_profiles/{uuid or name}`. A POST ignores the last part of the path."""
 
     policy_rules = Profiles.policy_rules | {"GET": "cyborg:device_profile:get_one"}
 
     def get(self, request: Request, value: str) -> Response:
-        """One profile, wrapped. By name since 2.2."""
+        """Return one profile, wrapped. A name is accepted since 2.2."""
         arguments.only(request.query_params.lists())
         by = "uuid" if arguments.canonical(value) else "name"
         if by == "name" and self.version < (2, 2):
@@ -113,7 +115,7 @@ class ProfileDetail(Profiles):
         return Response(b'{"device_profile":%s}' % found)
 
     def delete(self, request: Request, value: str) -> Response:
-        """A uuid, or names of a comma list."""
+        """Delete the profile with this uuid, or those in a comma-separated list of names; 204."""
         arguments.only(request.query_params.lists())
         return _delete(value, request)
 
@@ -140,7 +142,8 @@ def _create(asked: object, request: Request) -> UUID:
 
 
 def _chosen(uuid: object) -> UUID | None:
-    """The uuid a caller wants, in any form that is one."""
+    """Parse the uuid that the caller chose for the new profile, in any valid form; None if there is none. Raise 400
+    otherwise."""
     if uuid is None:
         return None
     if not isinstance(uuid, str) or not (found := arguments.canonical(uuid)):
@@ -149,7 +152,10 @@ def _chosen(uuid: object) -> UUID | None:
 
 
 def _delete(value: str, request: Request) -> Response:
-    """One uuid, or names: the first that is missing is a 404, those before it are gone by then."""
+    """Delete one profile by uuid, or several by name.
+
+    The first name that does not exist raises 404; profiles named before it have been deleted by then.
+    """
     if arguments.canonical(value):
         if not arguments.stored(value):
             raise _unknown("uuid", value)

@@ -1,4 +1,5 @@
-"""`/v2/accelerator_requests` (contract section 2.3): what Nova asks for, binds, reads and deletes."""
+"""`/v2/accelerator_requests` (contract section 2.3): Nova creates, binds, reads and deletes accelerator requests
+here."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ MAX_DELETED = 1000
 
 
 def _held(name: str, sql: str, otherwise: str) -> Column:
-    """What only a Bound request shows."""
+    """Return a column that has the value of `sql` for a Bound request, and `otherwise` for any other."""
     return Column(name, f"CASE q.state WHEN 'Bound' THEN {sql} ELSE {otherwise} END", None)
 
 
@@ -50,7 +51,7 @@ REQUESTS = Resource(
 
 
 class Requests(View):
-    """What the collection and its members share: the path of a POST or a PATCH is not looked at."""
+    """The methods that the collection and its members share. POST and PATCH ignore a uuid in the path."""
 
     resource = REQUESTS
     allow = "DELETE, GET, PATCH, POST"
@@ -64,12 +65,12 @@ class Requests(View):
 
     @property
     def scope(self) -> dict[str, object]:
-        """The project whose requests are seen; None sees them all."""
+        """Return the project whose requests are visible; None means all projects (administrators)."""
         caller = self.request.user
         return {"project": None if caller.is_admin else caller.project_id}
 
     def post(self, request: Request, uuid: str = "") -> Response:
-        """Make the requests of `device_profile_name`; 201."""
+        """Create the requests of the device profile named `device_profile_name`; 201."""
         arguments.only(request.query_params.lists())
         body = bodies.read(request, "req")
         bodies.shape(isinstance(body, dict), "The body must be an object with a device_profile_name.")
@@ -83,7 +84,8 @@ class Requests(View):
         return Response(found, 201)
 
     def patch(self, request: Request, uuid: str = "") -> Response:
-        """Bind or unbind every request that the body maps; 202 when all are reserved or given back."""
+        """Bind or unbind all requests in the body; 202 when all handles are reserved or released. Needs a service
+        token."""
         arguments.only(request.query_params.lists())
         caller = request.user
         patch = patches.read(bodies.read(request, "patch_list"), self.version, caller.is_admin)
@@ -97,7 +99,8 @@ class Requests(View):
         return Response(None, 202)
 
     def delete(self, request: Request, uuid: str = "") -> Response:
-        """By a comma list of uuids, in the path or as `arqs`, or everything of an `instance`; 204."""
+        """Delete requests; 204. They are given as a comma-separated list of uuids in the path or in `arqs`, or as all
+        requests of an `instance`. Deleting by instance needs a service token."""
         given = arguments.only(request.query_params.lists(), "arqs", "instance")
         named, instance = uuid or given.get("arqs"), given.get("instance")
         if bool(named) == (instance is not None) or (uuid and "arqs" in given):
@@ -121,7 +124,8 @@ class RequestList(Requests, ListView):
     """`GET /v2/accelerator_requests?instance=&bind_state=`."""
 
     def get(self, request: Request) -> Response:
-        """All that are the caller's; 423 when `bind_state=resolved` and one of the instance's is not."""
+        """Return the caller's requests. With `bind_state=resolved` and an instance, answer 423 if one of its requests
+        is not resolved; without an instance, return only resolved requests."""
         query, given = arguments.page(request.query_params.lists(), ("instance", "bind_state"))
         bind_state, instance = given.get("bind_state"), given.get("instance")
         if bind_state not in (None, "", "resolved"):
@@ -142,13 +146,13 @@ class RequestList(Requests, ListView):
 
 
 class RequestDetail(Requests, DetailView):
-    """`GET /v2/accelerator_requests/{uuid}`: bare; another project's is not there."""
+    """`GET /v2/accelerator_requests/{uuid}`: not wrapped. Another project's request is answered with 404."""
 
     policy_rules = Requests.policy_rules | {"GET": "cyborg:arq:get_one"}
 
 
 def _check_stored(uuids: list[str]) -> None:
-    """Whatever is no uuid as it is stored names nothing."""
+    """Raise RefusedError UNKNOWN (404) for the first text that is not a uuid in the stored form."""
     for uuid in uuids:
         if not arguments.stored(uuid):
             raise RefusedError(Reason.UNKNOWN, f"ExtArq not found with uuid={uuid}")

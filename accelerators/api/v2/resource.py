@@ -1,7 +1,7 @@
-"""One declaration per resource feeds its list and its detail, which PostgreSQL writes as JSON text.
+"""One declaration per resource defines its list and its detail, which PostgreSQL returns as JSON text.
 
-Called by the views of a resource; measured at 7.5 times the rate of serializers. Column expressions, orders and
-conditions come from declarations alone; whatever a caller says is a parameter.
+Measured at 7.5 times the request rate of serializers. Column expressions, sort keys and conditions come from
+declarations only; every value from a caller is passed as an SQL parameter.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from accelerators.api.v2.versions import MINIMUM, Version
 
 @dataclass(frozen=True)
 class Column:
-    """One key of the representation: its SQL, what it sorts by (None: it cannot), its first microversion."""
+    """One key of the representation: its SQL, its sort expression (None: not sortable), and its first microversion."""
 
     name: str
     sql: str
@@ -26,17 +26,18 @@ class Column:
 
 
 def plain(name: str, sql: str, since: Version = MINIMUM) -> Column:
-    """A value as it is stored."""
+    """Return a column that shows a value as it is stored."""
     return Column(name, sql, sql, since)
 
 
 def moment(name: str, sql: str) -> Column:
-    """A timestamp: whole seconds, with the offset of UTC (contract 2.0, Timestamps)."""
+    """Return a column with a timestamp in whole seconds and the offset of UTC (contract 2.0, Timestamps)."""
     return Column(name, f"to_char({sql} AT TIME ZONE 'UTC', 'YYYY-MM-DD\"T\"HH24:MI:SS\"+00:00\"')", sql)
 
 
 def links(uuid: str, **paths: str) -> Column:
-    """Links below the caller's own address, rel=path; `paths` are constants that end where the uuid begins."""
+    """Return the column `links`, with one link per `rel=path` below the caller's own address. `paths` are constants
+    that the uuid is appended to."""
     parts = (
         f"""'{{"href":' || to_json(%(base)s || '{path}' || {uuid}) || ',"rel":"{rel}"}}'"""
         for rel, path in paths.items()
@@ -47,7 +48,7 @@ def links(uuid: str, **paths: str) -> Column:
 
 @dataclass(frozen=True)
 class Resource:
-    """A collection: the table that has its rows (`alias`), what is joined to it, which rows are shown, its columns."""
+    """A collection: its main table (`alias`), the joined tables, the condition for visible rows, and its columns."""
 
     name: str
     noun: str
@@ -57,15 +58,18 @@ class Resource:
     columns: tuple[Column, ...]
 
     def find(self, value: str, version: Version, base: str, by: str = "uuid", **params: object) -> bytes | None:
-        """One element, or None when it is not shown; `params` are what `shown` asks for."""
+        """Return one element as JSON, or None if it does not exist or is not visible. One statement.
+
+        `params` are the parameters of the condition `shown`.
+        """
         where = f"{self.shown} AND {self.alias}.{by} = %(value)s"
         values = {"value": value, "base": base, **params}
         return _text(f"SELECT {self._element(version)} FROM {self.tables} WHERE {where}", values)
 
     def list(self, query: ListQuery, version: Version, base: str, also: str = "TRUE", **params: object) -> bytes:
-        """The whole answer; raises Fault 400 for a marker that is unknown. One statement, two with a marker.
+        """Return the whole list as JSON; raise V2Error 400 for an unknown marker. One statement, two with a marker.
 
-        `also` is a further condition of the caller's own, on constants and `params`.
+        `also` is a further SQL condition; it may use only constants and `params`.
         """
         params |= {"base": base, "limit": query.limit, "marker": query.marker, **query.equal}
         key, direction = self._order(query.sort)
@@ -81,13 +85,13 @@ class Resource:
         return b'{"%s":[%s]}' % (self.name.encode(), elements)
 
     def exists(self, condition: str, **params: object) -> bool:
-        """Whether an element that is shown meets the condition. One statement."""
+        """Return whether a visible element meets the condition. One statement."""
         where = f"{self.shown} AND {condition}"
         return _text(f"SELECT '1' FROM {self.tables} WHERE {where} LIMIT 1", params) is not None
 
     @cached_property
     def sortable(self) -> Mapping[str, str]:
-        """What a list can be sorted by, and the SQL of it."""
+        """Return the sort keys of the list, with their SQL."""
         return {"id": f"{self.alias}.id"} | {c.name: c.sort for c in self.columns if c.sort}
 
     def _element(self, version: Version) -> str:
@@ -95,11 +99,12 @@ class Resource:
         return f"(SELECT row_to_json(e)::text FROM (SELECT {columns}) AS e)"
 
     def _order(self, sort: tuple[str, str] | None) -> tuple[str, str]:
-        """One expression that sorts by everything, and its direction: equal keys fall back to age, then to id."""
+        """Return one SQL expression that sorts by all keys, and the direction. Elements with equal keys are sorted by
+        creation time, then by id."""
         if sort is None:
             return self.sortable["id"], "asc"
         keys = dict.fromkeys((self.sortable[sort[0]], self.sortable["created_at"], self.sortable["id"]))
-        # As a record, NULL has a place in the order, so a marker can stand on one. Without the cast it has none.
+        # Records that contain NULL can be compared, so a marker may have a NULL key. Without the cast they cannot.
         return f"ROW({', '.join(keys)})::record", sort[1]
 
 

@@ -1,6 +1,7 @@
 """The routes of v2, relative to where `cyborgweb.urls` mounts them (contract section 1.4).
 
-`/devices` is `/v2/devices`; a trailing slash and a `.json` suffix make no difference; everything else is `Nowhere`.
+`/devices` is the same as `/v2/devices`. A trailing slash and a `.json` suffix are ignored. All other addresses are
+handled by `Nowhere`.
 """
 
 from __future__ import annotations

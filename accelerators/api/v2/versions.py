@@ -1,4 +1,4 @@
-"""Microversions (contract section 1.5): what was asked for, what is answered. Pure; called by `views`."""
+"""Microversions (contract section 1.5): parse the requested version, and build the headers of the answer. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NUMBER = re.compile(r"([0-9]{1,9})\.([0-9]{1,9})")
 
 
 def text(version: Version) -> str:
-    """`(2, 3)` → `2.3`."""
+    """Return a version as text: `(2, 3)` becomes `2.3`."""
     return "{}.{}".format(*version)
 
 
@@ -29,12 +29,15 @@ _SUPPORTED = f"The supported version range is: [{text(MINIMUM)}, {text(MAXIMUM)}
 
 
 def headers(version: Version) -> dict[str, str]:
-    """What every answer of a handler or of policy carries."""
+    """Return the version headers of every answer of a handler or of the policy check."""
     return _RANGE | {HEADER: f"{SERVICE} {text(version)}"}
 
 
 def requested(header: str) -> Version:
-    """The version to answer in; raises RouterFault 406 for one there is not, or that cannot be read."""
+    """Return the version to answer in.
+
+    Without a header this is MINIMUM. Raises RouterError 406 for a version that is not supported or cannot be parsed.
+    """
     wanted = _for_us(header).lower()
     if not wanted:
         return MINIMUM
@@ -54,12 +57,13 @@ def requested(header: str) -> Version:
 
 
 def below(minimal: Version) -> V2Error:
-    """406 of a handler that the version asked for does not have yet (contract section 1.6)."""
+    """Return the error 406 for a function that the requested version does not have yet (contract section 1.6)."""
     return V2Error(406, f"Request not acceptable. The minimal required API version should be {text(minimal)}")
 
 
 def _for_us(header: str) -> str:
-    """Our part of `compute 2.1,accelerator 2.2` (the last one counts), else the whole: a bare version is welcome."""
+    """Return our part of a header such as `compute 2.1,accelerator 2.2` (the last one counts). If there is none, return
+    the whole header, because a bare version is accepted."""
     for part in reversed(header.split(",")):
         service, _, version = part.strip().partition(" ")
         if service.lower() == SERVICE and version:

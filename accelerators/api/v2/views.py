@@ -1,7 +1,7 @@
-"""The order in which a request is judged, and the views all resources share (contract section 2.0).
+"""The base views of v2, and the order in which a request is checked (contract section 2.0).
 
-401 → 406 for the version → 404, 405 → 406 for Accept → 403 → 400 → the handler. Who the caller is and what they may do
-come from the settings (`cyborgweb.auth.authentication`, `cyborgweb.auth.policy`): a view names its rules only.
+The order is: 401, 406 for the version, 404 or 405, 406 for Accept, 403, 400, the handler. Authentication and policy
+come from the settings (`cyborgweb.auth.authentication`, `cyborgweb.auth.policy`); a view only names its rules.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ JSON, HTML = "application/json", "text/html"
 
 
 class View(APIView):
-    """What every URL of v2 has in common. `allow` lists the verbs of the collection, not of the URL."""
+    """The base class of every view of v2. `allow` lists the methods of the whole collection, not of the single URL."""
 
     renderer_classes = [Json]
     http_method_names = ["get", "post", "patch", "delete"]
@@ -32,17 +32,18 @@ class View(APIView):
     policy_rules: ClassVar[Mapping[str, str]] = {}
     allow: ClassVar[str] = "GET"
     unrouted: ClassVar[Collection[str]] = ()
-    """Methods that upstream answers with 404 where 405 would be expected."""
+    """Methods that upstream answers with 404 instead of 405."""
     microversioned: ClassVar[bool] = True
     version = versions.MINIMUM
 
     def initial(self, request: Request, *args: Any, **kwargs: Any) -> None:
-        """Judge the request; what is raised here is answered instead of the handler's answer."""
+        """Check authentication, microversion, method, Accept and permissions before the handler runs; raise the
+        matching error."""
         self.perform_authentication(request)
         if self.microversioned:
             self.version = versions.requested(request.headers.get(versions.HEADER, ""))
         self._route(request)
-        # From here on every answer says which version it is; what the router refuses does not.
+        # From here on every answer carries the version headers. Errors of the router do not carry them.
         self.headers = versions.headers(self.version) if self.microversioned else {}
         self.check_permissions(request)
 
@@ -51,19 +52,20 @@ class View(APIView):
             raise faults.no_such_url()
         if request.method.lower() not in self.http_method_names or not hasattr(self, request.method.lower()):
             raise faults.not_allowed(request.method, self.allow)
-        # What a type says beside its name (a charset, say) is nobody's reason to refuse.
+        # Parameters of a media type, for example a charset, are ignored.
         names = {str(accepted).partition(";")[0] for accepted in request.accepted_types}
         if request.headers.get("Accept") and not names & {JSON, "application/*", "*/*"}:
             raise faults.not_acceptable()
 
     def perform_content_negotiation(self, request: Request, force: bool = False) -> tuple[BaseRenderer, str]:
-        """There is one form, and a page for browsers; whoever can read neither was refused by then."""
+        """Return the HTML renderer for browsers and the JSON renderer for everybody else; `initial` refuses other
+        Accept headers."""
         if browsable.wants_page(request.headers.get("Accept", "")):
             return browsable.Browsable(), browsable.Browsable.media_type
         return Json(), JSON
 
     def handle_exception(self, exc: Exception) -> Response:
-        """Every refusal and every failure, in the form it has on the wire."""
+        """Return the answer for any exception, in the form that upstream uses on the wire."""
         if isinstance(exc, faults.RouterError):
             self.headers = exc.headers
             accept = self.request.headers.get("Accept")
@@ -79,42 +81,43 @@ class View(APIView):
 
     @property
     def scope(self) -> dict[str, object]:
-        """What the resource's `shown` asks of the caller."""
+        """Return the parameters for the resource's `shown` condition."""
         return {}
 
     @property
     def base(self) -> str:
-        """What links begin with: the address under which the caller reached us."""
+        """Return the scheme and host that the caller used; links begin with them."""
         return f"{self.request.scheme}://{self.request.get_host()}"
 
 
 class Nowhere(View):
-    """Every other URL: 404 for GET, 405 for the rest, once the caller is known."""
+    """Handles all other URLs: 404 for GET, 405 for other methods, both only after authentication."""
 
     unrouted = ("GET",)
 
 
 class ListView(View):
-    """GET of a collection. `exact` are the parameters that compare a column."""
+    """GET of a collection. `exact` names the parameters that are compared with a column."""
 
     resource: ClassVar[Resource]
     exact: ClassVar[Collection[str]] = ()
     unrouted = ("PATCH",)
 
     def get(self, request: Request) -> Response:
-        """Every element that is shown, filtered, sorted and cut as the query string says."""
+        """Return the visible elements, filtered, sorted and limited as the query string says."""
         query = arguments.listing(request.query_params.lists(), self.exact, self.resource.sortable)
         return Response(self.resource.list(query, self.version, self.base, **self.scope))
 
 
 class DetailView(View):
-    """GET of a member. Only some of upstream's collections check that the uuid is one."""
+    """GET of a member. Only some of upstream's collections check that the uuid is valid."""
 
     resource: ClassVar[Resource]
     checks_uuid: ClassVar[bool] = True
 
     def get(self, request: Request, uuid: str) -> Response:
-        """The bare element; 404 also for a uuid in another form than the stored one (contract 2.0)."""
+        """Return the element without a wrapper. A uuid in another form than the stored one is answered with 404
+        (contract 2.0)."""
         arguments.only(request.query_params.lists())
         if self.checks_uuid:
             arguments.check_uuid(uuid)

@@ -1,1 +1,1 @@
-"""Commands of `manage.py`."""
+"""The subcommands of `manage.py`."""

@@ -1,4 +1,4 @@
-"""`manage.py accelerator`: the units that instances can have, at a shell: listed, made, taken away, divided anew."""
+"""`manage.py accelerator`: list the units that instances can get, and change their number by partitioning devices."""
 
 from __future__ import annotations
 
@@ -113,7 +113,8 @@ def _unit(handle: AttachHandle) -> dict[str, Any]:
 
 
 def _ordered(options: dict[str, Any]) -> list[Result]:
-    """What was asked for. Raises RefusedError."""
+    """Order the requested change, and return one result per device. Raises RefusedError, and CommandError for a count
+    below 1."""
     who, reason = shell.person(), options["reason"]
     layout = catalogue.layout(options["layout"]) if options["layout"] else {}
     if options["verb"] == "update":

@@ -1,4 +1,4 @@
-"""`manage.py attachment`: accelerators for instances that run already, at a shell, for people and for scripts."""
+"""`manage.py attachment`: attach accelerators to running instances, detach them, and list or show attachments."""
 
 from __future__ import annotations
 
@@ -118,7 +118,10 @@ class Command(shell.Taught):
 
 
 def _until_ended(row: Attachment) -> Attachment:
-    """What was asked for goes on by itself, also when it is waited for no longer."""
+    """Wait until the attachment is attached or has ended, and return it.
+
+    Raises CommandError on Ctrl-C; the attachment goes on in the background.
+    """
     try:
         while row.state not in (AttachmentState.ATTACHED, *ENDED):
             time.sleep(EVERY_S)

@@ -1,4 +1,5 @@
-"""`manage.py command`: what agents are asked to do, at a shell, for people (a bar, a sentence) and scripts."""
+"""`manage.py command`: order operations from agents and follow them, for people and for scripts (`--json`, exit
+status)."""
 
 from __future__ import annotations
 

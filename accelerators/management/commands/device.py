@@ -1,4 +1,4 @@
-"""`manage.py device`: the life cycle of devices at a shell, for people (tables) and scripts (`--json`, exit status)."""
+"""`manage.py device`: list devices and change their state, for people (tables) and scripts (`--json`, exit status)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from accelerators.models.commands import OPEN
 COLUMNS = ("uuid", "state", "status", "type", "model", "address", "host", "driver")
 EVENTS = 10
 LOTS = 1000
-"""With more devices than these, progress is told on the way."""
+"""If more devices than these are changed, progress is written to standard error."""
 TEACHING = """\
 A device is found inactive. Enable it, and it is offered (ready), or installing until its driver has made it so: --wait
 follows that to its end. Disable it, and it is in maintenance; what instances hold stays theirs. Drain takes it out of
@@ -142,7 +142,7 @@ class Command(shell.Taught):
             sys.exit(1)
 
     def _installed(self, results: list[lifecycle.Result]) -> bool:
-        """Wait for what is being installed, and put its end into the results; True when some was not."""
+        """Wait until the devices are installed and update their `results`; return True if an installation failed."""
         found = {result.uuid: n for n, result in enumerate(results) if result.outcome != "refused"}
         installing = Row.objects.filter(OPEN, op="install", device__uuid__in=found)
         ended = following.follow(list(installing.values_list("id", flat=True)), self.stderr)

@@ -1,4 +1,4 @@
-"""`manage.py driver`: which drivers run where, and rollouts of them, at a shell, for people and scripts."""
+"""`manage.py driver`: list drivers on hosts, start rollouts and follow them, for people and for scripts (`--json`)."""
 
 from __future__ import annotations
 
@@ -116,7 +116,10 @@ class Command(shell.Taught):
             sys.exit(1)
 
     def _follow(self, rollout: Rollout) -> None:
-        """Tell on standard error how it gets on, until it has ended."""
+        """Write the progress of a rollout to standard error until it has ended.
+
+        Raises CommandError on Ctrl-C; the rollout goes on.
+        """
         told: dict[int, str] = {}
         terminal = self.stderr.isatty()
         try:
@@ -200,7 +203,11 @@ def _asks(verb: argparse.ArgumentParser, op: RolloutOp) -> None:
 
 
 def _settings(name: str) -> dict[str, Any]:
-    """What a file says, or standard input. Raises CommandError."""
+    """Read driver settings from a TOML or JSON file, or as JSON from standard input (`-`).
+
+    Reads at most MAX_FILE characters. Raises CommandError if they cannot be read, cannot be parsed, or are not an
+    object.
+    """
     try:
         text = sys.stdin.read(MAX_FILE) if name == "-" else Path(name).read_text()[:MAX_FILE]
         said = tomllib.loads(text) if name.endswith(".toml") else json.loads(text)

@@ -1,4 +1,4 @@
-"""`manage.py image`: the images that devices are programmed with, at a shell; `--json` for scripts."""
+"""`manage.py image`: upload, list and remove the images that devices are programmed with; `--json` for scripts."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Command(shell.Taught):
         self.stdout.write(json.dumps(_row(image)) if options["json"] else str(image.uuid))
 
     def _shown(self, pieces: Iterator[bytes], size: int) -> Iterator[bytes]:
-        """The same, with a bar for who watches."""
+        """Yield `pieces` unchanged, and show a progress bar on standard error if that is a terminal."""
         done, watched = 0, self.stderr.isatty()
         for piece in pieces:
             yield piece

@@ -1,4 +1,5 @@
-"""`manage.py verify_events`: proves that events are what was sealed; for people, and for scripts (`--json`, status)."""
+"""`manage.py verify_events`: verify that events match their seals, for people and for scripts (`--json`, exit
+status)."""
 
 from __future__ import annotations
 
@@ -81,7 +82,11 @@ class Command(shell.Taught):
 
 
 def _anchors(path: Path) -> dict[int, str]:
-    """What was kept, by number. Raises CommandError for what is no anchor, and for two that contradict each other."""
+    """Read the kept anchors from a file; return hashes by seal number.
+
+    Raises CommandError if the file cannot be read or is empty, if a line is no anchor, or if two anchors contradict
+    each other.
+    """
     try:
         lines = path.read_text().split("\n")
     except (OSError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""`manage.py agents`: who has joined, who is heard, and what can be decided about them."""
+"""`manage.py agents`: list the agents and their state, admit a barred agent again, or ask one for a new key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`manage.py join_token HOST`: what an operator pastes on a compute host."""
+"""`manage.py join_token HOST`: make the token with which the agent of a compute host joins."""
 
 from __future__ import annotations
 

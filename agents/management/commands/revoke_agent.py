@@ -1,4 +1,4 @@
-"""`manage.py revoke_agent HOST`: an agent that is not to be trusted any more."""
+"""`manage.py revoke_agent HOST`: revoke the trust in a host's agent."""
 
 from __future__ import annotations
 
