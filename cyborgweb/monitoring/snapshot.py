@@ -137,7 +137,7 @@ def _fleet(into: Families) -> None:
 
 
 def _work(into: Families) -> None:
-    """What waits, what is open, what contradicts."""
+    """Add the gauges of unfinished work: queues, intents, binds, commands, attachments, rollouts and discrepancies."""
     now, doing = datetime.now(UTC), backlog.now()
     with connection.cursor() as cursor:
         cursor.execute(COUNTED)
@@ -175,7 +175,9 @@ def _work(into: Families) -> None:
 
 
 def _loads(loads: telemetry.Loads, into: Families) -> None:
-    """What devices have to do, as their hosts said last; nothing here is stored."""
+    """Add the loads of devices from their hosts' last samples, which are not stored. Values that are too many,
+    unknown by name or of an unknown device are counted and left out.
+    """
     since = time.time() - OLD_S
     fresh = {host: said.devices for host, said in sorted(loads.hosts.items()) if said.at >= since}
     with connection.cursor() as cursor:
