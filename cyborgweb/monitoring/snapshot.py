@@ -64,7 +64,7 @@ JOIN accelerators_host h ON h.id = d.host_id WHERE d.host_id = ANY(%s)
 
 
 class _Counted(msgspec.Struct):
-    """What COUNTED says; null where there is nothing."""
+    """The answer of COUNTED; null where there are no rows."""
 
     rollouts: int
     requests: dict[str, int] | None
