@@ -192,7 +192,7 @@ class Settings(OpenApiSerializerFieldExtension):
 
 
 class Named(OpenApiSerializerFieldExtension):
-    """A row that is written by its uuid and shown as a reference."""
+    """Schema of a field that is written as the uuid of a row and shown as a reference to it."""
 
     target_class = "accelerators.api.own.commands.Named"
 

@@ -166,7 +166,7 @@ class Feed:
                 if self._watchers and time.monotonic() >= self._next:
                     took = _timed(self._look)
                     self._next = time.monotonic() + max(self._pace.look - took, 3 * took)
-            except Exception as error:  # noqa: BLE001 without this thread every page would stand still
+            except Exception as error:  # noqa: BLE001 if this thread ended, no page would be updated any more
                 self._next = time.monotonic() + self._pace.look
                 self._lost(error)
         connection.close()
@@ -188,7 +188,7 @@ class Feed:
             watcher.user = session_permissions.who(watcher.session)
             if watcher.user:
                 watcher.rights = session_permissions.of([watcher.user.pk]).get(watcher.user.pk, "")
-        except Exception as error:  # noqa: BLE001 it may come again
+        except Exception as error:  # noqa: BLE001 the page is told to connect again later
             log.warning("nobody can be let in: %s", type(error).__name__)
             watcher.post(LATER)
             return
@@ -218,7 +218,7 @@ class Feed:
             self._tell(watcher)
         except PermissionDenied:
             watcher.post(NOT_ALLOWED)
-        except Exception as error:  # noqa: BLE001 whatever a crafted or costly query does harms its own page alone
+        except Exception as error:  # noqa: BLE001 an error of a crafted or costly query affects its own page only
             log.info("a page cannot be followed: %s", type(error).__name__)
             watcher.post(MALFORMED if connection.is_usable() else LATER)
 
@@ -241,7 +241,7 @@ class Feed:
             self._bring_all([one for one in stands if one.mark != stands[one]], stands)
             self._count_new([one for one in stands if one in self._watchers], now)
             self._hint([one for one in ready if one.is_page], now)
-        except Exception as error:  # noqa: BLE001 all are told that nothing is known
+        except Exception as error:  # noqa: BLE001 every page is shown as not live
             self._lost(error)
             ready = [one for one in self._watchers if one.sending_since is None]
         for watcher in self._watchers.intersection(ready):

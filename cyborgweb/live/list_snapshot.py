@@ -37,7 +37,7 @@ WORDS_OF_TIME = re.compile(r"(<time [^>]*>)[^<]*")
 """A relative time such as `3 min ago`. Pages update these themselves, so a different one is no change."""
 
 Cells = dict[str, str]
-"""Column → the HTML inside its cell."""
+"""One row's cells: column → the HTML inside the cell."""
 
 
 @lru_cache(maxsize=1)

@@ -170,7 +170,7 @@ class DeliverySerializer(Chosen):
 
 
 class MessageSerializer(Chosen):
-    """A message in the inbox."""
+    """One message in the inbox."""
 
     uuid = serializers.UUIDField(source="message", read_only=True)
     url = Url("inbox", source="message")
@@ -184,7 +184,7 @@ class MessageSerializer(Chosen):
         read_only_fields = fields
 
     def get_text(self, row: Delivery) -> str:
-        """Return the message as one readable sentence."""
+        """The message as one readable sentence."""
         return sentence(row.kind, row.data)
 
 

@@ -59,7 +59,7 @@ def _sent(one: EmailMessage) -> Future[None]:
     def run() -> None:
         try:
             one.send()
-        except Exception as error:  # noqa: BLE001 - it is raised where the outcome is awaited
+        except Exception as error:  # noqa: BLE001 - the future raises it in the waiting thread
             came.set_exception(error)
         else:
             came.set_result(None)

@@ -206,7 +206,7 @@ def _first(addresses: Sequence[str], port: int) -> socket.socket:
         try:
             return socket.create_connection((address, port), _left(end))
         except OSError:
-            continue  # the next one may be reached: a host without IPv6, say
+            continue  # another address may be reachable, for example if this host has no IPv6
     return socket.create_connection((addresses[-1], port), _left(end))
 
 
