@@ -1,1 +1,1 @@
-"""Our own API at /api/: its root page and its OpenAPI document."""
+"""Our own API below `/api/`: its routes, its root page and its OpenAPI document."""

@@ -1,6 +1,7 @@
-"""The OpenAPI document of `/api/`, made of the code. `docs/openapi.yaml` is this; a test compares the two.
+"""Generate the OpenAPI document of `/api/` from the code. `docs/openapi.yaml` is a copy, and a test compares the
+two.
 
-Called by `cyborgweb.api` at the first question (drf-spectacular takes a while to import), and by `make docs`.
+It is imported at the first request for the document, because drf-spectacular takes a while to import.
 """
 
 from __future__ import annotations
@@ -67,14 +68,16 @@ VERBS = {"list": "List", "retrieve": "Show", "create": "Make", "partial_update":
 
 
 class Schema(AutoSchema):
-    """One view's part. Who may call is the settings' affair, so the ways in are the same everywhere."""
+    """The part of the document for one view. Authentication is configured in the settings, so all views list the
+    same schemes.
+    """
 
     def get_auth(self) -> list[dict[str, list[str]]]:
-        """Any of them."""
+        """Return all schemes; any one of them is enough."""
         return [{name: []} for name in SECURITY]
 
     def get_summary(self) -> str:
-        """What it does, to what."""
+        """Return the summary: a verb and the resource, such as `List devices`."""
         names = self.view.basename.replace("_", " ")
         if said := self._word():
             return f"{said.capitalize()} {names}"
@@ -82,17 +85,21 @@ class Schema(AutoSchema):
         return f"{word} {names if self.view.action == 'list' else names.removesuffix('s')}"
 
     def get_description(self) -> str:
-        """What the resource says of itself, or what the verb does."""
+        """Return the description: the docstring of the action if it is a verb or has its own answer, otherwise that
+        of the view.
+        """
         own = self.view.action in self.view.verbs or self.view.action in self.view.answers
         return getdoc(getattr(self.view, self.view.action) if own else type(self.view)) or ""
 
     def get_operation_id(self) -> str:
-        """A verb needs no second one."""
+        """Return the operation id, without drf-spectacular's `_create` for verbs and for actions of the collection."""
         made: str = super().get_operation_id()
         return made.removesuffix("_create") if self._word() or self.view.action in self.view.verbs else made
 
     def get_request_serializer(self) -> Any:
-        """What a verb may send is its own."""
+        """Return the serializer of the request body: that of the verb or the action, a binary body, or the view's
+        own.
+        """
         if self.view.action in self.view.verbs:
             return self.view.verbs[self.view.action]
         if body := self.view.bodies.get(self.view.action):
@@ -102,16 +109,18 @@ class Schema(AutoSchema):
         return super().get_request_serializer()
 
     def get_response_serializers(self) -> Any:
-        """What some actions are answered with is no row."""
+        """Return the serializer of the answer; some actions answer with something other than a row of the resource."""
         status, body = self.view.answers.get(self.view.action, (0, None))
         return {status: body} if body else super().get_response_serializers()
 
     def _word(self) -> str:
-        """What is asked of the whole collection; '' for everything else."""
+        """Return the path segment of an action on the whole collection, '' for any other action."""
         return next((word for word, action in self.view.words.items() if action == self.view.action), "")
 
     def get_override_parameters(self) -> list[Any]:
-        """The fields there are to choose from, and the orders a list knows."""
+        """Return the query parameters: `fields` to choose from and, for lists, `ordering`; for an upload, what is
+        sent with it.
+        """
         if self.view.action == "create" and hasattr(self.view, "sent_with"):
             said = self.view.sent_with.items()
             return [OpenApiParameter(name, kind, description=about) for name, (kind, about) in said]
@@ -127,12 +136,12 @@ class Schema(AutoSchema):
 
 
 class Groups(OpenApiSerializerFieldExtension):
-    """What may stand in a device profile."""
+    """Schema of the groups in a device profile."""
 
     target_class = "accelerators.api.own.profiles.GroupsField"
 
     def map_serializer_field(self, auto_schema: AutoSchema, direction: str) -> dict[str, Any]:
-        """As `accelerators.domain.groups` checks it."""
+        """Return the schema that matches the checks in `accelerators.domain.groups`."""
         classes = "|".join((*groups.CLASSES, "CUSTOM_.*"))
         keys = {
             f"^resources: *({classes})$": {"type": "string", "pattern": "^[0-9]{1,3}$"},
@@ -144,26 +153,28 @@ class Groups(OpenApiSerializerFieldExtension):
 
 
 class Combined(OpenApiSerializerExtension):
-    """A body whose fields depend on each other."""
+    """A body with fields that depend on each other."""
 
     target_class = "accelerators.api.own.fields.Closed"
     match_subclasses = True
 
     def map_serializer(self, auto_schema: AutoSchema, direction: str) -> dict[str, Any]:
-        """Its fields, and for a request their `combinations`, which `complete` moves to where they belong."""
+        """Return the schema of its fields. For a request it also has the serializer's `combinations`, which
+        `complete` moves into `allOf`.
+        """
         schema: dict[str, Any] = auto_schema._map_serializer(self.target, direction, bypass_extensions=True)
         said = self.target.combinations
         return schema | {COMBINATIONS: dict(said)} if said and direction == "request" else schema
 
 
 class Target(OpenApiSerializerExtension):
-    """Of what the number of units is changed: one of two ways to say it."""
+    """Where the number of units is changed: given either by device, or by host and backend."""
 
     target_class = "accelerators.api.own.accelerators.TargetSerializer"
     priority = 1
 
     def map_serializer(self, auto_schema: AutoSchema, direction: str) -> dict[str, Any]:
-        """As it is checked."""
+        """Return the schema with the two alternatives."""
         schema: dict[str, Any] = auto_schema._map_serializer(self.target, direction, bypass_extensions=True)
         ways = (["device"], ["host", "backend"])
         one = [{"required": names, "maxProperties": len(names)} for names in ways]
@@ -171,29 +182,31 @@ class Target(OpenApiSerializerExtension):
 
 
 class Settings(OpenApiSerializerFieldExtension):
-    """A driver's settings."""
+    """Schema of a driver's settings."""
 
     target_class = "accelerators.api.own.rollouts.SettingsField"
 
     def map_serializer_field(self, auto_schema: AutoSchema, direction: str) -> dict[str, Any]:
-        """An object."""
+        """Return the schema of an object with any properties."""
         return {"type": "object", "additionalProperties": {}}
 
 
 class Named(OpenApiSerializerFieldExtension):
-    """A row that is written by its uuid and shown as a reference."""
+    """Schema of a field that is written as the uuid of a row and shown as a reference to it."""
 
     target_class = "accelerators.api.own.commands.Named"
 
     def map_serializer_field(self, auto_schema: AutoSchema, direction: str) -> dict[str, Any]:
-        """As it is written, or as it is shown."""
+        """Return the schema of a uuid for a request, and of the reference for an answer."""
         if direction == "request":
             return {"type": "string", "format": "uuid"}
         return auto_schema.resolve_serializer(self.target.reference, direction).ref
 
 
 def complete(result: dict[str, Any], **_: Any) -> dict[str, Any]:
-    """What drf-spectacular does not know: the one shape of errors, tags, closed bodies."""
+    """Add to the document what drf-spectacular does not know: error responses, ETags, field descriptions and closed
+    request bodies.
+    """
     components = result.setdefault("components", {})
     components["securitySchemes"] = SECURITY
     components["schemas"] = {"Error": ERROR} | components["schemas"]
@@ -220,13 +233,13 @@ def complete(result: dict[str, Any], **_: Any) -> dict[str, Any]:
         if f"#/components/schemas/{name}" in bodies:
             schema["additionalProperties"] = False
         elif name != "Error" and not name.startswith("Paginated"):
-            # Whoever chooses fields gets no others.
+            # A caller can choose which fields are returned, so none is required.
             schema.pop("required", None)
     return result
 
 
 def _describe(name: str, schema: dict[str, Any]) -> None:
-    """Give fields of which the code says nothing the manual's sentence."""
+    """Describe fields that have no description in the code with the manual's sentence."""
     for field, said in schema.get("properties", {}).items():
         if said.keys().isdisjoint({"$ref", "description"}) and (sentence := fields.of_api(name, field)):
             said["description"] = sentence
@@ -244,7 +257,9 @@ def _sent(operation: dict[str, Any]) -> str:
 
 
 def _possible(method: str) -> list[str]:
-    """Which errors can come. Also a list has 404, for cursors that are none, and what makes something of something."""
+    """Return the error statuses that are possible for a method. 404 is possible for lists (a bad cursor) and for
+    creation (a row that is referred to) as well.
+    """
     has_body, changes = method in ("post", "patch"), method != "get"
     never = {
         "409": not changes,
@@ -256,7 +271,7 @@ def _possible(method: str) -> list[str]:
 
 @lru_cache(maxsize=1)
 def document() -> dict[str, Any]:
-    """Make the OpenAPI document; raises ValueError when drf-spectacular had to guess anything."""
+    """Generate the OpenAPI document once per process. Raises ValueError if drf-spectacular had to guess anything."""
     drainage.reset_generator_stats()
     generator = SchemaGenerator(patterns=[path("api/", include("cyborgweb.api.root"))])
     made: dict[str, Any] = generator.get_schema(request=None, public=True)
@@ -266,15 +281,17 @@ def document() -> dict[str, Any]:
 
 
 def validate() -> None:
-    """Raise jsonschema's ValidationError when the document is no valid OpenAPI. Takes a second: not for a request."""
+    """Validate the document against OpenAPI's schema. Raises jsonschema's ValidationError. Takes a second, so do not
+    call it in a request.
+    """
     validate_schema(document())
 
 
 def as_yaml() -> str:
-    """Render the document for people."""
+    """Return the document as YAML."""
     return OpenApiYamlRenderer2().render(document(), renderer_context={}).decode()
 
 
 def as_json() -> str:
-    """The document for programs."""
+    """Return the document as JSON."""
     return OpenApiJsonRenderer2().render(document(), renderer_context={}).decode()

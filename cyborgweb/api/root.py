@@ -1,4 +1,6 @@
-"""Where our own API answers: every room's resources below `/api/`, what there is, the OpenAPI document and its page."""
+"""URL routes of our own API below `/api/`: the resources of all packages, the root page, the OpenAPI document and
+Swagger UI.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,13 @@ ASKED: Mapping[str, tuple[type[Collection], dict[str, str], str]] = {
     "usage": (UsageView, {"get": "list"}, "usage"),
     "census": (CensusView, {"post": "create"}, "censuses"),
 }
-"""What is no collection of rows: its view, what can be asked of it, and its name in the document."""
+"""Resources that are not collections of rows: the view, its actions by method, and its name in the document."""
 ON_LIST = {"get": "list", "post": "create"}
 ON_MEMBER = {"get": "retrieve", "patch": "partial_update", "delete": "destroy"}
 
 
 class Open(APIView):
-    """What anybody may see: it says nothing of what is stored."""
+    """A view that needs no login, because it shows nothing that is stored."""
 
     authentication_classes: ClassVar[list[Any]] = []
     permission_classes: ClassVar[list[Any]] = []
@@ -49,24 +51,26 @@ class Open(APIView):
     schema = None
 
     def get_exception_handler(self) -> Any:
-        """Our one shape."""
+        """Return the handler that gives all errors of the API the same shape."""
         return errors.handle
 
 
 class Root(Open):
-    """What there is. A token in X-Auth-Token, or a session of the console, opens it."""
+    """The addresses of all resources. They can be read with a token in X-Auth-Token, or with a session of the
+    console.
+    """
 
     def get(self, request: Request) -> Response:
-        """Every collection's address."""
+        """Return the address of every resource."""
         base = request.build_absolute_uri("/api/")
         return Response({name: f"{base}{name}/" for name in (*COLLECTIONS, *ASKED, "schema", "docs")})
 
 
 class Nowhere(Open):
-    """404 in our one shape, for everything else."""
+    """Answer 404, in the API's error shape, for every address that does not exist."""
 
     def get(self, request: Request, **kwargs: str) -> Response:
-        """Always raises."""
+        """Raise Http404."""
         raise Http404
 
     post = patch = put = delete = get
@@ -74,7 +78,7 @@ class Nowhere(Open):
 
 
 def schema(request: HttpRequest) -> HttpResponse:
-    """The OpenAPI document: YAML, or JSON for who accepts only that."""
+    """Return the OpenAPI document as YAML, or as JSON if the client accepts only that."""
     media = request.get_preferred_type(["application/vnd.oai.openapi", "application/yaml", "application/json"])
     as_json = media == "application/json"
     return HttpResponse(_document(as_json), content_type="application/json" if as_json else media or "application/yaml")
@@ -88,14 +92,16 @@ def _document(as_json: bool) -> str:
 
 
 def docs(request: HttpRequest) -> HttpResponse:
-    """Swagger UI, from our own files."""
+    """Show Swagger UI, served from our own static files."""
     crumbs = [("API", "/api/"), ("docs", "/api/docs/")]
     page = {"title": "Documentation", "crumbs": crumbs, "navigation": navigation(request.path)}
     return render(request, "api/docs.html", page)
 
 
 def _routes() -> Iterator[URLPattern]:
-    """A list, its members and what can be done to them, with and without a slash at the end, as on v2."""
+    """Yield the routes of each collection, its members and its verbs, with and without a slash at the end, as v2 has
+    them.
+    """
     for name, view in COLLECTIONS.items():
         key = view.lookup_url_kwarg or view.lookup_field
         member = rf"{name}/(?P<{key}>{view.lookup_value_regex})"

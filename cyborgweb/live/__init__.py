@@ -1,4 +1,6 @@
-"""The live feed: what a page of the console shows is told anew when it changes.
+"""The live feed: console pages are updated while somebody looks at them.
 
-`socket` is the browser's end on the event loop, `feed` the one thread that asks the database, `shown` a list's cells.
+`socket` is the browser's WebSocket on the event loop, `feed` the one thread that queries the database, `list_snapshot`
+a list as one person sees it, `session_permissions` the check who may watch, `usage` a device's usage as server-sent
+events.
 """

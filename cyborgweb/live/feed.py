@@ -1,8 +1,10 @@
-"""The one thread that asks the database for all watchers: what moved, which of their rows differ, who may still look.
+"""One thread that queries the database for all open console pages: what changed, which of their rows differ, and who
+may still watch.
 
-Called by `live.socket`. News are not waited for but read: generations (`accelerators.runtime.generations`) tell in one
-statement, twice a second, whether anything was written, by whomever: nothing has to ring and nothing can be missed. It
-bounds its work itself: after each piece it rests in proportion, and what changed meanwhile is told once, as it then is.
+Changes are polled, not notified: twice a second one statement reads the generations
+(`accelerators.runtime.generations`), which count all writes by any process, so no change can be missed. The thread
+limits its own load: after each look it rests for at least three times as long as the look took. Rows that changed
+several times meanwhile are sent once, in their latest form.
 """
 
 from __future__ import annotations
@@ -29,25 +31,29 @@ log = logging.getLogger(__name__)
 _watching = metrics.gauge("cyborg_console_watchers", "Pages of the console that somebody looks at.")
 
 ROWS_PER_LOOK = 15
-"""So many changed rows are told to one page in one look, the others in the next ones."""
+"""Changed rows sent to one page per look; the others follow in the next looks."""
 RENDERED_PER_LOOK = 300
 MOST_ROWS = 1000
-"""So many rows of one list are kept rendered at most."""
+"""Rendered rows kept in memory per list; a list that reaches this number is rendered again."""
 HINTS_PER_LOOK = 2
-"""So many pages in all are told to fetch themselves anew: a thousand open ones make four requests a second."""
+"""Pages per look, of all, that are told to reload themselves: with a thousand open pages this makes four requests a
+second.
+"""
 BEHIND_S = 5.0
-"""A page that waits longer for its turn no longer calls itself live."""
+"""Seconds after which a page that still waits for its reload is no longer shown as live."""
 BEAT_S = 8.0
 CLOCK_CELLS_S = 10.0
-"""Lists that no generation covers are rendered afresh so often, as some of their words depend on the time, …"""
+"""Seconds between two renderings of lists that read tables without a generation, because some of their text depends
+on the time.
+"""
 NEW_S = 30.0
-"""… and asked for new rows so often, unless something that is counted moved."""
+"""Seconds between two searches for new rows in such lists, unless a counted table changed."""
 SLOW_S = 10.0
-"""Who has not taken in a message after this long is dropped."""
+"""Seconds after which a page that has not accepted a message is disconnected."""
 STATEMENT_MS = 5000
 
 SIGNED_OUT, NOT_ALLOWED, MALFORMED, SLOW, LATER = 4401, 4403, 4400, 4408, 1013
-"""Close codes; `live.js` knows them."""
+"""WebSocket close codes, also used by `live.js`."""
 
 GENERATIONS = """
 SELECT collection, sum(value)::bigint, set_config('statement_timeout', %s, false) FROM generation GROUP BY collection
@@ -57,11 +63,11 @@ SELECT (SELECT concat(count(*), ' ', sum(attempts), ' ', max(id)) FROM accelerat
   (SELECT concat(count(*) FILTER (WHERE seen_at >= %s), ' ', count(*) FILTER (WHERE seen_at >= %s)) FROM agents_lease),
   (SELECT max(changed_at) FROM agents_agent)
 """
-"""What pages show besides: intents, agents up and late, who came or went."""
+"""Facts that no generation counts but pages show: intents, agents that are up or late, agents that changed."""
 
 
 Rendered = tuple[object, Cells, dict[str, int]]
-"""A row's version, its cells, and what tells each of them from another content."""
+"""A row's version, its cells, and a fingerprint of each cell."""
 
 
 GONE: Rendered = ("gone", {}, {})
@@ -70,8 +76,9 @@ NEVER: Rendered = (None, {}, {})
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds between two looks (each tells a row once at most), two looks at who may watch, two hints to one page, and
-    two looks at what no generation counts (leases, intents, users)."""
+    """Intervals in seconds: between two looks (each sends a row at most once), two checks of who may watch, two
+    reload hints to one page, and two queries of what no generation counts (leases, intents, agents).
+    """
 
     look: float = 0.5
     rights: float = 2.0
@@ -81,19 +88,21 @@ class Pace:
 
 @dataclass(eq=False)
 class Watcher:
-    """A page that somebody looks at. `post` hands a text to be sent, or a close code, to its socket from any thread."""
+    """An open console page. `post` can be called from any thread; it passes a text to send, or a close code, to the
+    page's socket.
+    """
 
     session: str
     post: Callable[[str | int], None]
     user: Any = None
     rights: str = ""
     is_page: bool = False
-    """It said what it shows, and that is no list."""
+    """The page has said what it shows, and it is not a list."""
     shown: Shown | None = None
     seen: dict[Any, tuple[object, dict[str, int]]] = field(default_factory=dict)
     names: dict[Any, str] = field(default_factory=dict)
     mark: object = None
-    """Where everything stood when it was last brought up to date."""
+    """The state (see `Feed._stands`) at which the page was last up to date; None if it still waits for rows."""
     live: bool = False
     told_live: bool = False
     say: dict[str, Any] = field(default_factory=dict)
@@ -107,7 +116,9 @@ class Watcher:
 
 
 class Feed:
-    """`enter`, `show` and `leave` are for the event loop; all else is the thread's, which starts with the first."""
+    """The feed thread and its queue. `enter`, `show` and `leave` are called from the event loop and do not block;
+    the private methods run in the thread, which starts with the first `enter`.
+    """
 
     def __init__(self, pace: Pace = Pace()) -> None:
         self._pace = pace
@@ -122,22 +133,26 @@ class Feed:
         self._stopping = False
 
     def enter(self, watcher: Watcher) -> None:
-        """Find out who it is; closed with SIGNED_OUT if nobody who may enter the console."""
+        """Register a page and find out whose session it has. It is closed with SIGNED_OUT if the session's user may
+        not enter the console, with LATER if the database fails.
+        """
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="live", daemon=True)
             self._thread.start()
         self._asked.put((self._enter, (watcher,)))
 
     def show(self, watcher: Watcher, path: str, query: str, rows: list[str]) -> None:
-        """From now on it looks at these rows of the list at `path`; without one, at a page that is no list."""
+        """Follow these rows of the list at `path?query` for this page from now on. An empty `path` means that the
+        page is not a list.
+        """
         self._asked.put((self._show, (watcher, path, query, rows)))
 
     def leave(self, watcher: Watcher) -> None:
-        """It is gone."""
+        """Remove a page that has disconnected."""
         self._asked.put((self._watchers.discard, (watcher,)))
 
     def stop(self) -> None:
-        """End the thread and its connection (tests; a real process just ends)."""
+        """Stop the thread and close its database connection. For tests; a real process just ends."""
         self._stopping = True
         self._asked.put((lambda: None, ()))
         if self._thread:
@@ -151,13 +166,15 @@ class Feed:
                 if self._watchers and time.monotonic() >= self._next:
                     took = _timed(self._look)
                     self._next = time.monotonic() + max(self._pace.look - took, 3 * took)
-            except Exception as error:  # noqa: BLE001 without this thread every page would stand still
+            except Exception as error:  # noqa: BLE001 if this thread ended, no page would be updated any more
                 self._next = time.monotonic() + self._pace.look
                 self._lost(error)
         connection.close()
 
     def _take(self) -> None:
-        """Do what is asked until the next look is due; with nobody there wait, without a connection."""
+        """Process one queued call, or wait until the next look is due. Without watchers it closes the database
+        connection and waits for a call; after each call it rests as long as the call took, at most 0.5 s.
+        """
         if not self._watchers:
             connection.close()
         wait = max(0.0, self._next - time.monotonic()) if self._watchers else None
@@ -171,7 +188,7 @@ class Feed:
             watcher.user = session_permissions.who(watcher.session)
             if watcher.user:
                 watcher.rights = session_permissions.of([watcher.user.pk]).get(watcher.user.pk, "")
-        except Exception as error:  # noqa: BLE001 it may come again
+        except Exception as error:  # noqa: BLE001 the page is told to connect again later
             log.warning("nobody can be let in: %s", type(error).__name__)
             watcher.post(LATER)
             return
@@ -201,12 +218,14 @@ class Feed:
             self._tell(watcher)
         except PermissionDenied:
             watcher.post(NOT_ALLOWED)
-        except Exception as error:  # noqa: BLE001 whatever a crafted or costly query does harms its own page alone
+        except Exception as error:  # noqa: BLE001 an error of a crafted or costly query affects its own page only
             log.info("a page cannot be followed: %s", type(error).__name__)
             watcher.post(MALFORMED if connection.is_usable() else LATER)
 
     def _look(self) -> None:
-        """One look for all."""
+        """Check all pages once: read generations, periodically check permissions, then send changed rows, counts of
+        new rows and reload hints.
+        """
         now = time.monotonic()
         try:
             self._read_generations()
@@ -222,7 +241,7 @@ class Feed:
             self._bring_all([one for one in stands if one.mark != stands[one]], stands)
             self._count_new([one for one in stands if one in self._watchers], now)
             self._hint([one for one in ready if one.is_page], now)
-        except Exception as error:  # noqa: BLE001 all are told that nothing is known
+        except Exception as error:  # noqa: BLE001 every page is shown as not live
             self._lost(error)
             ready = [one for one in self._watchers if one.sending_since is None]
         for watcher in self._watchers.intersection(ready):
@@ -230,13 +249,17 @@ class Feed:
                 self._tell(watcher)
 
     def _read_generations(self) -> None:
-        """The first statement of everything, so it bounds the following ones as well."""
+        """Read all generations. This is the first statement of every piece of work, because it also sets the
+        statement timeout for the following ones.
+        """
         with connection.cursor() as cursor:
             cursor.execute(GENERATIONS, [str(STATEMENT_MS)])
             self._generations = {name: value for name, value, _ in cursor.fetchall()}
 
     def _lost(self, error: Exception) -> None:
-        """The database does not answer, or worse: nobody is live, and afterwards everything is compared."""
+        """Handle a failed look: mark all pages as not live, close the connection, and compare everything at the next
+        look.
+        """
         log.warning("live pages wait: %s", type(error).__name__, exc_info=None if isinstance(error, Error) else error)
         self._outages += 1
         for watcher in self._watchers:
@@ -244,7 +267,9 @@ class Feed:
         connection.close()
 
     def _check_rights(self) -> None:
-        """Whoever lost their session or any permission is sent away; who comes back is let in by what holds then."""
+        """Disconnect pages whose session has ended or whose user's permissions changed in any way. A page that
+        reconnects gets the permissions that hold then.
+        """
         sessions = session_permissions.alive({one.session for one in self._watchers})
         now = session_permissions.of({one.user.pk for one in self._watchers})
         for one in list(self._watchers):
@@ -260,12 +285,16 @@ class Feed:
         return since is not None
 
     def _stands(self, shown: Shown, clock_s: float) -> tuple[object, ...]:
-        """Where everything stands that this list reads; what no generation counts may move with the clock."""
+        """Return a value that changes when anything this list reads may have changed. If the list reads tables
+        without a generation, it also changes every `clock_s` seconds.
+        """
         counted = tuple(self._generations.get(name, 0) for name in sorted(shown.collections))
         return self._outages, counted, None if shown.counted else time.monotonic() // clock_s
 
     def _bring_all(self, watchers: list[Watcher], stands: dict[Watcher, tuple[object, ...]]) -> None:
-        """List by list; who looks at one that fails hears LATER, the others go on."""
+        """Bring pages up to date, list by list. If one list fails, its pages are closed with LATER and the others go
+        on; an error of the connection is raised.
+        """
         by_list: dict[Any, list[Watcher]] = defaultdict(list)
         for watcher in watchers:
             if watcher.shown:
@@ -283,8 +312,9 @@ class Feed:
                     one.post(LATER)
 
     def _bring(self, some: list[Watcher], stands: dict[Watcher, tuple[object, ...]], budget: int) -> int:
-        """Compare what pages of one list show with the database, every row, and note what is to be told; returns how
-        many rows were rendered."""
+        """Compare all rows that pages of one list show with the database, and note what to send. Return how many
+        rows were rendered.
+        """
         shown, before = some[0].shown, budget
         assert shown
         versions: dict[Any, object] = dict(shown.versions({key for one in some for key in one.seen}))
@@ -310,7 +340,9 @@ class Feed:
         budget: int,
         stands: dict[Watcher, tuple[object, ...]],
     ) -> int:
-        """Render what differs once for all who see it alike; returns how many rows. What is beyond it is for later."""
+        """Render rows that differ, once for all pages that see them alike; return how many. Pages whose rows exceed
+        `budget` wait for a later look.
+        """
         shown = pairs[0][0].shown
         assert shown
         known = self._rendered.setdefault(shown.alike, {})
@@ -332,7 +364,9 @@ class Feed:
         return len(wanted)
 
     def _count_new(self, watchers: list[Watcher], now: float) -> None:
-        """How many rows each page would show now that it does not show. Costly queries are asked the less often."""
+        """Count, for each page, the rows that the list would show now and the page does not. The slower the query,
+        the less often it runs.
+        """
         pages: dict[object, set[Any]] = {}
         for one in watchers:
             stand = self._stands(one.shown, NEW_S) if one.shown and one.live and now >= one.new_at else one.new_mark
@@ -353,10 +387,12 @@ class Feed:
         except Exception:
             if not connection.is_usable():
                 raise
-            pages[shown.alike] = set()  # it took too long: nothing is known to be new
+            pages[shown.alike] = set()  # it took too long: report no new rows
 
     def _hint(self, pages: list[Watcher], now: float) -> None:
-        """Pages that are no lists fetch themselves anew when anything moved, the longest waiting first."""
+        """Tell pages that are not lists to reload when anything changed, longest waiting first, at most
+        `HINTS_PER_LOOK`.
+        """
         if pages and now >= self._uncounted_at:
             self._uncounted_at = now + self._pace.clock
             self._uncounted = session_permissions.facts(UNCOUNTED)
@@ -384,7 +420,7 @@ class Feed:
 
 
 def _note(one: Watcher, key: Any, now: Rendered) -> None:
-    """What is to be told of this row, if its cells are others than those told last."""
+    """Note what to send about this row: that it is gone, or the cells that differ from those sent last."""
     before = one.seen[key][1]
     version, cells, prints = now
     one.seen[key] = version, prints

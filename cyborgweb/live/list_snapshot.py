@@ -1,7 +1,7 @@
-"""One list as one person sees it: which version each row has, and its cells as the list itself renders them.
+"""One console list as one person sees it: the version of each row, and its cells as the list itself renders them.
 
-Called by `live.feed` in its thread. The list's own ModelAdmin is asked for everything, so columns, links and
-words are the page's, and so is who may see it.
+All queries and rendering go through the list's own ModelAdmin, so columns, links, words and permissions are those of
+the page.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ COUNTED = {
     "accelerators_event": "events",
     "accelerators_command": "commands",
 }
-"""Tables whose writes a generation counts. A list that reads any other is looked at by the clock."""
+"""Table → the generation that counts its writes. A list that reads any other table is checked by the clock."""
 TABLE = re.compile(r'(?:FROM|JOIN) "(\w+)"')
 WORDS_OF_TIME = re.compile(r"(<time [^>]*>)[^<]*")
-"""`3 min ago` moves by itself, on the page as well: no change."""
+"""A relative time such as `3 min ago`. Pages update these themselves, so a different one is no change."""
 
 Cells = dict[str, str]
-"""Column → the HTML inside its cell."""
+"""One row's cells: column → the HTML inside the cell."""
 
 
 @lru_cache(maxsize=1)
 def lists() -> dict[str, admin.ModelAdmin[Any]]:
-    """Every list of the console by its address."""
+    """Return the console's lists by their address. Models whose first field is not the primary key are left out."""
     return {
         reverse(f"admin:{model._meta.app_label}_{model._meta.model_name}_changelist"): one
         for model, one in admin.site._registry.items()
@@ -51,7 +51,9 @@ def lists() -> dict[str, admin.ModelAdmin[Any]]:
 
 
 class Shown:
-    """The list at `path?query`. PermissionDenied for who may not view it; on a crafted query what the list raises."""
+    """The list at `path?query` as `user` sees it. Raises PermissionDenied if the user may not view it, KeyError if
+    there is no list at `path`; a crafted query raises what the list raises.
+    """
 
     def __init__(self, path: str, query: str, user: AbstractBaseUser, session: Any) -> None:
         self.admin, self.query, self.user, self.session = lists()[path], query, user, session
@@ -63,19 +65,19 @@ class Shown:
         if not self.rows.query.select_related:
             self.rows = self._changelist.apply_select_related(self.rows)
         self.sees = str(self.rows.query)
-        """Which rows this person sees at all: other people's lists may hold others."""
+        """SQL of all rows that this person may see; it may differ from person to person."""
         tables = set(TABLE.findall(self.sees))
         self.collections = {COUNTED[table] for table in tables if table in COUNTED}
         self.counted = tables <= COUNTED.keys()
         self.alike = (self.admin.opts.label_lower, query, self.columns, self.sees)
-        """What is rendered for one of these, is for all."""
+        """Key for sharing: rows rendered for one person can be sent to all whose key is equal."""
         self.first = {row.pk for row in self._changelist.result_list}
-        """The keys this page of the list had just now."""
+        """Primary keys on this page of the list when it was opened."""
         self._path = path
         self._changelist.result_list = self._changelist.queryset = None
 
     def keys(self, texts: Iterable[str]) -> dict[str, Any]:
-        """Rows' keys by their text, as pages name them; what can be none is left out."""
+        """Return the primary key for each text by which pages name rows. Texts that cannot be a key are left out."""
         found = {}
         for text in texts:
             try:
@@ -85,7 +87,9 @@ class Shown:
         return found
 
     def versions(self, keys: Collection[Any]) -> dict[Any, int]:
-        """A number for each row that is there, which another content of it, or of what is joined to it, changes."""
+        """Return a hash for each existing row; it changes when the row, or anything joined to it, changes. One
+        statement.
+        """
         if not keys:
             return {}
         sql, parameters = self.rows.filter(pk__in=keys).query.sql_with_params()
@@ -94,11 +98,11 @@ class Shown:
             return dict(cursor.fetchall())
 
     def cells(self, keys: Collection[Any]) -> dict[Any, Cells]:
-        """The cells of these rows."""
+        """Return the rendered cells of these rows, by primary key."""
         return {row.pk: self._cells(row) for row in self.rows.filter(pk__in=keys)}
 
     def page(self) -> set[Any]:
-        """The keys this page of the list would show now."""
+        """Return the primary keys that this page of the list would show now."""
         return {row.pk for row in self.admin.get_changelist_instance(self._request(self._path)).result_list}
 
     def _cells(self, row: Model) -> Cells:
@@ -110,7 +114,7 @@ class Shown:
         }
 
     def _request(self, path: str) -> HttpRequest:
-        """As the browser asked for the page."""
+        """Build the request with which the browser asked for the page."""
         request = HttpRequest()
         request.method, request.path, request.path_info = "GET", path, path
         request.GET, request.user, request.resolver_match = QueryDict(self.query), self.user, resolve(path)
@@ -119,5 +123,5 @@ class Shown:
 
 
 def fingerprint(html: str) -> int:
-    """Tells one cell's content from another; the words of relative times do not count."""
+    """Return a hash of a cell's HTML that ignores the words of relative times."""
     return hash(WORDS_OF_TIME.sub(r"\1", html))

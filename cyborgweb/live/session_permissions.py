@@ -1,4 +1,4 @@
-"""Who looks, and whether they still may: asked for all watchers at once. Called by `live.feed` in its thread."""
+"""Query, for all watchers at once, whose session each is and whether the person may still watch."""
 
 from __future__ import annotations
 
@@ -24,32 +24,34 @@ FROM auth_user u WHERE u.id = ANY(%s) AND u.is_active AND u.is_staff
 
 
 def session(key: str) -> SessionStore:
-    """Of this key; read when somebody asks it for something."""
+    """Return the session with this key. It is not loaded until something is read from it."""
     return SessionStore(key)
 
 
 def who(session: str) -> Any | None:
-    """The person this session belongs to, by Django's own checks; None: nobody."""
+    """Return the user of this session after Django's own checks, or None if there is none."""
     user = get_user(SimpleNamespace(session=SessionStore(session)))
     return user if user.is_authenticated else None
 
 
 def of(users: Collection[int]) -> dict[int, str]:
-    """What each of those who may enter the console may do, as a text that any change of it changes."""
+    """Return, for each of these users that may enter the console, a fingerprint that changes when their password or
+    permissions change.
+    """
     with connection.cursor() as cursor:
         cursor.execute(RIGHTS, [list(users)])
         return dict(cursor.fetchall())
 
 
 def alive(sessions: Collection[str]) -> set[str]:
-    """Those that go on: a logout deletes one, and it has its time."""
+    """Return those of these sessions that still exist and have not expired."""
     with connection.cursor() as cursor:
         cursor.execute(ALIVE, [list(sessions)])
         return {key for (key,) in cursor.fetchall()}
 
 
 def facts(statement: str) -> tuple[Any, ...]:
-    """What the overview and the pages show besides what is counted."""
+    """Run `statement`, whose parameters are the two time limits of agents' liveness, and return its one row."""
     with connection.cursor() as cursor:
         cursor.execute(statement, list(limits()))
         return tuple(cursor.fetchone())

@@ -1,6 +1,6 @@
-"""A browser's socket at `/ws/console`, mounted by `cyborgweb.asgi`. Nothing in it waits for the database.
+"""The browser's WebSocket at `/ws/console`. Nothing in this module waits for the database.
 
-A page says once which list it is and which rows it shows; what it is told then is `live.feed`'s. Pings are uvicorn's.
+A page says which list it is and which rows it shows; `live.feed` decides what is sent to it. Pings are left to uvicorn.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from cyborgweb.live.feed import LATER, MALFORMED, SIGNED_OUT, Feed, Watcher
 MAX_WATCHERS = 500
 MAX_MESSAGE = 16_384
 BURST, PER_S = 10.0, 1.0
-"""Messages a page may send at once, and how many more a second."""
+"""Messages that a page may send at once, and per second after that."""
 TOO_LARGE, TOO_MANY = 1009, 4429
 
 
 class Ask(msgspec.Struct, forbid_unknown_fields=True):
-    """What a page shows: its address, and the keys of its rows."""
+    """What a page shows: its address, and the keys of its rows. Raises ValueError for sizes above the limits."""
 
     path: str
     query: str = ""
@@ -44,7 +44,11 @@ _ask = msgspec.json.Decoder(Ask)
 
 
 class Console:
-    """The ASGI application. Other origins are refused before there is a socket; who has no session, right after."""
+    """The ASGI application for the console's WebSocket.
+
+    Connections from other origins are refused before they are accepted. Those without a session are accepted and closed
+    at once, so that the page sees the close code.
+    """
 
     def __init__(self, feed: Feed | None = None) -> None:
         self.feed = feed or Feed()
@@ -74,7 +78,9 @@ class Console:
             await send({"type": "websocket.close", "code": code})
 
     async def _hear(self, watcher: Watcher, receive: Any) -> int:
-        """Take what the page says, until it goes (0) or says what it may not (a close code)."""
+        """Pass what the page sends to the feed until it disconnects (returns 0) or breaks a limit (returns a close
+        code).
+        """
         loop = asyncio.get_running_loop()
         credit, at = BURST, loop.time()
         while (event := await receive())["type"] == "websocket.receive":
@@ -93,7 +99,7 @@ class Console:
 
 
 async def _speak(watcher: Watcher, outbox: asyncio.Queue[str | int], send: Any) -> int:
-    """Send what the feed posts, one after the other, until it posts a close code."""
+    """Send what the feed posts, in order, until it posts a close code; return that code."""
     while isinstance(what := await outbox.get(), str):
         await send({"type": "websocket.send", "text": what})
         watcher.sending_since = None
@@ -101,13 +107,13 @@ async def _speak(watcher: Watcher, outbox: asyncio.Queue[str | int], send: Any) 
 
 
 def _post(loop: asyncio.AbstractEventLoop, outbox: asyncio.Queue[str | int], what: str | int) -> None:
-    """From the feed's thread; nobody hears it when the process ends."""
+    """Put a message into the outbox from the feed's thread. Ignored when the event loop has ended."""
     with suppress(RuntimeError):
         loop.call_soon_threadsafe(outbox.put_nowait, what)
 
 
 async def _first(*both: Any) -> int:
-    """The result of the one that ends first; the other is cancelled."""
+    """Wait for the first of these coroutines to end, cancel the others, and return its result."""
     tasks = [asyncio.ensure_future(one) for one in both]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -118,7 +124,9 @@ async def _first(*both: Any) -> int:
 
 
 def _same_origin(headers: dict[bytes, bytes]) -> bool:
-    """A page of another site can open a socket here, with our cookie: its browser says whose page it is."""
+    """Return whether the page that opens the socket is ours. A page of another site could open one with our cookie,
+    but its browser names that site in the Origin header.
+    """
     origin, host = headers.get(b"origin", b"").decode("latin-1"), headers.get(b"host", b"").decode("latin-1")
     return bool(host) and urlsplit(origin).netloc.lower() == host.lower()
 

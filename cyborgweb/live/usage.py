@@ -1,8 +1,8 @@
-"""A device's usage as a stream of events, served on the event loop: who listens takes no request thread.
+"""A device's usage as server-sent events, served on the event loop, so that listeners occupy no request thread.
 
-Mounted by `cyborgweb.asgi` at the address of the usage resource (`agents.api`), for who accepts `text/event-stream`.
-Who may listen is asked of that resource itself, at the beginning and again every `Pace.judge` seconds. What is told is
-read once a second for all listeners together, in a thread.
+It answers at the address of the usage resource (`agents.api`) for clients that accept `text/event-stream`. Whether a
+client may listen is asked of that resource itself, at the beginning and again every `Pace.judge` seconds. Samples are
+read once a second for all listeners together, in one thread.
 """
 
 from __future__ import annotations
@@ -27,10 +27,14 @@ PATH = re.compile(r"\A/api/devices/([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})
 EVENTS = b"text/event-stream"
 MAX_LISTENERS = 500
 SLOW_S = 10.0
-"""Who has not taken in an event after this long is dropped; also the longest silence before a comment is sent."""
+"""Seconds after which a listener that has not accepted an event is dropped; also the longest silence before a
+comment is sent.
+"""
 FAREWELL_S = 1.0
 WATCHED_S = 10.0
-"""Agents are asked to go on for so long, again and again: they stop soon after the last listener has gone."""
+"""Seconds for which agents are asked to send samples. The request is repeated while somebody listens, so they stop
+soon after the last listener has gone.
+"""
 NOT_OURS = {b"content-type", b"content-length", b"etag", b"cache-control", b"content-encoding"}
 HEADERS = [(b"content-type", EVENTS), (b"cache-control", b"no-store"), (b"x-accel-buffering", b"no")]
 FULL = b"So many listeners are here already: try again in a while, or ask for application/json."
@@ -38,7 +42,9 @@ FULL = b"So many listeners are here already: try again in a while, or ask for ap
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds between two events, between two questions who may listen, and how long these may go unanswered."""
+    """Seconds between two events, between two permission checks of a listener, and for how long these checks may
+    fail before the stream ends.
+    """
 
     event: float = 1.0
     judge: float = 30.0
@@ -47,7 +53,7 @@ class Pace:
 
 @dataclass(eq=False)
 class _Listener:
-    """Somebody who looks at a device. Only the newest event waits for them."""
+    """A client that listens to one device. If it is slow, only the newest event is kept for it."""
 
     uuid: str
     said: dict[str, Any]
@@ -56,19 +62,21 @@ class _Listener:
     ended: bool = False
 
     def tell(self, facts: dict[str, Any]) -> None:
-        """What is known now of what they asked for."""
+        """Set the next event from those of `facts` that the client asked for."""
         self.said |= {name: value for name, value in facts.items() if name in self.said}
         self.event = b"data: %b\n\n" % msgspec.json.encode(self.said)
         self.news.set()
 
     def end(self) -> None:
-        """There is nothing more to come."""
+        """End this stream."""
         self.ended = True
         self.news.set()
 
 
 class Usage:
-    """The ASGI application; `inward` is the resource as JSON, on bounded threads."""
+    """The ASGI application. `inward` is the application that serves the same resource as JSON, on a bounded number
+    of threads.
+    """
 
     def __init__(self, inward: Any, pace: Pace = Pace()) -> None:
         self._inward, self._pace = inward, pace
@@ -80,14 +88,14 @@ class Usage:
 
     @staticmethod
     def wants(scope: Any) -> bool:
-        """Whether this request is for a stream."""
+        """Return whether this request asks for a stream of usage."""
         if scope["method"] != "GET" or not PATH.match(scope["path"]):
             return False
         accepted = (value for name, value in scope["headers"] if name == b"accept")
         return any(kind.partition(b";")[0].strip() == EVENTS for value in accepted for kind in value.split(b","))
 
     def stop(self) -> None:
-        """Every stream ends now: the process is about to."""
+        """End all streams, because the process is about to stop or the reader has ended."""
         for listener in self._listeners:
             listener.end()
 
@@ -108,7 +116,7 @@ class Usage:
             self._inside -= 1
 
     async def _serve(self, scope: Any, listener: _Listener, receive: Any, send: Any) -> None:
-        """Until they go, may not listen any more, take nothing in, or the process ends."""
+        """Serve one stream until the client disconnects, loses its permission, is too slow, or the process ends."""
         self._listeners.add(listener)
         listener.tell({})
         if self._reader is None:
@@ -129,7 +137,7 @@ class Usage:
             await _farewell(send)
 
     async def _judge(self, scope: Any) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
-        """The resource's answer to who asks, as JSON."""
+        """Ask the JSON resource with the client's own request; return its status, headers and body."""
         headers = [(name, value) for name, value in scope["headers"] if name not in (b"accept", b"if-none-match")]
         inner = dict(scope) | {"headers": [*headers, (b"accept", b"application/json")]}
         started: list[dict[str, Any]] = []
@@ -148,7 +156,7 @@ class Usage:
         return started[0]["status"], list(started[0]["headers"]), body
 
     async def _watch(self, scope: Any) -> None:
-        """Ends when they may not listen any more, or nobody has been able to say so for long."""
+        """Return when the client may no longer listen, or when no check has succeeded for `Pace.patience` seconds."""
         loop = asyncio.get_running_loop()
         sure = loop.time()
         while loop.time() - sure < self._pace.patience:
@@ -160,7 +168,7 @@ class Usage:
                 return
 
     async def _read(self) -> None:
-        """What all listeners are told, as long as there are any."""
+        """Read samples every `Pace.event` seconds and pass them to all listeners, until there are none."""
         loop = asyncio.get_running_loop()
         try:
             while self._listeners:
@@ -177,10 +185,14 @@ class Usage:
                 await asyncio.sleep(max(0.0, began + self._pace.event - loop.time()))
         finally:
             self._reader = None
-            self.stop()  # nobody is left, or nobody would be told anything more
+            self.stop()  # there are no listeners left, or the reader failed and would never tell them anything
 
     def _look(self, uuids: Iterable[str]) -> dict[str, dict[str, Any]]:
-        """In the thread: who is watched, and what they said last. A device stays where it is as long as it is one."""
+        """Ask the gateways for the devices' last samples and keep their agents sending; return them by uuid. Runs in
+        the thread.
+
+        The host and key of each device are cached, because they do not change.
+        """
         wanted = set(uuids)
         try:
             self._places = {uuid: place for uuid, place in self._places.items() if uuid in wanted}
@@ -190,7 +202,7 @@ class Usage:
             hosts = {host for host, _ in self._places.values()}
             loads = telemetry.watch(hosts, self._pace.event, WATCHED_S)
         finally:
-            connection.close()  # opened every few seconds at most
+            connection.close()  # a new connection is needed every few seconds at most
         return {uuid: telemetry.of_device(loads, *place) for uuid, place in self._places.items()}
 
 
@@ -201,7 +213,9 @@ def _listener(scope: Any, body: bytes) -> _Listener:
 
 
 async def _speak(listener: _Listener, send: Any) -> None:
-    """Tell what is new, until there is nothing more to come; a comment when there has long been nothing."""
+    """Send each new event until the stream ends, and a comment after `SLOW_S` seconds without one. Raises
+    TimeoutError if the client accepts nothing.
+    """
     while not listener.ended:
         text = b": still here\n\n"
         try:

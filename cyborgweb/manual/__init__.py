@@ -1,1 +1,1 @@
-"""The manual: what `docs/` says, as pages under `/help/` and as files that need no server (`make manual`)."""
+"""The manual: the pages in `docs/`, served below `/help/` and written as files that need no server (`make manual`)."""

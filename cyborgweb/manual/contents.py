@@ -1,4 +1,4 @@
-"""What the manual has, in which order: `docs/contents.toml`. Read by everything of this package, and by tests."""
+"""The manual's table of contents, read from `docs/contents.toml`."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 MORE = {"openapi.yaml", "policy.yaml.sample", "monitoring/alerts.yaml", "monitoring/grafana-dashboard.json"}
-"""What is no page and no picture, and yet linked to."""
+"""Files below docs/ that pages link to and that are neither pages nor pictures."""
 FIRST = "index"
 FIELDS = "fields"
-"""The page that is made of the code and stands in no file."""
+"""The page that is generated from the code and is no file."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A page in the list of contents; `name` is its path below docs/ without its ending."""
+    """A page in the table of contents; `name` is its path below docs/ without the extension."""
 
     part: str
     name: str
@@ -26,13 +26,13 @@ class Entry:
 
 @cache
 def entries() -> tuple[Entry, ...]:
-    """Every page, in the order in which one would read them."""
+    """Return all pages in reading order."""
     table = tomllib.loads((DOCS / "contents.toml").read_text())
     return tuple(Entry(part["title"], name, title) for part in table["part"] for name, title in part["pages"].items())
 
 
 @cache
 def files() -> frozenset[str]:
-    """What pages may show or lead to beside pages, as paths below docs/."""
+    """Return the pictures and other files that pages may show or link to, as paths below docs/."""
     pictures = (path for path in (DOCS / "images").iterdir() if path.suffix in (".png", ".svg"))
     return frozenset(str(path.relative_to(DOCS)) for path in pictures) | MORE

@@ -1,7 +1,8 @@
-"""What each field is, in one sentence: a model's own help text, or `docs/fields.toml`. The manual's page of them.
+"""The meaning of each field in one sentence, from the model's help text or `docs/fields.toml`, and the manual's page
+that lists them.
 
-The manual, the console's forms and `cyborgweb.api.openapi` say the same sentence. It stands in a file and not in the
-models where a migration would be needed for a word.
+The manual, the console's forms and `cyborgweb.api.openapi` use the same sentence. The sentences are in a file and not
+in the models, where each change of a word would need a migration.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from django.db.models import Model
 from cyborgweb.manual.contents import DOCS
 
 ANY = "*"
-"""The table of what means the same wherever it stands."""
+"""The table of fields that mean the same for every kind."""
 ALIASES = {
     "driver": "hostdriver",
     "handle": "attachhandle",
@@ -28,7 +29,7 @@ ALIASES = {
     "request": "acceleratorrequest",
     "rule": "admissionrule",
 }
-"""Kinds that the API calls otherwise than the models do."""
+"""The API's names of kinds → the names of the models."""
 HEAD = """\
 # Every field
 
@@ -38,18 +39,20 @@ What stands in the console's lists and forms, and in the API under the same name
 
 @cache
 def table() -> dict[str, dict[str, str]]:
-    """`docs/fields.toml`: kind → field → sentence."""
+    """Return `docs/fields.toml`: kind → field → sentence."""
     return tomllib.loads((DOCS / "fields.toml").read_text())
 
 
 def sentence(kind: str, name: str, own: str = "") -> str:
-    """Of a field of a kind (`device`, `agent`); `own` is what the code says of it; '' when nobody says anything."""
+    """Return the sentence for a field of a kind (`device`, `agent`), '' if there is none. The kind's own table comes
+    first, then `own` (the text in the code), then the table for all kinds.
+    """
     known = table()
     return known.get(kind, {}).get(name) or own or known[ANY].get(name, "")
 
 
 def of_api(component: str, name: str) -> str:
-    """Of a property of one of the API's schemas."""
+    """Return the sentence for a property of one of the API's schemas, '' if there is none."""
     kind = component.removeprefix("Patched")
     for end in ("Reference", "Request", "WithTimeline", "WithSteps"):
         kind = kind.removesuffix(end) or kind
@@ -57,7 +60,9 @@ def of_api(component: str, name: str) -> str:
 
 
 def shown(site_admin: Any) -> Iterator[tuple[str, str, str]]:
-    """Every field of one kind of thing in the console: its name, what stands above it, its sentence."""
+    """Yield every field of one kind in the console: its name, its heading, its sentence. Of fields with the same
+    heading only the first is yielded.
+    """
     model: type[Model] = site_admin.model
     known = {field.name: field for field in model._meta.get_fields()}
     names = [*site_admin.list_display, *(site_admin.fields or ()), *site_admin.readonly_fields]
@@ -72,7 +77,7 @@ def shown(site_admin: Any) -> Iterator[tuple[str, str, str]]:
 
 
 def kinds() -> Iterator[tuple[str, Any]]:
-    """Every list of the console in the order of its navigation: its word, its admin."""
+    """Yield every list of the console with its admin: first those in the navigation, in its order, then the others."""
     from cyborgweb.pages.navigation import GROUPS
 
     registry = admin.site._registry
@@ -86,7 +91,7 @@ def kinds() -> Iterator[tuple[str, Any]]:
 
 
 def markdown() -> str:
-    """The page."""
+    """Return the page as Markdown."""
     lines = [HEAD]
     for word, one in kinds():
         lines += [f"## {word}\n", "| field | meaning |", "|---|---|"]

@@ -1,6 +1,6 @@
-"""A page of `docs/` as HTML, with its headings and with its text for the search. Pure: no Django; called by `site`.
+"""Render a page of `docs/` as HTML, and extract its headings and its text for the search. No Django.
 
-Markdown is CommonMark with tables, as its readers elsewhere have it. HTML in it is shown and not obeyed, except `<br>`.
+Markdown is CommonMark with tables, as other readers of docs/ expect. HTML in it is shown as text, except `<br>`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from markdown_it.token import Token
 from cyborgweb.manual import contents, sequence
 
 Address = Callable[[str], str]
-"""Where something of docs/ is in this edition of the manual: `guide.md#words`, `images/host.png`."""
+"""Function that returns the address of something in docs/ in one edition of the manual: `guide.md#words`,
+`images/host.png`.
+"""
 
 
 @dataclass
 class Section:
-    """A heading and what stands below it until the next one, as text."""
+    """A heading and the text below it, up to the next heading."""
 
     level: int
     anchor: str
@@ -33,13 +35,13 @@ class Section:
 
     @property
     def said(self) -> str:
-        """The text on one line."""
+        """Return the text on one line."""
         return " ".join(" ".join(self.text).split())
 
 
 @dataclass(frozen=True)
 class Page:
-    """One page, ready to be put into a frame. The first section is the page itself."""
+    """A rendered page without its frame. The first section is the page itself."""
 
     name: str
     html: str
@@ -47,7 +49,7 @@ class Page:
 
 
 def render(name: str, source: str, address: Address) -> Page:
-    """`source` is Markdown; its relative links are read from where the page is below docs/."""
+    """Render the Markdown in `source`. Relative links are resolved from the page's place below docs/."""
     parser = MarkdownIt("commonmark", {"html": False}).enable("table")
     for rule, how in RULES.items():
         parser.add_render_rule(rule, how)
@@ -64,12 +66,12 @@ def render(name: str, source: str, address: Address) -> Page:
         if token.type == "inline":
             _lead(token.children or [], name, address)
     for section in sections:
-        section.text = section.text[1:]  # the heading itself
+        section.text = section.text[1:]  # without the heading itself
     return Page(name, parser.renderer.render(tokens, parser.options, {"page": name}), tuple(sections))
 
 
 def target(name: str, link: str) -> str:
-    """What a relative link on page `name` leads to, as a path below docs/ with its anchor."""
+    """Return the path below docs/, with its anchor, that a relative link on page `name` leads to."""
     path, _, anchor = link.partition("#")
     here = PurePosixPath(name).parent
     parts: list[str] = []
@@ -82,7 +84,7 @@ def target(name: str, link: str) -> str:
 
 
 def _lead(tokens: Sequence[Token], name: str, address: Address) -> None:
-    """Point links and pictures to where this edition has them."""
+    """Replace the targets of links and pictures by their addresses in this edition."""
     for token in tokens:
         key = {"link_open": "href", "image": "src"}.get(token.type)
         link = str(token.attrGet(key) or "") if key else ""
@@ -92,7 +94,7 @@ def _lead(tokens: Sequence[Token], name: str, address: Address) -> None:
 
 
 def _anchor(title: str, counts: Counter[str]) -> str:
-    """As GitHub has it, so that a link serves both readers."""
+    """Return the heading's anchor as GitHub builds it, so that a link works in both places."""
     slug = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
     counts[slug] += 1
     return slug if counts[slug] == 1 else f"{slug}-{counts[slug] - 1}"
@@ -112,7 +114,9 @@ def _text(self: Any, tokens: Sequence[Token], at: int, options: Any, env: Any) -
 
 
 def _fence(self: Any, tokens: Sequence[Token], at: int, options: Any, env: Any) -> str:
-    """A block of code; the word after the language is the name of a file."""
+    """Render a block of code, or a Mermaid diagram as SVG. In the info string, the word after the language is a file
+    name and becomes the caption.
+    """
     token = tokens[at]
     language, _, name = token.info.partition(" ")
     if language == "mermaid":
@@ -124,7 +128,7 @@ def _fence(self: Any, tokens: Sequence[Token], at: int, options: Any, env: Any) 
 
 
 def _image(self: Any, tokens: Sequence[Token], at: int, options: Any, env: Any) -> str:
-    """A photograph as a file; a drawing becomes part of the page, so that it has the page's colours."""
+    """Render a picture: a photograph by its file; an SVG drawing inline, so that it uses the page's colours."""
     token = tokens[at]
     said, path = escapeHtml(token.content), token.meta.get("docs", "")
     if path.endswith(".svg") and path in contents.files():

@@ -1,4 +1,4 @@
-"""Which part of the manual is about which page of the console. Asked by the tag `{% manual %}` in every header."""
+"""Which part of the manual describes which page of the console."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ PLACES = {
     "auth_group": "roles.md#who-sees-and-does-what",
     "password_change": "install.md#start-it",
 }
-"""The name of an address, or of all addresses that begin so: where its part of the manual is below docs/."""
+"""URL name, or the beginning of URL names → the part of the manual below docs/."""
 
 
 def place(request: HttpRequest) -> str:
-    """The part about the page that is asked for."""
+    """Return the part of the manual that describes the requested page."""
     match = request.resolver_match
     name = str(match.url_name) if match else ""
     while name and name not in PLACES:

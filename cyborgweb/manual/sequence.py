@@ -1,6 +1,6 @@
-"""A Mermaid sequence diagram as SVG, so that the manual's pictures need no script. Called by `pages`.
+"""Render a Mermaid sequence diagram as SVG, so that the manual's pictures need no script.
 
-Of the language only what `docs/` uses: participants, numbered messages, `opt` … `end`. Anything else raises ValueError.
+It supports only what `docs/` uses: participants, numbered messages, `opt` … `end`. Anything else raises ValueError.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from html import escape
 
 WIDTH, HEAD, STEP, GAP = 940, 44, 46, 26
 LETTER = 6.4
-"""A letter's usual width in user units."""
+"""Average width of a letter in user units."""
 PARTICIPANT = re.compile(r"participant (\w+) as (.+)")
 MESSAGE = re.compile(r"(\w+)--?(?:>>|x)(\w+): (.+)")
 
 
 def svg(source: str, name: str) -> str:
-    """The picture; `name` is what it is called when it is read aloud."""
+    """Return the diagram as SVG; `name` is its accessible name. Raises ValueError for a line that is not supported."""
     people: dict[str, str] = {}
     drawn: list[str] = []
     open_boxes: list[tuple[int, str]] = []

@@ -1,6 +1,6 @@
-"""The manual's pages in their frame, in two editions: served under `/help/`, and as files that need no server.
+"""The manual's complete pages, in two editions: served below `/help/`, and as files that need no server.
 
-Called by `views` and by `manage.py manual`. Every page is made once per process; nothing in it is about who reads it.
+Every page is rendered once per process; none of them depends on the reader.
 """
 
 from __future__ import annotations
@@ -24,34 +24,36 @@ if TYPE_CHECKING:
 
 STYLES = ("console/console.css", "console/page.css", "help/manual.css")
 FONTS = ("unfold/fonts/inter/styles.css",)
-"""Only where they are served; files take what the reader's machine has."""
+"""Fonts of the served edition only; the files use the fonts of the reader's machine."""
 SCRIPT = "console/theme.js"
 SEARCH = "search"
 ALONE_SCRIPT, INDEX = "help/search.js", "index.js"
 MOST = 40
-"""So many sections a search shows."""
+"""Sections that a search shows at most."""
 
 
 @dataclass(frozen=True)
 class Edition:
-    """Where things are. `root` is the way from the page on screen to the manual's folder; '' when it is served."""
+    """Addresses in one edition. `root` is the relative path from the current page to the manual's folder, '' for the
+    served edition.
+    """
 
     root: str = ""
 
     def page(self, name: str) -> str:
-        """A page's address."""
+        """Return the address of a page."""
         if self.root:
             return f"{self.root}{name}.html"
         return f"/help/{'' if name == FIRST else f'{name}/'}"
 
     def address(self, place: str) -> str:
-        """Of something below docs/: a page (`guide.md#words`) or a file."""
+        """Return the address of something below docs/: a page (`guide.md#words`) or a file."""
         path, _, anchor = place.partition("#")
         found = self.page(path.removesuffix(".md")) if path.endswith(".md") else f"{self.root or '/help/'}{path}"
         return f"{found}#{anchor}" if anchor else found
 
     def static(self, path: str) -> str:
-        """Of a file of the console's."""
+        """Return the address of one of the console's static files."""
         return f"{self.root}assets/{Path(path).name}" if self.root else f"{settings.STATIC_URL}{path}"
 
 
@@ -60,7 +62,7 @@ SERVED = Edition()
 
 @dataclass(frozen=True)
 class Hit:
-    """A section that was found."""
+    """A section that the search found."""
 
     url: str
     page: str
@@ -69,12 +71,12 @@ class Hit:
 
 
 def alone(name: str) -> Edition:
-    """The edition in files, seen from this page."""
+    """Return the edition in files, as seen from this page."""
     return Edition("../" * name.count("/") or "./")
 
 
 def body(name: str, edition: Edition) -> Page:
-    """A page without its frame. Raises KeyError for what the contents do not have."""
+    """Render a page without its frame. Raises KeyError if the table of contents does not have it."""
     from cyborgweb.manual import pages  # its parser takes a while to import, and most processes never show a page
 
     if name not in {entry.name for entry in contents.entries()}:
@@ -85,7 +87,7 @@ def body(name: str, edition: Edition) -> Page:
 
 @cache
 def page(name: str, edition: Edition = SERVED) -> str:
-    """A whole page. Raises KeyError for what the contents do not have."""
+    """Return a complete page; the result is cached. Raises KeyError if the table of contents does not have it."""
     made = body(name, edition)
     every = contents.entries()
     at = [entry.name for entry in every].index(name)
@@ -103,7 +105,7 @@ def page(name: str, edition: Edition = SERVED) -> str:
 
 
 def framed(edition: Edition, name: str, title: str, more: dict[str, object]) -> str:
-    """A page's frame: the contents beside it, the search above."""
+    """Render a page in its frame, with the table of contents and the search."""
     parts: dict[str, list[tuple[str, str, bool]]] = {}
     for entry in contents.entries():
         parts.setdefault(entry.part, []).append((*_linked(entry, edition), entry.name == name))
@@ -122,12 +124,14 @@ def framed(edition: Edition, name: str, title: str, more: dict[str, object]) -> 
 
 @cache
 def sections() -> tuple[tuple[Entry, Section], ...]:
-    """All that can be found, in the order of the contents."""
+    """Return all sections that can be found, in the order of the contents."""
     return tuple((entry, one) for entry in contents.entries() for one in body(entry.name, SERVED).sections)
 
 
 def find(term: str) -> list[Hit]:
-    """Sections that have every word of `term`, those with more of them in their headings first."""
+    """Return at most `MOST` sections that contain every word of `term`; those with more of the words in their
+    headings come first.
+    """
     words = term.lower().split()
     found = []
     for entry, one in sections() if words else ():
@@ -142,14 +146,14 @@ def find(term: str) -> list[Hit]:
 
 
 def excerpt(text: str, words: list[str]) -> str:
-    """A line or two around the first of the words."""
+    """Return a line or two of text around the first of the words."""
     at = min((place for word in words if (place := text.lower().find(word)) >= 0), default=0)
     start = max(0, text.rfind(" ", 0, max(0, at - 60)))
     return ("…" if start else "") + text[start : start + 220].strip() + ("…" if start + 220 < len(text) else "")
 
 
 def write(folder: Path) -> int:
-    """The edition in files into `folder`, which is made anew; how many pages it has."""
+    """Write the edition in files into `folder`, which is deleted first; return the number of pages."""
     shutil.rmtree(folder, ignore_errors=True)
     (folder / "assets").mkdir(parents=True)
     for entry in contents.entries():

@@ -1,6 +1,6 @@
-"""`/help/`: the manual, for whoever may enter the console. Routed by `cyborgweb.urls`.
+"""`/help/`: the manual, for users who may enter the console.
 
-Not open to strangers: it says nothing secret, but which release answers here is nobody's business who may not log in.
+It is not public: it contains no secrets, but it reveals which release runs here.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from django.urls import path
 from cyborgweb.manual import contents, site
 
 LONGEST = 200
-"""So many letters of what is searched for are looked at."""
+"""Characters of a search term that are used."""
 
 
 def page(request: HttpRequest, name: str = contents.FIRST) -> HttpResponse:
-    """A page of the manual."""
+    """Show a page of the manual."""
     try:
         return HttpResponse(site.page(name))
     except KeyError:
@@ -26,14 +26,14 @@ def page(request: HttpRequest, name: str = contents.FIRST) -> HttpResponse:
 
 
 def find(request: HttpRequest) -> HttpResponse:
-    """What the manual says of `?q=`."""
+    """Search the manual for `?q=`."""
     term = request.GET.get("q", "").strip()[:LONGEST]
     more = {"hits": site.find(term), "term": term, "searched": True}
     return HttpResponse(site.framed(site.SERVED, site.SEARCH, "Search", more))
 
 
 def file(request: HttpRequest, name: str) -> HttpResponse:
-    """A picture, or a file that a page leads to; nothing else of docs/."""
+    """Return a picture, or a file that a page links to; no other file of docs/."""
     if name not in contents.files():
         raise Http404("The manual has no such file.")
     kind = mimetypes.guess_type(name)[0] if name.startswith("images/") else "text/plain; charset=utf-8"

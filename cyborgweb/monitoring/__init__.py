@@ -1,1 +1,3 @@
-"""What monitoring asks for: `page` answers `/metrics`, `snapshot` looks around, `served` and `calls` count."""
+"""Metrics for Prometheus: `page` answers `/metrics`, `snapshot` and `backlog` read the database, `served` counts our
+requests and `calls` counts calls to other services.
+"""

@@ -1,4 +1,4 @@
-"""What is on its way or not well, as numbers: reports, intents, binds, commands, queues, devices. For `overview`."""
+"""Count unfinished work and unhealthy devices: reports, intents, binds, commands, queues, devices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from django.db import connection
 from accelerators.admin.records import STUCK_AFTER
 
 NEAR_S = 10
-"""A bind whose deadline is so near is about to fail."""
+"""Seconds before its deadline from which a bind counts as close to failing."""
 NUMBERS = """
 SELECT json_build_object(
   'spool', (SELECT count(*) FROM spool), 'spool_oldest', (SELECT min(received_at) FROM spool),
@@ -41,7 +41,9 @@ SELECT json_build_object(
 
 @dataclass(frozen=True)
 class Telling:
-    """Intents of one kind: how many wait, since when, how many are stuck, what they last failed with."""
+    """Intents of one kind: how many are waiting, how many of them are stuck, when the oldest was created, and the
+    last error of the one with the most attempts.
+    """
 
     number: int = 0
     stuck: int = 0
@@ -51,7 +53,7 @@ class Telling:
 
 @dataclass(frozen=True)
 class Work:
-    """Everything that has begun and has not ended, and which devices are not well."""
+    """Numbers of everything that has begun and not ended, and of unhealthy devices."""
 
     spool: int
     spool_oldest: datetime | None
@@ -69,26 +71,26 @@ class Work:
     missing_held: int
     intents: dict[str, Telling] = field(default_factory=dict)
     devices: list[tuple[str, str, int]] = field(default_factory=list)
-    """How many there are in each state, of each type."""
+    """State, type, and number of devices."""
 
     @property
     def placement(self) -> Telling:
-        """What Placement is still to be told."""
+        """Intents to update Placement."""
         return self.intents.get("provider", Telling())
 
     @property
     def nova(self) -> Telling:
-        """What Nova is."""
+        """Intents to notify Nova."""
         return self.intents.get("notice", Telling())
 
     @property
     def stuck(self) -> int:
-        """Intents that failed too often to be left alone."""
+        """Return how many intents, of all kinds, have failed `STUCK_AFTER` times or more."""
         return sum(one.stuck for one in self.intents.values())
 
 
 def now() -> Work:
-    """One statement."""
+    """Read all numbers from the database in one statement."""
     with connection.cursor() as cursor:
         cursor.execute(NUMBERS, {"near": NEAR_S, "stuck": STUCK_AFTER})
         found: Any = cursor.fetchone()[0]

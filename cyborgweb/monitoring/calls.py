@@ -1,6 +1,7 @@
-"""Counts what other services of the cloud are asked: Placement, Nova, Glance, Keystone. Wraps the one session.
+"""Count and time calls to other cloud services (Placement, Nova, Glance, Keystone), by wrapping the keystoneauth1
+session.
 
-The agents' own calls, where agents write to Placement, are made on their hosts and are not among them.
+Calls that agents make to Placement themselves are made on their hosts and are not counted here.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from typing import Any
 from accelerators.runtime import metrics
 
 SERVICES = {"placement": "placement", "compute": "nova", "image": "glance", None: "keystone", "identity": "keystone"}
-"""By keystoneauth1's service types; Keystone is asked by its address."""
+"""Service name by keystoneauth1's service type; Keystone is called by URL, without a type."""
 COUNTED_AT = "_cyborg_counted_at"
-"""On an error: when it was counted, by the clock of `time.monotonic`."""
+"""Attribute set on an exception: when it was counted, by `time.monotonic`."""
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"})
 
 _calls = metrics.counter(
@@ -34,7 +35,7 @@ _seconds = metrics.histogram(
 
 
 def counted(session: Any) -> Any:
-    """The same keystoneauth1 session, whose calls are counted from now on."""
+    """Make this keystoneauth1 session count its calls from now on, and return it."""
     session.request = _counting(session.request)
     return session
 
@@ -63,7 +64,9 @@ def _counting(ask: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_counted(error: BaseException | None, since: float) -> bool:
-    """Whether a call within this one, a login, failed and was counted: nobody else was asked then."""
+    """Return whether the error comes from an inner call, such as a login, that was already counted since `since`:
+    then the outer call was never made.
+    """
     while error is not None:
         if vars(error).get(COUNTED_AT, float("-inf")) >= since:
             return True

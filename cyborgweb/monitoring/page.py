@@ -1,7 +1,8 @@
-"""`GET /metrics`: everything for Prometheus, as text or as OpenMetrics, to this machine or to who has the token.
+"""`GET /metrics`: all metrics for Prometheus, in its text format or as OpenMetrics, for this machine itself or for
+clients with the token.
 
-What was collected is told for a few seconds to everybody who asks, so ten scrapers cost one; who asks while it is being
-collected is told the last one. A collection is bounded: a fixed number of statements, each with a time-out.
+A collection is served to everybody for `KEPT_S` seconds, so ten scrapers cost as much as one. A request that arrives
+during a collection gets the previous one. A collection is bounded: a fixed number of statements, each with a timeout.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ from cyborgweb.monitoring import snapshot
 
 KEPT_S = 3.0
 STALE_S = 60.0
-"""Who comes during a collection is told nothing that is older."""
+"""A request that arrives during a collection waits for it if the previous one is older than this, in seconds."""
 FORWARDED = re.compile(r"forwarded|x-forwarded-.*|x-real-ip|via", re.IGNORECASE)
-"""With any such header a request comes through a proxy: that the proxy runs here says nothing of who asked it."""
+"""Headers of requests that came through a proxy. The address of a proxy on this machine says nothing about the
+client.
+"""
 OPENMETRICS = "application/openmetrics-text"
 REFUSED = (
     "Metrics are told to this machine itself, or to who sends Authorization: Bearer with the value of "
@@ -36,26 +39,26 @@ REFUSED = (
 
 @dataclass
 class Collection:
-    """What was told at one moment. Is a collector: what `prometheus_client` renders."""
+    """The metrics at one moment, and their renderings by content type. A collector for `prometheus_client`."""
 
     at: float = float("-inf")
     metrics: list[Metric] = field(default_factory=list)
     rendered: dict[str, bytes] = field(default_factory=dict)
 
     def collect(self) -> list[Metric]:
-        """All of it."""
+        """Return all metrics."""
         return self.metrics
 
 
 class Collected:
-    """The last collection, for all that ask; one thread at a time makes another."""
+    """Cache of the last collection; one thread at a time makes a new one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._last = Collection()
 
     def body(self, accept: str) -> tuple[bytes, str]:
-        """What is told, and its content type."""
+        """Return the metrics in the format that `accept` prefers, and its content type. May block for a collection."""
         encode, media = choose_encoder(OPENMETRICS if OPENMETRICS in accept else "")
         last = self._last
         age = time.monotonic() - last.at if media in last.rendered else float("inf")
@@ -72,7 +75,7 @@ class Collected:
         return last.rendered[media], media
 
     def forget(self) -> None:
-        """The next one is collected afresh (tests)."""
+        """Drop the cached collection (for tests)."""
         self._last = Collection()
 
 
@@ -81,7 +84,7 @@ collected = Collected()
 
 @require_safe
 def metrics(request: HttpRequest) -> HttpResponse:
-    """The page."""
+    """Answer with the metrics, or with 403 if the client is not this machine and has no token."""
     if not (_is_here(request) or _has_token(request)):
         return HttpResponse(REFUSED, status=403, content_type="text/plain; charset=utf-8")
     body, media = collected.body(request.headers.get("Accept", ""))
@@ -89,7 +92,7 @@ def metrics(request: HttpRequest) -> HttpResponse:
 
 
 def _is_here(request: HttpRequest) -> bool:
-    """Whether it was sent by this machine itself."""
+    """Return whether the request comes directly from this machine."""
     if any(FORWARDED.fullmatch(name) for name in request.headers):
         return False
     try:

@@ -1,6 +1,7 @@
-"""Django's middleware that counts what was asked and how long it took, by the route's template.
+"""Django middleware that counts and times HTTP requests by route template.
 
-Never by the path: a path holds ids, and whoever asks for nonsense would make a series of each.
+The path itself is never used as a label: paths hold ids, and requests for addresses that do not exist would each create
+a time series.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from accelerators.runtime import metrics
 
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 NOWHERE = "(none)"
-"""The route of what no route answers, and of static files."""
+"""The route label for addresses without a route, and for static files."""
 
 _requests = metrics.counter(
     "cyborg_http_requests_total", "HTTP requests by route, method and class of status.", "route", "method", "status"
@@ -33,7 +34,9 @@ busy = metrics.counter("cyborg_http_busy_total", "HTTP requests that found no fr
 
 
 class ServedMiddleware:
-    """The outermost one, so that it counts what the others answer."""
+    """Count and time every request. It must be the outermost middleware, so that it counts the answers of the
+    others.
+    """
 
     def __init__(self, get_response: Callable[[HttpRequest], HttpResponse]) -> None:
         self.get_response = get_response
@@ -51,8 +54,9 @@ class ServedMiddleware:
 
 @lru_cache(maxsize=1024)
 def template(route: str) -> str:
-    r"""A route as people write it: `^api(?:/|$)\Ahosts/(?P<uuid>…)/?\Z` is `/api/hosts/{uuid}`; both mounts of v2 are
-    one."""
+    r"""Return a route in readable form: `^api(?:/|$)\Ahosts/(?P<uuid>…)/?\Z` becomes `/api/hosts/{uuid}`. Both
+    mounts of v2 give the same.
+    """
     _, anchored, rest = route.rpartition(r"\A")
     if route.startswith("^api"):
         return "/api/" + _plain(rest if anchored else "")
@@ -62,7 +66,7 @@ def template(route: str) -> str:
 
 
 def _plain(pattern: str) -> str:
-    """Groups and converters by their names, without anchors and what may be there or not at its end."""
+    """Replace groups and converters by `{name}`, and remove anchors and optional endings."""
     named = replace_named_groups(pattern) if "(?P" in pattern else pattern
     short = re.sub(r"\(\?:/\[\^/\]\+\)\?|\(\?:\\\.json\)\?|/\?|\\Z|\$$|\^", "", named)
     return re.sub(r"<(?:\w+:)?(\w+)>", r"{\1}", short)

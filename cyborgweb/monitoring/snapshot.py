@@ -1,6 +1,6 @@
-"""What is so at this moment, of the database and of the gateways' last samples: gauges that are made when asked for.
+"""Gauges of the current state, read from the database and from the gateways' last samples when they are asked for.
 
-Five statements, whatever there is; seven where devices' loads are told. Called by `page`.
+Costs five statements, whatever the number of rows; seven if the loads of devices are exported.
 """
 
 from __future__ import annotations
@@ -27,20 +27,21 @@ from cyborgweb.monitoring import backlog
 log = logging.getLogger(__name__)
 
 PATIENCE_MS = 3000
-"""What one statement may take."""
+"""Timeout of one statement, in milliseconds."""
 MOST_SERIES = 50_000
-"""So many values of devices are told."""
+"""Time series of devices that are exported at most."""
 OLD_S = 180.0
-"""What a host said of its load longer ago is no longer told: it says so once a minute."""
+"""Seconds after which a host's sample is no longer exported: a host sends one a minute."""
 MOST_OF_HOST = 1_000
-"""So many of one host: it takes nobody else's place."""
+"""Time series of one host at most, so that it does not take the place of others."""
 NAME = re.compile(
     r"utilization_percent|memory_(?:used|total)_bytes|temperature_celsius(?:_[1-9]\d?)?|power_watts|energy_joules_total"
     r"|busy_seconds_total|errors_(?:correctable|nonfatal|fatal)_total",
     re.ASCII,
 )
-"""What our drivers name (`drivers.inventory.Sample`, `drivers.pci.pci_health`): a name that a host makes up is not
-told."""
+"""Metric names that our drivers use (`drivers.inventory.Sample`, `drivers.pci.pci_health`). Names that a host makes
+up are not exported.
+"""
 
 COUNTED = """
 SELECT json_build_object(
@@ -63,7 +64,7 @@ JOIN accelerators_host h ON h.id = d.host_id WHERE d.host_id = ANY(%s)
 
 
 class _Counted(msgspec.Struct):
-    """What COUNTED says; null where there is nothing."""
+    """The answer of COUNTED; null where there are no rows."""
 
     rollouts: int
     requests: dict[str, int] | None
@@ -75,16 +76,16 @@ class _Counted(msgspec.Struct):
 
 @dataclass
 class Families:
-    """Gauges in the making."""
+    """A list of gauges that is being built."""
 
     made: list[Metric] = field(default_factory=list)
 
     def add(self, name: str, text: str, value: float) -> None:
-        """One value."""
+        """Add a gauge with one value."""
         self.made.append(GaugeMetricFamily(name, text, value=value))
 
     def by(self, name: str, text: str, labels: Iterable[str], values: Iterable[tuple[Iterable[str], float]]) -> None:
-        """A value for each of several labels' values."""
+        """Add a gauge with one value for each combination of label values."""
         family = GaugeMetricFamily(name, text, labels=list(labels))
         for said, value in values:
             family.add_metric(list(said), value)
@@ -92,11 +93,11 @@ class Families:
 
 
 def collect() -> Iterator[Metric]:
-    """All of it; without the database what is known without it."""
+    """Yield all gauges. If the database fails, yield only the build information and `cyborg_database_up` 0."""
     into = Families()
     into.by("cyborg_build_info", "Always 1; its label is the release.", ["release"], [([version("cyborgweb")], 1)])
     try:
-        # Before the transaction: it may wait for other gateways.
+        # Before the transaction, because it may wait for other gateways.
         loads = telemetry.last() if settings.KEYS.metrics_devices else None
         with transaction.atomic():
             with connection.cursor() as cursor:
@@ -116,7 +117,7 @@ def collect() -> Iterator[Metric]:
 
 
 def _fleet(into: Families) -> None:
-    """Hosts, agents and devices."""
+    """Add the gauges of hosts, agents and devices."""
     enrolled = Q(agent__isnull=False)
     barred = [word for word in liveness.WORDS if word not in liveness.LIVENESS]
     counts = {word: Count("pk", filter=enrolled & Q(agent__barred=word)) for word in barred}
@@ -136,7 +137,7 @@ def _fleet(into: Families) -> None:
 
 
 def _work(into: Families) -> None:
-    """What waits, what is open, what contradicts."""
+    """Add the gauges of unfinished work: queues, intents, binds, commands, attachments, rollouts and discrepancies."""
     now, doing = datetime.now(UTC), backlog.now()
     with connection.cursor() as cursor:
         cursor.execute(COUNTED)
@@ -174,7 +175,9 @@ def _work(into: Families) -> None:
 
 
 def _loads(loads: telemetry.Loads, into: Families) -> None:
-    """What devices have to do, as their hosts said last; nothing here is stored."""
+    """Add the loads of devices from their hosts' last samples, which are not stored. Values that are too many,
+    unknown by name or of an unknown device are counted and left out.
+    """
     since = time.time() - OLD_S
     fresh = {host: said.devices for host, said in sorted(loads.hosts.items()) if said.at >= since}
     with connection.cursor() as cursor:

@@ -1,5 +1,5 @@
-"""Who wants to hear of what, and how they are told: subscriptions, messages, deliveries.
+"""Notifications: subscriptions, the messages that match them, and their delivery by webhook, mail or inbox.
 
-`fanout` reads the events and writes a delivery for each subscription that fits; `sender` brings them to their
-destination. Called by the jobs of `cyborgweb.apps`, by the API (`notify.api`) and by the console (`notify.admin`).
+`fanout` reads events and writes one delivery for each matching subscription. `sender` delivers them to webhooks and by
+mail. `api` and `admin` let people manage their subscriptions.
 """

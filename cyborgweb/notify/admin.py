@@ -1,5 +1,6 @@
-"""The console's pages of subscriptions and deliveries. Everybody in the console has their own; they do here what the
-rules of the API let them do. Loaded by `cyborgweb.admin`.
+"""The console's pages for subscriptions and deliveries.
+
+Every console user has their own subscriptions. The API's policy rules decide what each may do here.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ STANDINGS = {"active": "good", "off": "calm", "paused": "bad", "gone": "bad"}
 PROGRESS = {"waiting": "busy", "delivered": "good", "given up": "bad"}
 VERBS = ("test", "rotate")
 HIDDEN = ("target", "secret")
-"""By what no list is narrowed."""
+"""Fields by which no list can be filtered."""
 LATELY = 10
-"""So many of its deliveries are shown with a subscription."""
+"""Number of recent deliveries that a subscription's page shows."""
 
 
 def may(request: HttpRequest, rule: str) -> bool:
-    """Whether the rules let this person."""
+    """Return whether the policy rule allows this user."""
     caller = caller_of(request)
     return caller is not None and policy.allows(caller, f"cyborg:{rule}")
 
 
 def visible(request: HttpRequest, rows: QuerySet[Subscription]) -> QuerySet[Subscription]:
-    """Of these, what this person may see; administrators see all."""
+    """Return those of these subscriptions that this user may see; administrators see all."""
     caller = caller_of(request)
     if caller is None:
         return rows.none()
@@ -55,7 +56,7 @@ def visible(request: HttpRequest, rows: QuerySet[Subscription]) -> QuerySet[Subs
 
 
 class SubscriptionForm(forms.ModelForm):
-    """What is wrong together is said above the form, in the API's own sentence."""
+    """Form of a subscription. Values that do not fit together give one error above the form, worded as in the API."""
 
     kinds = forms.MultipleChoiceField(
         choices=[(kind.value, f"{kind.value}: {MEANINGS[kind]}") for kind in Kind],
@@ -85,7 +86,7 @@ class SubscriptionForm(forms.ModelForm):
 
 
 class SubscriptionAdmin(Listing):
-    """What people want to hear of. Made here, one is its person's own."""
+    """List and page of subscriptions. A subscription created here belongs to its user personally."""
 
     form = SubscriptionForm
     list_display = ("name", "shown_standing", "shown_way", "shown_kinds", "shown_scope", "shown_owner", "since")
@@ -143,7 +144,7 @@ class SubscriptionAdmin(Listing):
         return visible(request, super().get_queryset(request))
 
     def has_module_permission(self, request: HttpRequest) -> bool:
-        """Django would ask for its own list of everything, which no page shows."""
+        """Return False, to keep this model out of Django's own list of all apps, which no page shows."""
         return False
 
     def has_view_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
@@ -169,7 +170,9 @@ class SubscriptionAdmin(Listing):
         return every if obj else tuple(name for name in every if name != "standing")
 
     def lookup_allowed(self, lookup: str, value: str, request: HttpRequest) -> bool:
-        """A URL may hold a token, which nobody is to guess letter by letter."""
+        """Refuse filters on `HIDDEN` fields: a URL may hold a token, which a filter would let people guess letter by
+        letter.
+        """
         return lookup.partition("__")[0] not in HIDDEN and super().lookup_allowed(lookup, value, request)
 
     def save_model(self, request: HttpRequest, obj: Subscription, form: forms.ModelForm, change: bool) -> None:
@@ -198,7 +201,7 @@ class SubscriptionAdmin(Listing):
             self.delete_model(request, row)
 
     def changeform_view(self, request: HttpRequest, *args: Any, **options: Any) -> HttpResponseBase:
-        """What somebody else did meanwhile is a sentence, not a failure."""
+        """Show a refusal, such as a change by somebody else meanwhile, as a message instead of an error page."""
         try:
             return super().changeform_view(request, *args, **options)
         except RefusedError as refused:
@@ -220,7 +223,7 @@ class SubscriptionAdmin(Listing):
         return [path("<int:pk>/do/<str:verb>/", act, name="cyborgweb_subscription_do"), *super().get_urls()]
 
     def act_view(self, request: HttpRequest, pk: int, verb: str) -> HttpResponseBase:
-        """POST: test it, or give it another secret; then its page again, with a sentence."""
+        """On POST, send a test or rotate the secret; then redirect to the subscription's page with a message."""
         row, caller = self.get_queryset(request).filter(pk=pk).first(), caller_of(request)
         if row is None or verb not in VERBS:
             return self._get_obj_does_not_exist_redirect(request, self.opts, str(pk))
@@ -241,7 +244,7 @@ class SubscriptionAdmin(Listing):
 
 
 class DeliveryAdmin(ReadOnly):
-    """What was brought to subscriptions, and what of it did not arrive. Kept for 30 days."""
+    """List and page of deliveries, successful or not. They are kept for 30 days."""
 
     list_display = ("when", "told", "shown_subscription", "shown_progress", "attempts", "next", "last_error")
     list_display_links = ("told",)
@@ -286,7 +289,7 @@ class DeliveryAdmin(ReadOnly):
 
     @admin.action(description="Bring again", permissions=["replay"])
     def replay(self, request: HttpRequest, queryset: QuerySet[Delivery]) -> None:
-        """With the same ids; what is in an inbox is there already."""
+        """Deliver the selected messages again with the same ids; inbox messages are left out."""
         caller = caller_of(request)
         if caller is None:
             raise PermissionDenied
@@ -300,7 +303,7 @@ class DeliveryAdmin(ReadOnly):
         return may(request, "delivery:update")
 
     def has_module_permission(self, request: HttpRequest) -> bool:
-        """Django would ask for its own list of everything, which no page shows."""
+        """Return False, to keep this model out of Django's own list of all apps, which no page shows."""
         return False
 
     def has_view_permission(self, request: HttpRequest, obj: Model | None = None) -> bool:
@@ -312,5 +315,5 @@ class DeliveryAdmin(ReadOnly):
 
 
 def progress(row: Delivery) -> SafeString:
-    """As a word."""
+    """Return the delivery's progress as a coloured word."""
     return badges.mark(row.progress, PROGRESS[row.progress], row.last_error)

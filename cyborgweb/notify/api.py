@@ -1,7 +1,7 @@
-"""Subscriptions, deliveries, inbox: for projects and for who runs accelerators. Mounted by `cyborgweb.api`.
+"""The API resources subscriptions, deliveries and inbox, for projects and for operators.
 
-A project sees its own subscriptions and those of the person who asks; those about all of the cloud are for whom the
-rule `cyborg:subscription:elevated` lets. An inbox is its person's alone.
+A project sees its own subscriptions and the personal ones of the caller. Subscriptions to the whole cloud are only for
+callers that the rule `cyborg:subscription:elevated` allows. An inbox can be read by its owner alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from cyborgweb.notify import subscriptions
 
 
 class SubscriptionReference(serializers.Serializer):
-    """Which subscription."""
+    """Reference to a subscription."""
 
     uuid = serializers.UUIDField(read_only=True)
     name = serializers.CharField(read_only=True)
@@ -34,7 +34,7 @@ class SubscriptionReference(serializers.Serializer):
 
 
 class SubscriptionFilter(filters.FilterSet):
-    """By way and standing; project counts for who sees more than one."""
+    """Filter by way, standing and project. The project matters only to callers that see more than one."""
 
     way = filters.ChoiceFilter(choices=[(word.value, word.value) for word in Way])
     standing = filters.ChoiceFilter(choices=[(word.value, word.value) for word in Standing])
@@ -42,7 +42,7 @@ class SubscriptionFilter(filters.FilterSet):
 
 
 class SubscriptionSerializer(Chosen):
-    """What somebody is told of, and how."""
+    """What a subscription delivers, and how."""
 
     url = Url("subscriptions", source="uuid")
     name = Text(max_length=64, help_text="Your own word for it.")
@@ -106,13 +106,15 @@ class SubscriptionSerializer(Chosen):
         read_only_fields = ("uuid", "last_error", "failing_since", "created_at", "updated_at")
 
     def validate_standing(self, word: str) -> str:
-        """What a person may say."""
+        """Accept only the standings that a person may set."""
         if word not in subscriptions.BY_HAND:
             raise serializers.ValidationError(f"Say {' or '.join(subscriptions.BY_HAND)}.")
         return word
 
     def to_representation(self, instance: Subscription) -> dict[str, Any]:
-        """A URL may hold a token: whole for who may change it."""
+        """Return the fields. A webhook's URL may hold a token, so it is shown in full only to callers that may change
+        it.
+        """
         shown: dict[str, Any] = super().to_representation(instance)
         if "target" in shown and not self.context.get("whole"):
             shown["target"] = instance.destination if instance.target else ""
@@ -120,7 +122,7 @@ class SubscriptionSerializer(Chosen):
 
 
 class SecretSerializer(SubscriptionSerializer):
-    """With the secret of a webhook, which is shown this once."""
+    """A subscription with the secret of its webhook, which is shown only this once."""
 
     secret = serializers.CharField(read_only=True, help_text="Signs what you get; keep it. It is not shown again.")
 
@@ -129,11 +131,11 @@ class SecretSerializer(SubscriptionSerializer):
 
 
 class Nothing(Closed):
-    """Nothing is to be said."""
+    """An empty request body."""
 
 
 class DeliveryFilter(filters.FilterSet):
-    """By subscription, kind, progress."""
+    """Filter by subscription, kind and progress."""
 
     subscription = filters.UUIDFilter(field_name="subscription__uuid")
     kind = filters.CharFilter(help_text="For example request.bound.")
@@ -141,7 +143,7 @@ class DeliveryFilter(filters.FilterSet):
 
 
 class DeliverySerializer(Chosen):
-    """One message for one subscription."""
+    """One message for one subscription, with the progress of its delivery."""
 
     uuid = serializers.UUIDField(source="message", read_only=True, help_text="In the header webhook-id, after msg_.")
     url = Url("deliveries", source="message")
@@ -168,7 +170,7 @@ class DeliverySerializer(Chosen):
 
 
 class MessageSerializer(Chosen):
-    """A message in the inbox."""
+    """One message in the inbox."""
 
     uuid = serializers.UUIDField(source="message", read_only=True)
     url = Url("inbox", source="message")
@@ -182,18 +184,20 @@ class MessageSerializer(Chosen):
         read_only_fields = fields
 
     def get_text(self, row: Delivery) -> str:
-        """One line for people."""
+        """The message as one readable sentence."""
         return sentence(row.kind, row.data)
 
 
 class ReadSerializer(serializers.Serializer):
-    """How many were marked."""
+    """How many messages were marked as read."""
 
     read = serializers.IntegerField(read_only=True, help_text="Messages that were not read before.")
 
 
 class SubscriptionView(Collection):
-    """What you are told of, and how. A webhook's secret is shown when it is made, and after `rotate`, once."""
+    """Subscriptions: what you are notified of, and how. A webhook's secret is shown only once, when it is created and
+    after `rotate`.
+    """
 
     policy = "subscription"
     serializer_class = SubscriptionSerializer
@@ -209,16 +213,16 @@ class SubscriptionView(Collection):
     queryset = Subscription.objects.all()
 
     def get_queryset(self) -> QuerySet[Subscription]:
-        """What the caller may see."""
+        """Return the subscriptions that the caller may see."""
         return visible(self, super().get_queryset())
 
     def get_serializer_context(self) -> dict[str, Any]:
-        """With whether whole URLs are shown."""
+        """Add `whole`: whether webhook URLs are shown in full."""
         whole = bool(self.request) and self.allowed("cyborg:subscription:update")
         return super().get_serializer_context() | {"whole": whole}
 
     def create(self, request: Request) -> Response:
-        """Subscribe. 409: there are fifty already."""
+        """Create a subscription. 409: you already have the largest number allowed, fifty."""
         values = self._values(request)
         personal = values.pop("personal", False)
         if values.get("scope") == Scope.CLOUD:
@@ -228,7 +232,7 @@ class SubscriptionView(Collection):
         return Response(shown, 201, headers={"Location": shown["url"]})
 
     def partial_update(self, request: Request, **kwargs: str) -> Response:
-        """Change it. One that is paused goes on when it is said to be active.
+        """Change a subscription. A paused one resumes when its standing is set to active.
 
         409: `way` and `personal` cannot change.
         """
@@ -241,14 +245,14 @@ class SubscriptionView(Collection):
         return Response(self.get_serializer(subscriptions.edit(found.pk, values, self.caller)).data)
 
     def destroy(self, request: Request, **kwargs: str) -> Response:
-        """Unsubscribe; its deliveries go, too."""
+        """Delete a subscription and its deliveries."""
         subscriptions.delete(self.get_object().pk, self.caller)
         return Response(status=204)
 
     def test(self, request: Request, **kwargs: str) -> Response:
-        """Have a message brought there that says that it is a test; look at the delivery for what came of it.
+        """Send a test message to the subscription's destination. The returned delivery shows the outcome.
 
-        409: the subscription is not active, or a test of it is under way.
+        409: the subscription is not active, or a test of it is already waiting.
         """
         self.said(request)
         made = subscriptions.test(self.get_object().pk, self.caller)
@@ -256,7 +260,9 @@ class SubscriptionView(Collection):
         return Response(shown, 202, headers={"Location": shown["url"]})
 
     def rotate(self, request: Request, **kwargs: str) -> Response:
-        """Another secret, from the next try on; shown this once. 409: only webhooks have one."""
+        """Replace the webhook's secret. The new one is used from the next attempt on and is shown only this once. 409:
+        the subscription is not a webhook.
+        """
         self.said(request)
         return Response(self._with(*subscriptions.rotate(self.get_object().pk, self.caller)))
 
@@ -270,7 +276,7 @@ class SubscriptionView(Collection):
 
 
 class DeliveryView(Collection):
-    """What was brought to subscriptions, newest first, kept for 30 days. `replay` brings it again, with its id."""
+    """Deliveries to subscriptions, newest first, kept for 30 days. `replay` sends a message again with the same id."""
 
     policy = "delivery"
     default_order = "-created"
@@ -283,12 +289,12 @@ class DeliveryView(Collection):
     queryset = Delivery.objects.select_related("subscription")
 
     def get_queryset(self) -> QuerySet[Delivery]:
-        """Of the subscriptions the caller may see."""
+        """Return the deliveries of the subscriptions that the caller may see."""
         rows = super().get_queryset()
         return rows if self.sees_all() else rows.filter(subscription__in=visible(self, Subscription.objects.all()))
 
     def replay(self, request: Request, **kwargs: str) -> Response:
-        """Bring it again, with the same id; nothing happens to one that waits already.
+        """Deliver the message again with the same id. A delivery that is still waiting is left as it is.
 
         409: its subscription is not active.
         """
@@ -297,16 +303,16 @@ class DeliveryView(Collection):
         return Response(self.get_serializer(self.get_object()).data, 202)
 
     def offered(self, data: Mapping[str, Any]) -> tuple[str, ...]:
-        """Nothing, of what waits."""
+        """Return the verbs that are possible: `replay`, except while the delivery is waiting."""
         return () if data.get("progress") == Progress.WAITING else ("replay",)
 
 
 class InboxView(Collection):
-    """Your own messages, newest first."""
+    """Your own inbox messages, newest first."""
 
     policy = "inbox"
     only_reads = True
-    """What one has read is one's own note: it is taken while everything is read only."""
+    """Marking messages as read is allowed in read-only mode, because it changes only the reader's own notes."""
     default_order = "-created"
     lookup_field = "message"
     lookup_url_kwarg = "uuid"
@@ -321,28 +327,28 @@ class InboxView(Collection):
     queryset = Delivery.objects.select_related("subscription")
 
     def get_queryset(self) -> QuerySet[Delivery]:
-        """The caller's, in the caller's project."""
+        """Return the caller's inbox messages in the caller's project."""
         elevated = policy.allows(self.caller, "cyborg:subscription:elevated")
         return subscriptions.inbox_in_project(self.caller, elevated).select_related("subscription")
 
     def sees_all(self) -> bool:
-        """Nobody does."""
+        """Return False: nobody sees the inboxes of others."""
         return False
 
     def read(self, request: Request, **kwargs: str) -> Response:
-        """Mark it read."""
+        """Mark the message as read."""
         self.said(request)
         subscriptions.read(self.get_queryset(), [self.get_object().message])
         return Response(self.get_serializer(self.get_object()).data)
 
     def read_all(self, request: Request) -> Response:
-        """Mark all of them read."""
+        """Mark all messages in your inbox as read, and return how many were unread."""
         self.body()
         return Response({"read": subscriptions.read(self.get_queryset())})
 
 
 def visible(view: Collection, rows: QuerySet[Subscription]) -> QuerySet[Subscription]:
-    """Of these, what the view's caller may see."""
+    """Return those of these subscriptions that the view's caller may see."""
     if view.sees_all():
         return rows
     rows = rows.filter(subscriptions.of(view.caller))

@@ -1,8 +1,9 @@
-"""The job `messages`: each new event becomes a delivery for every subscription that fits, exactly one.
+"""The job `messages`: write exactly one delivery of each new event for every subscription that matches it.
 
-Events are read in the order of the transactions that wrote them, and only below the oldest one that is still under way:
-an event with a low number that is committed late is neither skipped nor seen twice. Deliveries and how far was read are
-one transaction. Two statements a batch, whatever the number of events and subscriptions.
+Events are read in the order of the transactions that wrote them, and only those older than the oldest transaction that
+is still running. An event that has a low number and is committed late is therefore neither skipped nor read twice. The
+deliveries and the position of the reader are written in one transaction. A batch costs two statements, whatever the
+number of events and subscriptions.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from cyborgweb.models.notify import Reader
 
 JOB = "messages"
 BATCH = 1000
-"""Events in one statement: against a hundred subscriptions that want all of them, a hundred thousand rows."""
+"""Events per statement. If a hundred subscriptions want all of them, a batch writes a hundred thousand rows."""
 
 UNDER_WAY = "SELECT coalesce(min(xact_start), now()) FROM pg_stat_activity WHERE datname = current_database()"
-"""No event that is not visible yet can be older than this. Asked before the horizon is."""
+"""Start of the oldest running transaction. No event that is not yet visible can be older. Must be queried before the
+snapshot that sets the horizon is taken.
+"""
 
 _KINDS = """array_remove(ARRAY[
   CASE WHEN e.action = 'request.bound' THEN 'request.bound' WHEN e.action = 'request.bind_failed' THEN 'request.failed'
@@ -111,17 +114,21 @@ put AS (
 )"""
 SPREAD = f"""WITH {_NEW}, {_ABOUT}, {_PUT} SELECT coalesce(bool_or(many), false),
   ARRAY(SELECT DISTINCT way FROM cyborgweb_subscription WHERE id IN (SELECT subscription_id FROM put)) FROM moved"""
-"""A batch of events, what each may see of them, the deliveries, and how far was read, all or nothing; says whether
-there is more, and which ways the deliveries go."""
+"""Reads one batch of events, decides what each project and the operators may see of them, writes the deliveries and
+moves the reader, all in one statement. Returns whether there may be more events, and the delivery ways that now have
+work.
+"""
 
 
 def run() -> None:
-    """The job."""
+    """Run the job `messages`: process batches with `step`."""
     jobs.run(JOB, step)
 
 
 def step() -> bool:
-    """One batch; True when there may be more."""
+    """Process one batch of events, and wake the delivery jobs that have work after the commit. Return True if there may
+    be more events.
+    """
     reader, _ = Reader.objects.get_or_create(pk=1)
     place = {"transaction": reader.transaction, "event": reader.event, "since": reader.since}
     with connection.cursor() as cursor:

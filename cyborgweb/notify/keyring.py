@@ -1,6 +1,6 @@
-"""Secrets of webhooks as they stand in the database: encrypted with a key made of Django's secret key.
+"""Encrypt webhook secrets for storage, with a key derived from Django's secret key.
 
-Called by `subscriptions` and `sender`. Who has a copy of the database alone cannot sign messages.
+A copy of the database alone is therefore not enough to sign messages.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from django.conf import settings
 
 
 class DecryptionError(Exception):
-    """It was encrypted with another key."""
+    """The stored secret was encrypted with another key; the subscription's secret must be rotated."""
 
 
 def lock(secret: str) -> str:
-    """To be stored."""
+    """Return the secret encrypted, as it is stored in the database."""
     return _fernet().encrypt(secret.encode()).decode()
 
 
 def unlock(stored: str) -> str:
-    """As it was. Raises DecryptionError."""
+    """Return the decrypted secret. Raises DecryptionError if it was encrypted with another key."""
     try:
         return _fernet().decrypt(stored.encode()).decode()
     except InvalidToken:

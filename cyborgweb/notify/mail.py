@@ -1,4 +1,4 @@
-"""Messages as plain mail: one, or what came meanwhile in one mail. Called by `sender`."""
+"""Send messages as plain-text mail: a single message, or several that are waiting as one digest."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from cyborgweb.models.event_types import sentence
 from cyborgweb.notify.webhook import Outcome
 
 Told = tuple[datetime, str, Mapping[str, Any]]
-"""When, of what kind, what."""
+"""One message: its time, its kind and its data."""
 WHOLE_S = 20.0
-"""A letter takes so long at most, whatever the server does."""
+"""Seconds that sending one mail may take at most, whatever the mail server does."""
 FOOT = "You get this because of a subscription in the accelerator control plane; change or delete it there."
 
 
 def letter(to: str, told: Sequence[Told], message: str) -> EmailMessage:
-    """The mail about these; `message` is the id of the first."""
+    """Build the mail about these messages (at least one). `message` is the id of the first one and becomes the
+    Message-ID.
+    """
     lines = [f"{at.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC  {sentence(kind, data)}" for at, kind, data in told]
     subject = sentence(*told[0][1:])[:150] if len(told) == 1 else f"{len(told)} messages"
     headers = {"Auto-Submitted": "auto-generated", "Message-ID": f"<{message}@cyborgweb>"}
@@ -30,7 +32,11 @@ def letter(to: str, told: Sequence[Told], message: str) -> EmailMessage:
 
 
 def send(to: str, told: Sequence[Told], message: str) -> tuple[Outcome, bool]:
-    """What came of it within `WHOLE_S`, and whether the server is away, for everybody's mail."""
+    """Send one mail. Return its outcome, and whether the mail server itself is unavailable, which affects everybody's
+    mail.
+
+    Blocks for at most `WHOLE_S` and raises nothing for errors of SMTP or the network.
+    """
     try:
         _sent(letter(to, told, message)).result(WHOLE_S)
     except smtplib.SMTPRecipientsRefused:
@@ -45,13 +51,15 @@ def send(to: str, told: Sequence[Told], message: str) -> tuple[Outcome, bool]:
 
 
 def _sent(one: EmailMessage) -> Future[None]:
-    """Done on a thread, which is left to itself when the server is slower than we wait."""
+    """Send the mail on a daemon thread and return its future. A thread whose server is slower than the caller waits is
+    left running.
+    """
     came: Future[None] = Future()
 
     def run() -> None:
         try:
             one.send()
-        except Exception as error:  # noqa: BLE001 - it is raised where the outcome is awaited
+        except Exception as error:  # noqa: BLE001 - the future raises it in the waiting thread
             came.set_exception(error)
         else:
             came.set_result(None)

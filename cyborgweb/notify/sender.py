@@ -1,9 +1,12 @@
-"""The jobs `deliveries` and `mails`: bring what waits to webhooks and by mail, try again, give up, pause what fails for
-days. While they post, no transaction is open: it would hold up all that waits for older ones to end.
+"""The jobs `deliveries` and `mails`: deliver waiting messages to webhooks and by mail, retry, give up, and pause
+subscriptions that have failed for days.
 
-At least once: whoever is killed after a try and before its outcome is committed tries again, with the same id. At most
-`PER_DESTINATION` tries at once go to one host, `BATCH` in all, on threads that know no database. A subscription whose
-last try failed is probed with one message at a time, at growing pauses.
+No transaction is open while messages are posted: it would hold up everything that waits for older transactions to end.
+
+Delivery is at least once: if the process is killed after an attempt and before its outcome is committed, the message is
+sent again with the same id. At most `PER_DESTINATION` simultaneous attempts go to one host and `BATCH` in all, on
+threads that do not use the database. A subscription whose last attempt failed gets one message at a time, with a
+growing back-off.
 """
 
 from __future__ import annotations
@@ -28,21 +31,26 @@ from cyborgweb.notify import keyring, mail, subscriptions, webhook
 from cyborgweb.notify.webhook import Outcome
 
 SLICE_S = 10.0
-"""No further round is begun after so long: with `MAIL_S` and a last letter a job ends well below the cluster's 60 s."""
+"""Seconds after which no new round begins. With `MAIL_S` and one last mail, a job ends well below the cluster's time
+limit of 60 s.
+"""
 BATCH, PER_DESTINATION, MAILS, DIGEST = 64, 4, 20, 100
-"""Tries in one round, of those to one host, mails in one round, messages in one mail."""
+"""Attempts per webhook round, attempts per round to one host, mails per round, messages per mail."""
 PAUSES_S = (5, 30, 120, 600, 1800, 7200, 21_600, 43_200, 86_400)
-"""After the first failed try of a message, the second, …; after the last one it is given up."""
+"""Seconds to wait after the first failed attempt of a message, the second, and so on. The message is given up when the
+attempt after the last pause fails.
+"""
 LONGEST_PROBE_S = 600
-"""A failing subscription is probed so often at least, whatever waits."""
+"""Longest back-off of a failing subscription in seconds, so that it is probed at least this often."""
 MAIL_PAUSE_S = 15
-"""What comes within so long after a mail is one mail."""
+"""Seconds after a mail during which further messages are collected for the next mail."""
 MAIL_S = 10
-"""No further mail is begun in a round after so long."""
+"""Seconds after which no new mail is begun in a round."""
 AWAY_S = 30
-"""So long nobody's mail is tried after the server was away."""
+"""Seconds during which no mail is tried for anybody after the mail server was unavailable."""
 GIVEN_UP_S, PAUSED_S, KEPT_S = 3 * 86_400, 3 * 86_400, 30 * 86_400
-"""So long a message waits at most, a subscription may fail before it is paused, and deliveries are kept."""
+"""Seconds that a message waits at most, that a subscription may fail before it is paused, and that deliveries are kept.
+"""
 
 DUE = """
 SELECT * FROM (
@@ -87,7 +95,7 @@ DELETE FROM cyborgweb_delivery WHERE id IN (SELECT id FROM cyborgweb_delivery
 
 @dataclass(frozen=True)
 class Due:
-    """A delivery whose time has come."""
+    """A delivery that is due for its next attempt, with what is needed to send it."""
 
     id: int
     message: str
@@ -100,22 +108,22 @@ class Due:
     secret: str
 
     def body(self) -> bytes:
-        """What the receiver gets: the same bytes at every try."""
+        """Return the JSON body for the receiver: the same bytes at every attempt."""
         return orjson.dumps({"type": self.kind, "timestamp": self.at, "data": self.data})
 
 
 def run() -> None:
-    """The job `deliveries`."""
+    """Run the job `deliveries`: rounds of webhooks."""
     _rounds(JOBS[Way.WEBHOOK], step)
 
 
 def run_mails() -> None:
-    """The job `mails`."""
+    """Run the job `mails`: rounds of mails."""
     _rounds(JOBS[Way.EMAIL], mail_step)
 
 
 def step() -> bool:
-    """One round of webhooks; True when there may be more."""
+    """Clean up with `tidy`, send one round of webhooks and store the outcomes. Return True if there may be more."""
     tidy()
     hooks = due(Way.WEBHOOK, BATCH)
     settle(hooks, _posted(hooks), 0)
@@ -123,7 +131,10 @@ def step() -> bool:
 
 
 def mail_step() -> bool:
-    """One round of mails; True when there may be more."""
+    """Send one round of mails and store the outcomes. Return True if there may be more.
+
+    If the mail server is unavailable, all mail is put off by `AWAY_S`.
+    """
     tried, outcomes, away = _mailed(due(Way.EMAIL, MAILS * DIGEST))
     settle(tried, outcomes, MAIL_PAUSE_S)
     if away:
@@ -133,8 +144,11 @@ def mail_step() -> bool:
 
 
 def _rounds(job: str, step: Callable[[], bool]) -> None:
-    """As `ticks.run`, without its transaction. Who finds the lock taken leaves what there is to its holder, or to the
-    clock: a worker that waited here would be missed elsewhere."""
+    """Call `step` until it returns False or `SLICE_S` has passed; then wake the job again if there is more.
+
+    Unlike `jobs.run` it opens no transaction. If another process holds the job's lock it returns at once and leaves the
+    work to that process or to the clock, because a worker that waited here would be missing elsewhere.
+    """
     jobs.take_up(job)
     end = time.monotonic() + SLICE_S
     with jobs.alone(job) as mine:
@@ -146,7 +160,7 @@ def _rounds(job: str, step: Callable[[], bool]) -> None:
 
 
 def due(way: str, count: int) -> list[Due]:
-    """At most `count`, the longest waiting first; fairly shared among destinations."""
+    """Return at most `count` due deliveries, longest waiting first; webhooks are shared fairly among destinations."""
     asked = {"way": way, "batch": count, "most": PER_DESTINATION, "digest": DIGEST}
     with connection.cursor() as cursor:
         cursor.execute(DUE, asked)
@@ -154,7 +168,12 @@ def due(way: str, count: int) -> list[Due]:
 
 
 def settle(tried: list[Due], outcomes: list[Outcome], pause_s: float) -> None:
-    """Write what came of them. A subscription fares well when one of its tries did."""
+    """Store the outcomes of these attempts in one transaction: the deliveries' progress, and the subscriptions'
+    failures and next attempt.
+
+    A subscription counts as working if one of its attempts succeeded; it may get its next message after `pause_s`
+    seconds. It is stopped if its destination answered 410, or if it has failed for `PAUSED_S`.
+    """
     if not tried:
         return
     rows, fared = [], {}
@@ -166,7 +185,7 @@ def settle(tried: list[Due], outcomes: list[Outcome], pause_s: float) -> None:
             fared[one.subscription] = outcome
     shown = [{"id": id, "error": outcome.error[:1000], "pause": pause_s} for id, outcome in sorted(fared.items())]
     with transaction.atomic(), connection.cursor() as cursor:
-        # In the order in which who deletes a subscription locks it and what is left of its deliveries.
+        # Subscriptions before deliveries: deleting a subscription locks the rows in the same order.
         cursor.execute(FARED, [LONGEST_PROBE_S, orjson.dumps(shown).decode(), PAUSED_S])
         fares = dict(cursor.fetchall())
         cursor.execute(SETTLED, [orjson.dumps(rows).decode()])
@@ -179,7 +198,7 @@ def settle(tried: list[Due], outcomes: list[Outcome], pause_s: float) -> None:
 
 
 def tidy() -> None:
-    """Give up what waited for too long, and forget what is old."""
+    """Give up deliveries that have waited for `GIVEN_UP_S`, and delete at most 1000 that are older than `KEPT_S`."""
     with connection.cursor() as cursor:
         too_long = "created_at < statement_timestamp() - make_interval(secs => %s)"
         cursor.execute(ENDED + too_long, ["It waited for too long.", GIVEN_UP_S])
@@ -187,7 +206,9 @@ def tidy() -> None:
 
 
 def _stop(id: int, standing: Standing, reason: str) -> None:
-    """Nothing is brought there any more until somebody resumes it; whoever it belongs to is told."""
+    """Set the subscription to `standing`, give up its waiting deliveries, record an event, and tell its owner in the
+    inbox. Nothing is delivered until somebody makes it active again.
+    """
     with conductor.writing():
         row = Subscription.objects.get(pk=id)
         Subscription.objects.filter(pk=id).update(standing=standing)
@@ -235,7 +256,10 @@ def _post(one: Due, secret: str | keyring.DecryptionError, allowed: webhook.Allo
 
 
 def _mailed(letters: Iterable[Due]) -> tuple[list[Due], list[Outcome], bool]:
-    """Those of which a mail was tried, what came of each, and whether the server is away: then one is tried."""
+    """Send one mail per subscription, for at most `MAILS` subscriptions and `MAIL_S` seconds. Return the deliveries
+    that were tried, their outcomes, and whether the mail server is unavailable; it stops at the first mail that
+    finds it so.
+    """
     of: dict[int, list[Due]] = {}
     end = time.monotonic() + MAIL_S
     for one in letters:

@@ -1,6 +1,7 @@
-"""Subscriptions: made, changed, tried, deleted; each with an event. Deliveries tried again, messages marked read.
+"""Create, change, test and delete subscriptions, replay deliveries, and mark inbox messages as read.
 
-Called by `notify.api`, `notify.admin` and the inbox. Whoever calls has asked whether the caller may.
+Every change of a subscription and every replay records an event. The functions do not check permissions: the calling
+code must do that first.
 """
 
 from __future__ import annotations
@@ -28,30 +29,35 @@ from cyborgweb.models.notify import Delivery, Subscription
 from cyborgweb.notify import keyring, webhook
 
 MOST = 50
-"""Subscriptions that one person, or one project, may have."""
+"""Subscriptions that one person may have in a project, or one project for itself."""
 MOST_REPLAYED = 1000
 FIELDS = ("name", "scope", "kinds", "host", "type", "label", "way", "target", "standing")
 BY_HAND = (Standing.ACTIVE, Standing.OFF)
-"""What a person may say of how it stands."""
+"""The standings that a person may set."""
 HOST = re.compile(r"[A-Za-z0-9._*?-]*")
 _LOCK = 0x73756273
 
 
 def allowed() -> webhook.Allowed:
-    """What the configuration lets webhooks reach."""
+    """Return which destinations the configuration allows for webhooks."""
     keys = settings.KEYS
     return webhook.Allowed(keys.webhook_allow_http, webhook.networks(keys.webhook_networks))
 
 
 def of(caller: Caller) -> Q:
-    """For queries of subscriptions: those that are the caller's, or the caller's project's."""
+    """Return a filter for the subscriptions in the caller's project that belong to the project or to the caller."""
     return Q(project_id=caller.project_id) & (Q(person="") | Q(person=caller.user_id))
 
 
 def create(
     values: Mapping[str, Any], caller: Caller, source: Source = Source.API, personal: bool = False
 ) -> tuple[Subscription, str]:
-    """Store one of checked values; with a webhook's secret, which is told nowhere else. Raises RefusedError."""
+    """Create a subscription and record an event. Return it with the webhook's secret in plain text ('' for other ways),
+    which cannot be read again later.
+
+    An inbox subscription always belongs to the caller alone. Raises RefusedError INVALID for values that do not fit
+    together, CONFLICT if there are `MOST` already.
+    """
     person = caller.user_id if personal or values["way"] == Way.INBOX else ""
     made = Subscription(**values, project_id=caller.project_id, person=person, user=_user(caller))
     check(made)
@@ -68,7 +74,12 @@ def create(
 
 
 def edit(pk: int, values: Mapping[str, Any], caller: Caller, source: Source = Source.API) -> Subscription:
-    """Change one; one that was paused and is said to be active begins anew. Raises RefusedError."""
+    """Change a subscription, record an event, wake its delivery job and return it.
+
+    A change also resets its failures and back-off, so a paused subscription that is made active starts afresh. Raises
+    RefusedError UNKNOWN if it does not exist, CONFLICT if `way` would change, INVALID if the values do not fit
+    together.
+    """
     with conductor.writing():
         row = _locked(pk)
         if "way" in values and values["way"] != row.way:
@@ -88,7 +99,9 @@ def edit(pk: int, values: Mapping[str, Any], caller: Caller, source: Source = So
 
 
 def delete(pk: int, caller: Caller, source: Source = Source.API) -> None:
-    """Remove it, with its deliveries. Raises RefusedError UNKNOWN."""
+    """Delete the subscription with its deliveries and record an event. Raises RefusedError UNKNOWN if it does not
+    exist.
+    """
     with conductor.writing():
         row = _locked(pk)
         _record("deleted", row, {name: [value, None] for name, value in _shown(row).items() if value}, caller, source)
@@ -96,7 +109,11 @@ def delete(pk: int, caller: Caller, source: Source = Source.API) -> None:
 
 
 def rotate(pk: int, caller: Caller, source: Source = Source.API) -> tuple[Subscription, str]:
-    """Another secret, from the next try on. Raises RefusedError."""
+    """Give a webhook a new secret, valid from the next attempt on. Return the subscription and the secret in plain
+    text.
+
+    Raises RefusedError UNKNOWN if it does not exist, STATE if it is no webhook.
+    """
     with conductor.writing():
         row = _locked(pk)
         if row.way != Way.WEBHOOK:
@@ -109,7 +126,11 @@ def rotate(pk: int, caller: Caller, source: Source = Source.API) -> tuple[Subscr
 
 
 def test(pk: int, caller: Caller, source: Source = Source.API) -> Delivery:
-    """Write a message that says that it is a test; its delivery shows what came of it. Raises RefusedError."""
+    """Queue a test message for the subscription and return its delivery, which will show the outcome.
+
+    Raises RefusedError UNKNOWN if the subscription does not exist, STATE if it is not active, CONFLICT if a test is
+    already waiting.
+    """
     with conductor.writing():
         row = _locked(pk)
         if row.standing != Standing.ACTIVE:
@@ -133,7 +154,11 @@ def test(pk: int, caller: Caller, source: Source = Source.API) -> Delivery:
 
 
 def replay(wanted: QuerySet[Delivery], caller: Caller, source: Source = Source.API) -> int:
-    """Bring these to their destination again, with the same ids; how many. Messages in an inbox are there already."""
+    """Deliver these messages again with the same ids; return how many were queued, at most `MOST_REPLAYED`.
+
+    Inbox messages and deliveries that are still waiting are left out. Raises RefusedError STATE if a subscription of
+    these is not active; then nothing is queued.
+    """
     with conductor.writing():
         ids = list(wanted.exclude(subscription__way=Way.INBOX).values_list("pk", flat=True)[:MOST_REPLAYED])
         again = Delivery.objects.filter(pk__in=ids, reader="").exclude(progress=Progress.WAITING)
@@ -153,19 +178,21 @@ def replay(wanted: QuerySet[Delivery], caller: Caller, source: Source = Source.A
 
 
 def inbox(person: str) -> QuerySet[Delivery]:
-    """What is in somebody's inbox."""
+    """Return the deliveries in this person's inbox, of all projects."""
     return Delivery.objects.filter(reader=person).exclude(reader="")
 
 
 def inbox_in_project(caller: Caller, elevated: bool) -> QuerySet[Delivery]:
-    """Of the caller's inbox what belongs to the caller's project: tokens of several projects may have one user. Of all
-    of the cloud for whom the rule `cyborg:subscription:elevated` lets."""
+    """Return the caller's inbox messages of the caller's project, because one user may have tokens of several projects.
+    Messages of subscriptions to the whole cloud are included only if `elevated`, which is the rule
+    `cyborg:subscription:elevated`.
+    """
     rows = inbox(caller.user_id).filter(subscription__project_id=caller.project_id)
     return rows if elevated else rows.filter(subscription__scope=Scope.PROJECT)
 
 
 def read(rows: QuerySet[Delivery], messages: Iterable[Any] | None = None) -> int:
-    """Mark these messages of an inbox read, or all; how many were not."""
+    """Mark these messages of an inbox as read, or all of them if `messages` is None. Return how many were unread."""
     rows = rows.filter(read_at__isnull=True)
     if messages is not None:
         rows = rows.filter(message__in=list(messages))
@@ -173,7 +200,7 @@ def read(rows: QuerySet[Delivery], messages: Iterable[Any] | None = None) -> int
 
 
 def check(row: Subscription) -> None:
-    """Raises RefusedError INVALID for what makes no sense together."""
+    """Check that the fields of a subscription fit together. Raises RefusedError INVALID with the reason."""
     if not row.kinds or set(row.kinds) - set(Kind):
         raise RefusedError(Reason.INVALID, f"Say what you want to be told of: one or more of {', '.join(Kind)}.")
     if row.host and (row.scope != Scope.CLOUD or not HOST.fullmatch(row.host)):
@@ -205,7 +232,7 @@ def _check_address(address: str) -> None:
 
 
 def _shown(row: Subscription) -> dict[str, Any]:
-    """For events: of a URL only where it leads, as it may hold a token."""
+    """Return the fields as events record them. A URL may hold a token, so only its destination is included."""
     told = {name: getattr(row, name) for name in FIELDS} | {"kinds": ", ".join(row.kinds)}
     return told | {"target": row.destination if row.way != Way.INBOX else ""}
 
@@ -218,7 +245,9 @@ def _locked(pk: int) -> Subscription:
 
 
 def _user(caller: Caller) -> User | None:
-    """With which the subscription ends; None for who is known to Keystone alone."""
+    """Return the Django user whose deletion deletes the subscription too, or None for a caller that is known to
+    Keystone alone.
+    """
     if settings.WITH_KEYSTONE:
         return User.objects.filter(keystone__keystone_id=caller.user_id).first()
     return User.objects.filter(pk=int(caller.user_id)).first() if caller.user_id.isdecimal() else None

@@ -1,8 +1,9 @@
-"""One try to bring a message to a webhook: signed as Standard Webhooks says, to an address that was checked. No Django.
+"""Make one attempt to deliver a message to a webhook: signed as Standard Webhooks requires, to an address that was
+checked.
 
-Called by `sender` on threads, and by `subscriptions` to judge a URL. Source: standardwebhooks.com, specification 1.0.
-A name is looked up once, every address it has must be allowed, and the connection goes to one of these addresses: what
-the name means a moment later does not matter. Redirects are not followed. Of an answer only its status is read.
+This module does not use Django and runs on threads. Source: standardwebhooks.com, specification 1.0. A host name is
+looked up once, every address it has must be allowed, and the connection goes to one of these addresses, so a DNS change
+a moment later has no effect. Redirects are not followed. Only the status of an answer is read.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from urllib.parse import urlsplit
 
 CONNECT_S, WHOLE_S = 3.0, 10.0
 MOST_ANSWER = 1024
-"""Bytes of an answer that are looked at, for its status."""
+"""Bytes of an answer that are read at most to find its status."""
 MAX_URL = 2000
 PREFIX = "whsec_"
 NAT64 = IPv6Network("64:ff9b::/96")
@@ -33,24 +34,26 @@ HOST = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9.-]{0,251}[A-Za-z0-9])?\.?")
 
 Address = IPv4Address | IPv6Address
 Lookup = Callable[[str, int], Sequence[str]]
-"""The addresses of a name. Raises OSError."""
+"""Function that returns the addresses of a host name and port. Raises OSError."""
 _lookups = ThreadPoolExecutor(64, thread_name_prefix="webhook-names")
-"""As many as there are tries at once, so that a name server that hangs delays no other name."""
+"""One thread per simultaneous attempt, so that a DNS server that hangs for one name delays no other."""
 
 
 class WebhookUrlError(ValueError):
-    """A URL that messages are not brought to; the text says why, and what would do."""
+    """The URL cannot be used for a webhook. The text gives the reason and, where possible, what would be accepted."""
 
 
 @dataclass(frozen=True)
 class Allowed:
-    """What the configuration lets webhooks reach beside public addresses by https."""
+    """What the configuration allows for webhooks, in addition to public addresses over HTTPS."""
 
     http: bool = False
     networks: tuple[IPv4Network | IPv6Network, ...] = ()
 
     def takes(self, address: Address) -> bool:
-        """Whether a connection may go there: a public unicast address, or one of the networks listed."""
+        """Return whether a connection to this address is allowed: it is public unicast, or in one of the listed
+        networks. An IPv4 address inside an IPv6 address must be allowed as well.
+        """
         if any(address.version == network.version and address in network for network in self.networks):
             return True
         if isinstance(address, IPv6Address):
@@ -65,7 +68,7 @@ class Allowed:
 
 @dataclass(frozen=True)
 class Where:
-    """A URL, taken apart."""
+    """The parsed parts of a webhook URL."""
 
     secure: bool
     host: str
@@ -75,31 +78,35 @@ class Where:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a try. `error` is '' when it arrived; `gone`: the receiver wants no more (410)."""
+    """Result of one attempt. `error` is '' on success; `gone` means that the receiver answered 410 and wants no more
+    messages.
+    """
 
     error: str = ""
     gone: bool = False
 
 
 def networks(words: Sequence[str]) -> tuple[IPv4Network | IPv6Network, ...]:
-    """Of a configuration's words. Raises ValueError for one that is none."""
+    """Parse the networks in the configuration. Raises ValueError for a word that is no network."""
     return tuple(ip_network(word) for word in words)
 
 
 def new_secret() -> str:
-    """`whsec_` and 32 random bytes."""
+    """Return a new random secret: `whsec_` and 32 random bytes in base64."""
     return PREFIX + base64.b64encode(secrets.token_bytes(32)).decode()
 
 
 def signature(secret: str, message: str, timestamp: int, body: bytes) -> str:
-    """The header `webhook-signature`."""
+    """Return the value of the header `webhook-signature` for this message id, time and body."""
     key = base64.b64decode(secret.removeprefix(PREFIX))
     signed = hmac.new(key, f"{message}.{timestamp}.".encode() + body, hashlib.sha256).digest()
     return f"v1,{base64.b64encode(signed).decode()}"
 
 
 def where(url: str, allowed: Allowed) -> Where:
-    """Take a URL apart. Raises WebhookUrlError for one that cannot be used, whatever its name may mean."""
+    """Parse a webhook URL and check everything that needs no DNS lookup. Raises WebhookUrlError with the reason if it
+    cannot be used.
+    """
     if len(url) > MAX_URL or not url.isascii() or not url.isprintable() or set(url) & set(' \\"<>'):
         raise WebhookUrlError(f"A webhook's URL is at most {MAX_URL} characters of ASCII, without blanks.")
     try:
@@ -123,12 +130,14 @@ def where(url: str, allowed: Allowed) -> Where:
 
 
 def look_up(host: str, port: int) -> Sequence[str]:
-    """The system's answer."""
+    """Resolve a host name with the system's resolver. Raises OSError."""
     return [str(found[4][0]) for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
 
 
 def post(url: str, headers: dict[str, str], body: bytes, allowed: Allowed, lookup: Lookup = look_up) -> Outcome:
-    """Bring it there: one try, over within `WHOLE_S`. Raises nothing."""
+    """Make one attempt to post the message and return its outcome. Ends within about `WHOLE_S`; errors of the URL, the
+    network and TLS are returned, not raised.
+    """
     end = time.monotonic() + WHOLE_S
     try:
         to = where(url, allowed)
@@ -166,12 +175,14 @@ def _check(addresses: Sequence[Address], host: str, allowed: Allowed) -> None:
     if not addresses:
         raise WebhookUrlError(f"{host} has no address.")
     if not all(allowed.takes(address) for address in addresses):
-        # Which address it is, whoever subscribes may not know: it is what a name means to us, inside.
+        # The message does not name the address: it comes from our internal DNS, which the subscriber may not see.
         raise WebhookUrlError(f"{host} leads to an address which is not public; webhooks are not sent there.")
 
 
 def _connected(to: Where, allowed: Allowed, lookup: Lookup) -> socket.socket:
-    """To one of the addresses that the name has now, all of which were checked."""
+    """Open a connection, with TLS if the URL asks for it, to one of the name's current addresses, after checking all of
+    them. Raises WebhookUrlError if one is not allowed, OSError if the connection fails.
+    """
     try:
         found = _lookups.submit(lookup, to.host, to.port).result(CONNECT_S)
     except TimeoutError:
@@ -189,13 +200,13 @@ def _connected(to: Where, allowed: Allowed, lookup: Lookup) -> socket.socket:
 
 
 def _first(addresses: Sequence[str], port: int) -> socket.socket:
-    """To the first that answers; the last failure is raised when none does."""
+    """Connect to the first address that answers, within `CONNECT_S` for all. Raises the last failure if none does."""
     end = time.monotonic() + CONNECT_S
     for address in addresses[:-1]:
         try:
             return socket.create_connection((address, port), _left(end))
         except OSError:
-            continue  # the next one may be reached: a host without IPv6, say
+            continue  # another address may be reachable, for example if this host has no IPv6
     return socket.create_connection((addresses[-1], port), _left(end))
 
 
@@ -213,7 +224,9 @@ def _request(to: Where, headers: dict[str, str], body: bytes) -> bytes:
 
 
 def _status(connection: socket.socket, end: float) -> int:
-    """Of the answer, of which nothing else is read. Raises WebhookUrlError when it is none."""
+    """Read the answer up to its status line and return the status. Raises WebhookUrlError if there is no HTTP status,
+    TimeoutError at `end`.
+    """
     answer = b""
     while len(answer) < MOST_ANSWER:
         connection.settimeout(_left(end))

@@ -1,1 +1,1 @@
-"""Pages that show more than one room."""
+"""Console pages that combine several packages."""

@@ -1,4 +1,6 @@
-"""What needs an operator, as sentences that lead to where it is mended: the worst first. Pure; called by `overview`."""
+"""List what needs an operator, as sentences with a link to where it can be fixed, the worst first. No database
+access.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +18,17 @@ from cyborgweb.monitoring.backlog import NEAR_S, Work
 from cyborgweb.pages.capacity import Capacity
 
 LATE = timedelta(seconds=60)
-"""Placement and Nova may be behind for so long before anybody has to know."""
+"""How far Placement and Nova may be behind before it is shown."""
 SLOW = timedelta(seconds=15)
-"""What our own workers may leave lying."""
+"""How long reports and wake-ups may wait for our own workers before it is shown."""
 ERROR = 160
 
 
 @dataclass(frozen=True)
 class Need:
-    """How bad it is (a tone of `marks`), in a word; the link's words, the rest of the sentence, and where it leads."""
+    """One line of the list: its tone (of `badges.mark`), a word for it, the text of the link (`what`), the rest of
+    the sentence (`then`), and the link's address.
+    """
 
     tone: str
     word: str
@@ -35,7 +39,7 @@ class Need:
 
 @dataclass(frozen=True)
 class House:
-    """All that is looked at. `devices`: state → how many."""
+    """Everything that the list is made from. `devices`: number of devices by state."""
 
     hosts: Mapping[str, int]
     devices: Counter[str]
@@ -47,7 +51,7 @@ class House:
 
 
 def needs(house: House) -> list[Need]:
-    """Bad before warnings before what only waits for a decision."""
+    """Return what needs an operator: first what is bad, then warnings, then what only waits for a decision."""
     found = [*_hardware(house), *_hosts(house), *_told(house), *_work(house), *_capacity(house)]
     return sorted(found, key=lambda need: ("bad", "warn", "calm").index(need.tone))
 
@@ -130,13 +134,13 @@ def _capacity(house: House) -> Iterator[Need]:
 
 
 def listed(model: str, **asked: str) -> str:
-    """Address of a filtered list of `accelerators`."""
+    """Return the address of a list of the `accelerators` app, filtered by `asked`."""
     url = reverse(f"admin:accelerators_{model}_changelist")
     return f"{url}?{urlencode(asked)}" if asked else url
 
 
 def some(number: int, one: str, many: str = "") -> str:
-    """`1 device`, `2 devices`."""
+    """Return the number with the noun in its singular or plural: `1 device`, `2 devices`."""
     return f"{number} {one if number == 1 else many or one + 's'}"
 
 

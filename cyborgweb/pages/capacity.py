@@ -1,6 +1,5 @@
-"""How much there is of each resource class, or of other groups: held, free, out of offer, and how busy; as bars.
-
-Called by `overview` and `usage`.
+"""Units of each resource class, or of other groups, as bars: held, free, out of offer, and how busy their devices
+are.
 """
 
 from __future__ import annotations
@@ -15,21 +14,23 @@ from agents.telemetry import Loads
 from cyborgweb.telemetry import usage_with_load
 
 MOST = 30
-"""So many classes are shown, the largest first."""
+"""Resource classes that are shown, the largest first."""
 PROJECTS = 10
 
 
 class Capacity(Group):
-    """A group, drawn."""
+    """A group that can render itself."""
 
     @classmethod
     def of(cls, group: Group) -> Capacity:
-        """The same, drawn."""
+        """Return this group as a Capacity."""
         return cls(*(getattr(group, field.name) for field in fields(Group)))
 
     @property
     def bar(self) -> SafeString:
-        """Held is full, free is light, out of offer is hatched; the numbers stand beside it."""
+        """Return the bar: held is solid, free is light, out of offer is hatched. The template shows the numbers
+        beside it.
+        """
         whole = max(self.total or 0, self.held + (self.free or 0) + self.reserved, 1)
         held, free = 100 * self.held / whole, 100 * (self.free or 0) / whole
         return format_html(
@@ -42,37 +43,37 @@ class Capacity(Group):
 
     @property
     def busy(self) -> SafeString | str:
-        """See `busy`."""
+        """The bar of the group's load; see the function `busy`."""
         return busy(self.load)
 
     @property
     def memory(self) -> str:
-        """See `memory`."""
+        """The memory of the group's devices; see the function `memory`."""
         return memory(self.load)
 
     @property
     def watts(self) -> str:
-        """See `watts`."""
+        """The power of the group's devices; see the function `watts`."""
         return watts(self.load)
 
 
 def busy(load: Load) -> SafeString | str:
-    """Mean utilisation as a bar, the busiest device as a line on it; nothing where nobody says."""
+    """Return the mean utilisation as a bar with a line at the busiest device; '' if no device reports it."""
     return "" if load.mean is None else level(load.mean, load.highest)
 
 
 def memory(load: Load) -> str:
-    """Used of all."""
+    """Return the used memory and the total as text; '' if they are unknown."""
     return f"{amount(load.used)} of {amount(load.size)}" if load.used is not None and load.size else ""
 
 
 def watts(load: Load) -> str:
-    """All of them together."""
+    """Return the total power as text; '' if it is unknown."""
     return "" if load.power is None else f"{load.power:,.0f} W"
 
 
 def level(percent: float, mark: float | None = None) -> SafeString:
-    """A bar of so many percent, with a line at `mark`; numbers stand beside it."""
+    """Return a bar filled to `percent`, with a line at `mark`. The template shows the numbers beside it."""
     line = (
         ""
         if mark is None
@@ -87,7 +88,7 @@ def level(percent: float, mark: float | None = None) -> SafeString:
 
 
 def amount(number: float) -> str:
-    """Bytes as people say them."""
+    """Return a number of bytes in a readable unit, such as `1.5 GiB`."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if number < 1024 or unit == "TiB":
             break
@@ -100,10 +101,10 @@ HOLDERS = Asked(["project"], order="largest", limit=PROJECTS)
 
 
 def classes(loads: Loads | None = None) -> list[Capacity]:
-    """Resource classes, the largest first; one statement, whatever there is."""
+    """Return the capacity of resource classes, the largest first. One statement."""
     return drawn(loads, CLASSES)[0]
 
 
 def drawn(loads: Loads | None, *asked: Asked) -> list[list[Capacity]]:
-    """The groups of each question, drawn; one statement."""
+    """Return the groups of each question as Capacity objects. One statement for all questions."""
     return [[Capacity.of(group) for group in groups] for groups in usage_with_load.groups(loads, *asked)]

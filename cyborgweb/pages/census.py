@@ -1,6 +1,7 @@
-"""The page of the load census: which hosts have room for more of a profile, the least busy first. `/admin/census/`.
+"""The page of the load census, `/admin/census/`: which hosts have room for more requests of a profile, the least
+busy first.
 
-Asked by POST, so that a page that is kept true does not ask all agents again and again by itself.
+The question is sent by POST, so that a page that updates itself does not ask all agents again and again.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from cyborgweb.pages import capacity
 from cyborgweb.telemetry import census
 
 PROFILES = 500
-"""So many names of profiles are offered; others can be typed."""
+"""Profile names that the form suggests; others can be typed."""
 ROWS = 200
 LONGEST = 100_000
-"""Characters of the list of hosts."""
+"""Longest list of hosts that is accepted, in characters."""
 
 
 def page(request: HttpRequest) -> HttpResponse:
-    """The form; after a POST what the hosts answered."""
+    """Show the form and, after a POST, what the hosts answered or why the question was refused."""
     if not request.user.has_perm("accelerators.view_device"):
         raise PermissionDenied
     said = {name: request.POST.get(name, "").strip() for name in ("profile", "count", "hosts")}
@@ -45,7 +46,7 @@ def page(request: HttpRequest) -> HttpResponse:
 
 
 def _question(said: dict[str, str]) -> census.Question:
-    """Raises RefusedError INVALID."""
+    """Build the question from the form. Raises RefusedError INVALID for values that cannot be used."""
     count = said["count"] or "1"
     if not (count.isascii() and count.isdecimal() and len(count) <= 3 and 1 <= int(count) <= census.MOST):
         raise RefusedError(Reason.INVALID, f"Say for how many requests more: 1 to {census.MOST}.")

@@ -1,5 +1,4 @@
-"""A device with what Placement and Nova say against it, and how busy it is: the list and page of `accelerators`, and
-that beside it."""
+"""The list and page of devices, with discrepancies with Placement and Nova and the device's load added."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from placement_sync.jobs.discrepancies import of
 
 
 class DevicePage(DeviceAdmin):
-    """Registered by `cyborgweb.admin` in place of the room's own."""
+    """Registered in place of the `accelerators` app's own admin."""
 
     def beside(self, device: Device) -> dict[str, Any]:
         return {"faults": discrepancies.shown(of([device.pk])), "load": load.of_device(device)}

@@ -1,4 +1,4 @@
-"""What Placement and Nova contradict, as the pages of hosts, devices and requests show it. Called by those pages."""
+"""Discrepancies with Placement and Nova, as the pages of hosts, devices and requests show them."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from placement_sync.jobs.discrepancies import Found
 
 
 def shown(found: Iterable[Found]) -> list[dict[str, Any]]:
-    """For `accelerators/faults.html`."""
+    """Return the discrepancies as the template `accelerators/faults.html` needs them."""
     return [{"kind": badges.mark(one.kind, "bad"), "since": badges.ago(one.since), "said": one.said} for one in found]

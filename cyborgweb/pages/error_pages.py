@@ -1,6 +1,7 @@
-"""What the console says where it has no page to show. Named by `cyborgweb.urls` as Django's handlers.
+"""Error pages of the console, used as Django's error handlers.
 
-Who may enter the console is told what to do, within its frame; anybody else, and the APIs, get Django's plain answers.
+A user who may enter the console sees the error in the console's frame, with what to do. Everybody else, and every
+address outside `/admin/`, gets Django's plain answers.
 """
 
 from __future__ import annotations
@@ -24,34 +25,36 @@ WORDS = {
 
 
 def nowhere(request: HttpRequest) -> HttpResponse:
-    """Raises Http404: an address with a NUL, which PostgreSQL's texts cannot have, names no row."""
+    """Raise Http404. Used for addresses with a NUL, which PostgreSQL text cannot contain, so they name no row."""
     raise Http404
 
 
 def bad_request(request: HttpRequest, exception: Exception) -> HttpResponse:
-    """400."""
+    """Answer 400."""
     return _shown(request, exception, 400) or defaults.bad_request(request, exception)
 
 
 def permission_denied(request: HttpRequest, exception: Exception) -> HttpResponse:
-    """403."""
+    """Answer 403."""
     return _shown(request, exception, 403) or defaults.permission_denied(request, exception)
 
 
 def not_found(request: HttpRequest, exception: Exception) -> HttpResponse:
-    """404."""
+    """Answer 404."""
     return _shown(request, exception, 404) or defaults.page_not_found(request, exception)
 
 
 def read_only(request: HttpRequest, sentence: str) -> HttpResponse:
-    """503 with Retry-After: nobody changes anything now."""
+    """Answer 503 with Retry-After, because the control plane is read-only now. `sentence` is the reason."""
     answer = _shown(request, PermissionDenied(sentence), 503) or HttpResponse(sentence, status=503)
     answer["Retry-After"] = str(RETRY_S)
     return answer
 
 
 def _shown(request: HttpRequest, exception: Exception, status: int) -> HttpResponse | None:
-    """In the console's frame; a sentence of our own says more than the number does. None for who may not enter."""
+    """Render the error in the console's frame, with the exception's own sentence if it has one. Return None outside
+    `/admin/` and for users who may not enter the console.
+    """
     user: Any = getattr(request, "user", None)
     if user is None or not request.path.startswith("/admin/") or not admin.site.has_permission(request):
         return None

@@ -1,4 +1,4 @@
-"""A host with its agent: the list and page of `accelerators`, and what the room of agents knows beside it."""
+"""The list and page of hosts, with the agent, discrepancies and loads added."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from placement_sync.jobs.discrepancies import at
 
 
 class HostPage(HostAdmin):
-    """Registered by `cyborgweb.admin` in place of the room's own."""
+    """Registered in place of the `accelerators` app's own admin."""
 
     list_display = ("name", "shown_live", "shown_agent", "shown_drivers", "shown_devices", "shown_node", "reported")
 
@@ -31,7 +31,7 @@ class HostPage(HostAdmin):
         return [path("<path:object_id>/load/", view, name="accelerators_host_load"), *super().get_urls()]
 
     def load_view(self, request: HttpRequest, object_id: str) -> HttpResponse:
-        """How busy its devices are, alone: the page fetches it again and again."""
+        """Show only the loads of the host's devices; the page fetches this part again and again."""
         host = self.get_object(request, object_id)
         if host is None:
             return self._get_obj_does_not_exist_redirect(request, self.opts, object_id)

@@ -1,4 +1,6 @@
-"""A person's inbox: the newest messages, marked read by their reader; and the number on the bell in every header."""
+"""The user's inbox: the newest messages, which the user marks as read, and the number of unread ones for the bell in
+every header.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,13 @@ from cyborgweb.notify import subscriptions
 
 ROWS = 50
 MOST_UNREAD = 99
-"""More are not counted."""
+"""Largest number of unread messages that is counted."""
 PAGES = {"request": "acceleratorrequest", "device": "device"}
-"""What a message may lead to, by the word of its data."""
+"""Key in a message's data → the model whose page the message links to."""
 
 
 def inbox(request: HttpRequest) -> HttpResponse:
-    """GET: a page of messages. POST: mark the one in `message` read, or all, and show them again."""
+    """GET: show a page of messages. POST: mark the message `message`, or all, as read and redirect to the inbox."""
     rows = _rows(request)
     if request.method == "POST":
         one = as_uuid(request.POST.get("message", ""))
@@ -48,7 +50,7 @@ def inbox(request: HttpRequest) -> HttpResponse:
 
 
 def unread(request: HttpRequest) -> HttpResponse:
-    """How many are not read, 99 at most; asked by the bell."""
+    """Return the number of unread messages as JSON, at most 99."""
     return JsonResponse({"unread": _unread(_rows(request))}, headers={"Cache-Control": "no-store"})
 
 
@@ -57,7 +59,9 @@ def _unread(rows: QuerySet[Delivery]) -> int:
 
 
 def _rows(request: HttpRequest) -> QuerySet[Delivery]:
-    """Of this person's inbox what they may see: who sees one project, that project's."""
+    """Return the user's inbox messages that they may see now: a user of one project sees that project's. Raises
+    PermissionDenied if the session has no caller.
+    """
     caller = caller_of(request)
     if caller is None:
         raise PermissionDenied("Your session does not say who you are any more: log out and in again.")

@@ -1,7 +1,7 @@
-"""How busy a device is, or each device of a host, as their pages show it; both are kept true while somebody looks.
+"""The load of a device, or of each device of a host, as their pages show it.
 
-Called by the pages of devices (whose chart listens to `/api/devices/{uuid}/usage/`) and of hosts (whose table is a
-piece that is fetched again each second). Names and units of the values: `drivers.inventory.Sample`.
+A device's chart listens to `/api/devices/{uuid}/usage/`; a host's table is fetched again each second. Names and units
+of the values: `drivers.inventory.Sample`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ from agents.telemetry import HostLoad, Loads
 from cyborgweb.pages.capacity import amount, level
 
 EVERY_S, FOR_S = 1.0, 10.0
-"""Who looks at a host has its agent speak so often; it stops soon after the last look."""
+"""While somebody looks at a host, its agent sends samples at this interval, in seconds; it stops this many seconds
+after the last look.
+"""
 NAME = re.compile(r"(.*?)_(percent|bytes|celsius|watts|total)(?:_(\d+))?")
 UNITS = {"percent": " %", "celsius": " °C", "watts": " W"}
 
 
 def of_device(device: Device) -> dict[str, Any]:
-    """What is known now, and what to say while nothing is."""
+    """Return the device's last values for its page, and the text to show if there are none."""
     loads = telemetry.last({device.host_id})
     said = loads.hosts.get(device.host_id)
     values = said.devices.get(device.key, {}) if said else {}
@@ -44,7 +46,9 @@ def of_device(device: Device) -> dict[str, Any]:
 
 
 def of_host(host: Host) -> dict[str, Any]:
-    """A row per device, as its agent said last; from now on it speaks each second, for a while."""
+    """Return a row for each device of the host with its last sample, at most `DEVICE_ROWS`, and ask its agent to
+    send samples every `EVERY_S` for the next `FOR_S` seconds.
+    """
     loads = telemetry.watch({host.pk}, EVERY_S, FOR_S)
     said = loads.hosts.get(host.pk)
     devices = host.devices.exclude(state="retired").order_by("numa_node", "address", "key")[:DEVICE_ROWS]
@@ -57,7 +61,7 @@ def of_host(host: Host) -> dict[str, Any]:
 
 
 def none(agent: Agent | None, loads: Loads, said: HostLoad | None, driver: str) -> str:
-    """Why there is nothing, as far as it can be told."""
+    """Return the reason why there are no samples, as far as it is known."""
     if agent is None:
         return "no samples: no agent has joined for this host"
     if agent.barred:
@@ -72,14 +76,14 @@ def none(agent: Agent | None, loads: Loads, said: HostLoad | None, driver: str) 
 
 
 def name_of(metric: str) -> str:
-    """Its name without the unit."""
+    """Return the metric's name without its unit, in words."""
     found = NAME.fullmatch(metric)
     parts = (found[1].replace("_", " "), found[3]) if found else (metric.replace("_", " "), None)
     return " ".join(filter(None, parts))
 
 
 def shown(metric: str, value: float) -> str:
-    """The number with its unit."""
+    """Return the value with the unit that the metric's name has."""
     found = NAME.fullmatch(metric)
     unit = found[2] if found else ""
     if unit == "bytes":
@@ -100,5 +104,5 @@ def _row(device: Device, values: Mapping[str, float]) -> dict[str, Any]:
 
 
 def _bar(value: float | None, whole: float | None, text: str) -> tuple[SafeString, str] | None:
-    """None where nothing is said."""
+    """Return a bar and its text; None if the value or the maximum is unknown."""
     return (level(min(100.0, max(0.0, 100 * value / whole))), text) if value is not None and whole else None

@@ -1,4 +1,4 @@
-"""The sidebar, in the product's words. Called by unfold for every page; what a person may not view is not listed."""
+"""The console's sidebar. Unfold calls it for every page; lists that the user may not view are left out."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ GROUPS: tuple[tuple[str, tuple[tuple[str, str, str], ...]], ...] = (
         ),
     ),
 )
-"""Heading, then per entry: its word, its icon, the model it lists."""
+"""Heading and entries; each entry is its title, its icon, and the model it lists."""
 PAGES = (("Usage", "monitoring", "usage"), ("Load census", "troubleshoot", "census"))
-"""What lists no model and is for whoever may view devices: word, icon, name of its address."""
+"""Pages that list no model, for users who may view devices: title, icon, URL name."""
 
 
 def groups(request: HttpRequest) -> list[dict[str, Any]]:
-    """As unfold's SIDEBAR wants it."""
+    """Return the sidebar for this user in the form that unfold's SIDEBAR setting expects."""
     overview = {"title": "Overview", "icon": "dashboard", "link": reverse("admin:index")}
     shown = [{"items": [overview]}]
     if _may_view(request, "accelerators.device"):
@@ -79,7 +79,7 @@ def groups(request: HttpRequest) -> list[dict[str, Any]]:
 
 
 def word_of(link: str) -> str:
-    """The sidebar's word for the list at this address, '' for what it does not have."""
+    """Return the sidebar's title for the list at this address, '' if the sidebar does not have it."""
     words = {item["link"]: item["title"] for _, entries in GROUPS for item in (_item(*entry) for entry in entries)}
     return words.get(link, "")
 

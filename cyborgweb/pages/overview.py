@@ -1,7 +1,6 @@
-"""The console's first page: what needs somebody, what there is, who is heard, what waits, what happened last.
+"""The console's first page: what needs an operator, capacity, hosts and agents, pending work, and the latest events.
 
-Called by unfold for the admin's index. Four statements of its own, and what gateways know, whatever the number of
-rows (promise P3).
+It costs four statements of its own, and the query to the gateways, whatever the number of rows (promise P3).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from cyborgweb.pages import alerts, capacity
 
 EVENTS = 20
 TROUBLES = 50
-"""So many failing drivers are listed; their number is always whole."""
+"""Failing drivers and faults that are listed; their number is always counted in full."""
 
 HOSTS_AND_FAILING = """
 WITH hosts AS (
@@ -52,12 +51,14 @@ failing AS (
 SELECT to_json(hosts)::text, failing.* FROM hosts LEFT JOIN failing ON true
 ORDER BY failing.error = '', failing.since DESC, failing.host
 """
-"""Both in one statement, so that the page stays within ten also when the list of gateways is read (promise P3)."""
+"""Hosts and failing drivers in one statement, so that the page stays within ten statements also when the list of
+gateways is read (promise P3).
+"""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A count that leads to the devices it counts."""
+    """A number of devices with a link to their list."""
 
     number: int
     url: str
@@ -65,7 +66,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Line:
-    """One state's counts, by type and in all."""
+    """One row of the table: the devices in one state, by type and in total."""
 
     word: str
     state: SafeString
@@ -74,7 +75,7 @@ class Line:
 
 
 def context(request: HttpRequest, context: dict[str, Any]) -> dict[str, Any]:
-    """The index page's context; who may not view devices sees the navigation and a sentence."""
+    """Add to the index page's context. A user who may not view devices sees only the navigation and a sentence."""
     context |= {"title": "Overview", "may_view": request.user.has_perm("accelerators.view_device")}
     if context["may_view"]:
         now, doing, (hosts, troubles) = datetime.now(UTC), backlog.now(), _hosts_and_troubles()
@@ -111,7 +112,7 @@ def context(request: HttpRequest, context: dict[str, Any]) -> dict[str, Any]:
 
 
 def _told(name: str, kind: str, told: backlog.Telling, url: str, now: datetime) -> dict[str, Any]:
-    """How far behind one that we tell is."""
+    """Describe how far Placement or Nova is behind."""
     late = told.oldest is not None and now - told.oldest > alerts.LATE
     tone, word = ("bad", "stuck") if told.stuck else ("warn", "behind") if late else ("busy", "telling")
     mark = badges.mark(word, tone, told.error) if told.number else badges.mark("in step", "good")
@@ -127,7 +128,7 @@ def _told(name: str, kind: str, told: backlog.Telling, url: str, now: datetime) 
 
 
 def _devices(counted: list[tuple[str, str, int]]) -> dict[str, Any]:
-    """State × type; columns are the types there are, rows the states there are."""
+    """Return the table of devices, state by type, with only the types and states that occur."""
     counts = {(state, kind): number for state, kind, number in counted}
     kinds = [kind.value for kind in DeviceType if any(key[1] == kind for key in counts)]
     states = [state.value for state in DeviceState if any(key[0] == state for key in counts)]
@@ -143,7 +144,9 @@ def _devices(counted: list[tuple[str, str, int]]) -> dict[str, Any]:
 
 
 def _hosts_and_troubles() -> tuple[dict[str, int], dict[str, Any]]:
-    """Count hosts and agents; list drivers that fail now, and what drivers could not take for a device."""
+    """Count hosts and agents by state; list the drivers that fail now, and the hardware that drivers skipped, with
+    the reason.
+    """
     up, down = limits()
     with connection.cursor() as cursor:
         cursor.execute(HOSTS_AND_FAILING, {"up": up, "down": down, "most": TROUBLES})

@@ -1,4 +1,4 @@
-"""A request with what Placement and Nova say against it: the list and page of `accelerators`, and that beside it."""
+"""The list and page of requests, with discrepancies with Placement and Nova added."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from placement_sync.jobs.discrepancies import of
 
 
 class RequestPage(AcceleratorRequestAdmin):
-    """Registered by `cyborgweb.admin` in place of the room's own."""
+    """Registered in place of the `accelerators` app's own admin."""
 
     def beside(self, request: AcceleratorRequest) -> dict[str, Any]:
         if request.instance_uuid is None or request.deployable is None:

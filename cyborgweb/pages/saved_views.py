@@ -1,6 +1,7 @@
-"""What people keep of the console's lists: views by name, for themselves or for all, and the columns they always want.
+"""What users save for the console's lists: named views, private or shared, and the columns they want to see.
 
-`accelerators.ui.changelist` asks through the setting LIST_MEMORY; the forms of `console/chips.html` post to `keep`.
+`accelerators.ui.changelist` reads them through the setting LIST_MEMORY; the forms in `console/chips.html` post to
+`keep`.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from cyborgweb.auth.roles import project_of
 from cyborgweb.models import SavedView
 
 MOST = 50
-"""Views that one person may save of one list; so many are shown, one's own first."""
+"""Views that one user may save for one list. As many are shown, the user's own first."""
 
 
 @dataclass(frozen=True)
 class View:
-    """A saved view, as its chip shows it."""
+    """A saved view, with what its chip shows."""
 
     key: int
     name: str
@@ -39,14 +40,18 @@ class View:
 
 @dataclass(frozen=True)
 class Remembered:
-    """What one person sees of one list's memory."""
+    """The columns and views that one user has for one list."""
 
     columns: tuple[str, ...]
     views: tuple[View, ...]
 
 
 def remembered(user: Any, model: str) -> Remembered:
-    """One statement. What others share is not for who sees one project: names and searches tell of the rest."""
+    """Return the user's columns and views for a list. One statement.
+
+    Users of one project do not see the shared views of others, because names and searches reveal things about other
+    projects.
+    """
     others = Q() if project_of(user) else Q(shared=True)
     kept = SavedView.objects.filter(Q(user_id=user.pk) | others, of=model).select_related("user")
     rows = list(kept.order_by("name", "id")[: 20 * MOST])
@@ -60,7 +65,9 @@ def remembered(user: Any, model: str) -> Remembered:
 
 
 def keep(request: HttpRequest, model: str) -> HttpResponseBase:
-    """POST: save the view `name`, delete the view `delete`, or choose the `columns` of this list; then show it."""
+    """On POST, save the view `name`, delete the view `delete`, or store the `columns` for this list; then redirect
+    to the list.
+    """
     listing = _listing(model)
     if not listing.has_view_permission(request):
         raise PermissionDenied
@@ -99,7 +106,7 @@ def _save(request: HttpRequest, model: str, query: str) -> None:
 
 
 def _delete(request: HttpRequest, model: str, key: str) -> None:
-    """One's own; whoever may do everything, also what others share."""
+    """Delete one of the user's own views; a superuser may also delete views that others share."""
     user = _user(request)
     views = SavedView.objects.filter(Q(user=user) | Q(shared=user.is_superuser), of=model).exclude(name="")
     gone, _ = views.filter(pk=int(key)).delete() if key.isdecimal() and len(key) < 19 else (0, {})
@@ -110,7 +117,9 @@ def _delete(request: HttpRequest, model: str, key: str) -> None:
 
 
 def _choose(request: HttpRequest, listing: Listing, query: str) -> str:
-    """Remember the columns; the address that names others, or an order by their places, is freed of it."""
+    """Store the chosen columns. Return the query without its own columns and without the order, which refers to
+    columns by position. Raises BadRequest for columns that the list does not have.
+    """
     every = [public(str(name)) for name in listing.list_display]
     chosen = request.POST.getlist(COLUMNS)
     if "reset" in request.POST:

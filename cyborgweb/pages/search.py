@@ -1,7 +1,8 @@
-"""One box finds it: uuids by their beginning, PCI addresses, hosts, instances, serials, profiles. `/admin/find/?q=…`.
+"""The search page `/admin/find/?q=…`: finds uuids by their first digits, PCI addresses, hosts, instances, serial
+numbers and profiles.
 
-What is asked is one statement by indexes alone, bounded per kind, and only of kinds that the person may view. One
-answer opens its page; several are listed by kind.
+A search is one statement that uses indexes only, is limited for each kind, and covers only kinds that the user may
+view. A single result opens its page; several are listed by kind.
 """
 
 from __future__ import annotations
@@ -28,16 +29,18 @@ from accelerators.models import AcceleratorRequest, AttachHandle, Command, Deplo
 from accelerators.ui import badges
 
 EACH = 20
-"""So many of a kind are listed."""
+"""Results that are listed for each kind."""
 LONGEST = 255
 LEAST_HEX = 4
-"""A uuid is looked for by so many digits at least."""
+"""Fewest hexadecimal digits for which uuids are searched."""
 ADDRESS = re.compile(r"(?:([0-9a-f]{4}):)?([0-9a-f]{2}):([0-9a-f]{2})(?:\.([0-7])?)?", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What is looked up where: `uuids` by their beginning, `names` from their beginning. `shown` names it."""
+    """What can be found: `uuids` and `names` are fields that are searched by prefix; `shown` is the result's text,
+    `beside` the text next to it.
+    """
 
     model: type[Any]
     uuids: tuple[str, ...]
@@ -47,7 +50,7 @@ class Kind:
 
     @property
     def name(self) -> str:
-        """As permissions and addresses have it."""
+        """The model's name as it appears in permissions and addresses."""
         return str(self.model._meta.model_name)
 
 
@@ -63,7 +66,7 @@ KINDS = (
 
 
 def find(request: HttpRequest) -> HttpResponse:
-    """The page of the one thing that is so called, else what there is by kind."""
+    """Redirect to the page of the only result, or of the only exact one; otherwise show the results by kind."""
     term = request.GET.get("q", "").strip().replace("\0", "")[:LONGEST]
     hits = list(_hits(request, term)) if term else []
     exact = [hit for hit in hits if hit["exact"]]
@@ -82,7 +85,7 @@ def find(request: HttpRequest) -> HttpResponse:
 
 
 def _hits(request: HttpRequest, term: str) -> Iterator[dict[str, Any]]:
-    """One statement."""
+    """Yield the results of all kinds, in the order of `KINDS`, exact ones first. One statement."""
     asked = [
         (kind, rows)
         for kind in KINDS
@@ -109,7 +112,9 @@ def _hits(request: HttpRequest, term: str) -> Iterator[dict[str, Any]]:
 
 
 def _rows(kind: Kind, term: str, rows: QuerySet[Any]) -> QuerySet[Any, tuple[Any, ...]] | None:
-    """What of these is so called, `EACH` and one more; None where nothing can be."""
+    """Return the query for the rows that match, at most `EACH` and one more; None if the term cannot match this
+    kind.
+    """
     exact, begins = [], []
     if bounds := uuid_bounds(term):
         begins += [Q(**{f"{field}__range": bounds}) for field in kind.uuids]
@@ -136,7 +141,9 @@ def _rows(kind: Kind, term: str, rows: QuerySet[Any]) -> QuerySet[Any, tuple[Any
 
 
 def uuid_bounds(term: str) -> tuple[UUID, UUID] | None:
-    """The first and the last uuid that begin so; the same twice for a whole one."""
+    """Return the first and the last uuid that begin with `term`, the same uuid twice if it is complete, or None if
+    it cannot be a uuid.
+    """
     digits = term.lower().replace("-", "")
     if not LEAST_HEX <= len(digits) <= 32 or not re.fullmatch("[0-9a-f]+", digits):
         return None
@@ -144,7 +151,9 @@ def uuid_bounds(term: str) -> tuple[UUID, UUID] | None:
 
 
 def _words(field: str, term: str) -> list[str]:
-    """What a name would begin with; of PCI addresses and serials, as they are stored."""
+    """Return the prefixes to search for in this field; PCI addresses and serial numbers in the form in which they
+    are stored.
+    """
     address = ADDRESS.fullmatch(term)
     if field == "address":
         return [_address(address)] if address else []

@@ -1,4 +1,4 @@
-"""The page of usage: units and load by host, type, resource class or project. `/admin/usage/?by=…`, one statement."""
+"""The page of usage, `/admin/usage/?by=…`: units and load by host, type, resource class or project. One statement."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from agents import telemetry
 from cyborgweb.pages import capacity
 
 MOST = 200
-"""So many groups are shown, the largest first; the API has them all."""
+"""Groups that are shown, the largest first; the API returns all of them."""
 LONGEST = 255
 
 
 def page(request: HttpRequest) -> HttpResponse:
-    """Groups as bars, of what the form chose."""
+    """Show the groups that the form asks for, as bars."""
     if not request.user.has_perm("accelerators.view_device"):
         raise PermissionDenied
     said = {name: request.GET.get(name, "").replace("\0", "")[:LONGEST] for name in ("by", "then", *COLUMNS)}

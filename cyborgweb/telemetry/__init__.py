@@ -1,4 +1,3 @@
-"""Usage: what is held (the database's) beside how busy it is (what agents said last), and the census before a boot.
-
-Called by `cyborgweb.api`, by the console's pages.
+"""Usage: units that are held (from the database), joined with how busy their devices are (from agents' last
+samples), and the load census before a boot.
 """

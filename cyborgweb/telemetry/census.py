@@ -1,7 +1,7 @@
-"""The load census: hosts are asked now how busy they are, beside what is free there; who fits comes first.
+"""The load census: ask hosts now how busy they are and compare it with their free units; hosts that fit come first.
 
-Called by the API and by the console. It reads only: nothing is kept for whoever asked, and Placement and the bind
-decide anew. At most five statements and one question to the gateways, whatever the number of hosts.
+It only reads: nothing is reserved for the caller, and Placement and the bind decide again. It costs at most five
+statements and one question to the gateways, whatever the number of hosts.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from cyborgweb.telemetry import usage_with_load
 
 MOST_HOSTS = 10_000
 MOST_NAMED = 1_000
-"""So many hosts can be named."""
+"""Hosts that one question can name."""
 MOST = groups.MAX_REQUESTS
-"""So many requests more can be asked for."""
+"""Requests that one question can ask for."""
 WITHIN_S, LONGEST_S = 2.0, 10.0
 AT_ONCE = 2
-"""So many are taken at a time by each process: each holds a thread for as long as it lasts."""
+"""Censuses that one process runs at a time: each occupies a thread for as long as it lasts."""
 _turns = threading.BoundedSemaphore(AT_ONCE)
 SPEAK = ("up", "late")
-"""Agents that stand so are asked; the others could not answer."""
+"""Liveness of agents that are asked; the others could not answer."""
 
 
 class CensusBusyError(RefusedError):
-    """AT_ONCE others are under way. `wait` is for Retry-After, in seconds."""
+    """This process already runs AT_ONCE censuses. `wait` is the value for Retry-After, in seconds."""
 
     wait = 5
 
@@ -46,7 +46,9 @@ class CensusBusyError(RefusedError):
 
 @dataclass(frozen=True)
 class Question:
-    """Who is asked (None: all), for `count` requests more of a profile ('': of any unit), for how long."""
+    """What to ask: which hosts (None: all), for how many requests (`count`) of which profile ('': any unit), and how
+    many seconds to wait.
+    """
 
     hosts: tuple[str, ...] | None = None
     profile: str = ""
@@ -56,8 +58,10 @@ class Question:
 
 @dataclass(frozen=True)
 class Row:
-    """One host. `free` units fit what is asked for, `room` requests find their place (counted up to the question's);
-    `why` says what is in the way where it does not fit. `load` is None where nothing came."""
+    """One host of the answer. `free` is the number of units that fit; `room` is how many requests find a place, at
+    most as many as were asked for; `why` is the reason if the host does not fit. `load` is None if the host did
+    not answer.
+    """
 
     host: Host
     free: int
@@ -68,14 +72,16 @@ class Row:
 
     @property
     def order(self) -> tuple[bool, bool, float, str]:
-        """Who fits, then who is known to be least busy."""
+        """Sort key: hosts that fit first, then the least busy; an unknown load comes last."""
         mean = self.load.mean if self.load else None
         return not self.fits, mean is None, mean or 0.0, self.host.name
 
 
 @dataclass(frozen=True)
 class Census:
-    """`came` of the hosts answered; `missing` names the others, and why. `left_out`: hosts beyond MOST_HOSTS."""
+    """The result of a census. `came`: how many hosts answered; `missing`: the others, with the reason; `left_out`:
+    how many hosts there are beyond MOST_HOSTS.
+    """
 
     came: int
     missing: list[tuple[Host, str]]
@@ -85,13 +91,16 @@ class Census:
 
     @property
     def fitting(self) -> int:
-        """How many hosts have room."""
+        """Return how many hosts fit."""
         return sum(row.fits for row in self.rows)
 
 
 def take(question: Question) -> Census:
-    """Ask. Raises CensusBusyError, and RefusedError UNKNOWN for a host or a profile there is not, CONFLICT for a
-    profile that asks for nothing."""
+    """Take a census; blocks for up to the question's `within_s` seconds, plus the time of the statements.
+
+    Raises CensusBusyError if AT_ONCE are running, RefusedError UNKNOWN for a host or a profile that does not exist,
+    CONFLICT for a profile that asks for no accelerator.
+    """
     if not _turns.acquire(blocking=False):
         raise CensusBusyError
     try:
@@ -127,7 +136,9 @@ def _wanted(name: str) -> tuple[Mapping[str, str], ...] | None:
 
 
 def _hosts(names: tuple[str, ...] | None) -> tuple[list[Host], int]:
-    """In their order by name, with their agents; and how many there are beyond MOST_HOSTS."""
+    """Return the hosts with their agents, and the number of hosts beyond MOST_HOSTS. Raises RefusedError UNKNOWN for
+    a name that does not exist.
+    """
     found = Host.objects.select_related("agent", "lease").defer("drivers")
     if names is not None:
         hosts = list(found.filter(name__in=names))
@@ -139,7 +150,7 @@ def _hosts(names: tuple[str, ...] | None) -> tuple[list[Host], int]:
 
 
 def _word(host: Host) -> str:
-    """How its agent stands; '' where none has joined."""
+    """Return the liveness of the host's agent, '' if no agent has joined."""
     agent = getattr(host, "agent", None)
     return word_of(agent) if agent else ""
 
@@ -168,13 +179,13 @@ def _row(
 
 
 def _said(loads: Loads) -> dict[int, Load]:
-    """Of each host that answered, its devices together, also those that said nothing."""
+    """Return the load of each host that answered, also of hosts whose devices reported nothing."""
     found = usage_with_load.of_hosts(loads)
     return {key: found.get(key, Load()) for key in loads.hosts}
 
 
 def _missing(hosts: Sequence[Host], words: Mapping[int, str], loads: Loads, within_s: float) -> list[tuple[Host, str]]:
-    """Why each of these did not answer, as far as it can be told."""
+    """Return the reason why each of these hosts did not answer, as far as it is known."""
     asked = [host.pk for host in hosts if words[host.pk] in SPEAK]
     before = telemetry.last(asked).hosts if asked else {}
     return [

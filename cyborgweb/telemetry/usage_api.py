@@ -1,4 +1,4 @@
-"""`/api/usage/` and `/api/census/`: units and load by groups, and hosts asked now. Mounted by `cyborgweb.api`."""
+"""The resources `/api/usage/` (units and load, by groups) and `/api/census/` (ask hosts now how busy they are)."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ from agents import telemetry
 from cyborgweb.telemetry import census, usage_with_load
 
 OF_PROJECTS = ("project", "type", "resource_class")
-"""What who sees one project alone may have groups made by; hosts are the cloud's affair."""
+"""Columns by which callers that see one project alone may group; hosts are shown to operators only."""
 
 
 class LoadSerializer(serializers.Serializer):
-    """How busy devices are, as those said that were heard in the last minutes. Null: none of them gives this number.
-    Memory is of those that give both."""
+    """How busy devices are, from samples of the last minutes. Null: no device reports this number. Memory counts
+    only devices that report both used and total.
+    """
 
     devices = serializers.IntegerField(read_only=True)
     sampled = serializers.IntegerField(read_only=True, help_text="So many of the devices said something.")
@@ -42,7 +43,7 @@ class LoadSerializer(serializers.Serializer):
 
 
 class GroupSerializer(serializers.Serializer):
-    """Units of one group; what projects hold has no total."""
+    """Units of one group. Groups by project have no total, because they count only what is held."""
 
     group = serializers.DictField(child=serializers.CharField(), read_only=True, help_text="By what → which.")
     total = serializers.IntegerField(read_only=True, allow_null=True)
@@ -58,7 +59,7 @@ class GroupSerializer(serializers.Serializer):
 
 
 class UsageFilter(filters.FilterSet):
-    """Which groups, of what."""
+    """Choose the grouping, and which units are counted."""
 
     by = filters.CharFilter(
         help_text=f"One or two of {', '.join(capacity.COLUMNS)}, with a comma between them; resource_class if nothing "
@@ -69,15 +70,17 @@ class UsageFilter(filters.FilterSet):
     resource_class = filters.CharFilter(help_text="Of this resource class alone.")
 
     def filter_queryset(self, queryset: QuerySet[Any]) -> QuerySet[Any]:
-        """There are no rows: what was said is only judged."""
+        """Return the queryset unchanged: there are no rows, the parameters are only validated."""
         return queryset
 
 
 class Groups(Pages):
-    """Pages of groups, onwards only: each begins beyond the last group of the one before."""
+    """Forward-only pages of groups: each begins after the last group of the page before."""
 
     def after(self) -> tuple[str, ...] | None:
-        """The group beyond which this page begins; 404 for a cursor that names none."""
+        """Return the group after which this page begins, or None for the first page. Raises NotFound for a cursor
+        that names no group.
+        """
         if self.cursor is None:
             return None
         try:
@@ -86,7 +89,7 @@ class Groups(Pages):
             raise NotFound("cursor: it names no group; leave it out to start at the first page.") from error
 
     def page(self, rows: list[Group]) -> tuple[list[Group], str | None]:
-        """What is shown of `size` + 1 rows, and the address of what comes after."""
+        """Split `size` + 1 rows into the rows of this page and the URL of the next page, None if there is none."""
         if len(rows) <= self.size:
             return rows, None
         value = msgspec.json.encode((*rows[self.size - 1].names, "")[:2]).decode()
@@ -95,8 +98,9 @@ class Groups(Pages):
 
 
 class UsageView(Collection):
-    """How many units there are, held, free and out of offer, by host, type, resource class or project; and how busy
-    their devices are. A project sees what it holds itself."""
+    """How many units there are, and how many are held, free and out of offer, by host, type, resource class or
+    project; and how busy their devices are. A project sees only what it holds itself.
+    """
 
     policy = "usage"
     http_method_names = ["get", "head"]
@@ -109,15 +113,15 @@ class UsageView(Collection):
 
     @property
     def policy_rules(self) -> dict[str, str]:
-        """One rule."""
+        """Return the one rule that applies to reading."""
         return dict.fromkeys(("GET", "HEAD"), "cyborg:usage:get")
 
     def sees_all(self) -> bool:
-        """Admins, and whom the policy elevates."""
+        """Return whether the caller sees all projects: administrators, and callers that the policy elevates."""
         return self.caller.is_admin or self.allowed("cyborg:usage:elevated")
 
     def list(self, request: Request) -> Response:
-        """A page. What was asked is judged before anything is counted."""
+        """Return a page of groups. The parameters are validated before anything is counted."""
         self.filter_queryset(self.get_queryset())
         self.paginator.read(request, self)
         elevated = self.sees_all()
@@ -157,17 +161,17 @@ class UsageView(Collection):
 
 
 class Seconds(serializers.FloatField):
-    """A number; no text of it."""
+    """A number of seconds; text is refused."""
 
     def to_internal_value(self, data: Any) -> float:
-        """As it came."""
+        """Accept an integer or a float, but neither a text nor a boolean."""
         if isinstance(data, bool) or not isinstance(data, int | float):
             self.fail("invalid")
         return float(super().to_internal_value(data))
 
 
 class QuestionSerializer(Closed):
-    """What is to be known."""
+    """What to ask the hosts."""
 
     hosts = serializers.ListField(
         child=Text(max_length=255),
@@ -189,7 +193,7 @@ class QuestionSerializer(Closed):
 
 
 class CandidateSerializer(serializers.Serializer):
-    """One host, as it answered."""
+    """One host and what it answered."""
 
     host = HostReference(read_only=True)
     free = serializers.IntegerField(read_only=True, help_text="Units that fit what is asked for.")
@@ -200,14 +204,16 @@ class CandidateSerializer(serializers.Serializer):
 
 
 class MissingSerializer(serializers.Serializer):
-    """Who did not answer."""
+    """A host that did not answer, and why."""
 
     host = serializers.CharField(read_only=True)
     why = serializers.CharField(read_only=True)
 
 
 class CensusSerializer(serializers.Serializer):
-    """Hosts that fit first, of those the least busy first; those whose load is not known after the others."""
+    """Answers of the hosts: those that fit come first, the least busy first; hosts whose load is unknown come last
+    in each part.
+    """
 
     came = serializers.IntegerField(read_only=True, help_text="So many hosts answered.")
     fitting = serializers.IntegerField(read_only=True)
@@ -218,11 +224,11 @@ class CensusSerializer(serializers.Serializer):
 
 
 class CensusView(Collection):
-    """Hosts are asked how busy they are."""
+    """Load census: ask hosts how busy they are."""
 
     policy = "census"
     only_reads = True
-    """Whatever its method."""
+    """A census changes nothing, although it is a POST."""
     http_method_names = ["post"]
     serializer_class = CensusSerializer
     bodies: ClassVar[Mapping[str, type[serializers.Serializer]]] = {"create": QuestionSerializer}
@@ -230,9 +236,10 @@ class CensusView(Collection):
     queryset = Device.objects.none()
 
     def create(self, request: Request) -> Response:
-        """Ask hosts now how busy they are, and which of them have room for so many requests more of a profile.
+        """Ask hosts now how busy they are, and which of them have room for so many more requests of a profile.
 
-        Nothing is kept for who asks: Placement and the bind decide anew."""
+        Nothing is reserved for the caller: Placement and the bind decide again.
+        """
         said = self.body()
         hosts = tuple(said.pop("hosts")) if "hosts" in said else None
         taken = census.take(census.Question(hosts, **said))

@@ -1,5 +1,4 @@
-"""Groups of units, and hosts, joined with what their devices said last. Called by the API, the overview, the page of
-usage and the census."""
+"""Join groups of units, and hosts, with the last samples of their devices."""
 
 from __future__ import annotations
 
@@ -11,29 +10,30 @@ from accelerators.requests.capacity import Asked, Group, Load, Said
 from agents.telemetry import HostLoad, Loads
 
 FRESH_S = 180.0
-"""What was said longer ago says nothing of now: agents that nobody watches speak once a minute."""
+"""Seconds after which a sample is too old to count: agents that nobody watches send one a minute."""
 MOST: Mapping[str, float] = {
     "utilization_percent": 100.0,
     "memory_used_bytes": 2.0**44,
     "memory_total_bytes": 2.0**44,
     "power_watts": 1e6,
 }
-"""What is counted together, and the largest value of each that any device could mean; the sum of those stays a number,
-whatever hosts send."""
+"""Metrics that are added up, and the largest plausible value of each. Larger values are ignored, so that sums stay
+finite whatever hosts send.
+"""
 
 
 def groups(loads: Loads | None, *asked: Asked) -> list[list[Group]]:
-    """The groups of each question, in one statement; without `loads` nothing is said of how busy devices are."""
+    """Return the groups of each question; one statement for all. Without `loads` the groups have no load."""
     return capacity.groups(asked, [*said(loads)] if loads else ())
 
 
 def of_hosts(loads: Loads) -> dict[int, Load]:
-    """How busy each host of `loads` is that has devices; one statement, none where nobody spoke."""
+    """Return the load of each host in `loads` that has devices. One statement, or none if `loads` has no hosts."""
     return capacity.of_hosts(loads.hosts, [*said(loads)]) if loads.hosts else {}
 
 
 def said(loads: Loads) -> Iterator[Said]:
-    """What counts of it: fresh, and possible."""
+    """Yield the samples that count: fresh ones, without implausible values."""
     oldest = time.time() - FRESH_S
     for host in loads.hosts.values():
         if host.at >= oldest:

@@ -1,1 +1,1 @@
-"""Tags of our templates."""
+"""Template tags of the console."""

@@ -1,6 +1,7 @@
-"""`{% csp_allow script="'unsafe-eval'" %}`: a page's template says what the policy of its answer must allow besides.
+"""The tag `{% csp_allow script="'unsafe-eval'" %}`: lets a template add sources to the Content-Security-Policy of
+its page.
 
-Read by `cyborgweb.middleware.headers` once the page is rendered.
+`cyborgweb.middleware.headers` reads them after the page is rendered.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ register = template.Library()
 
 @register.simple_tag(takes_context=True)
 def csp_allow(context: Context, **more: str) -> str:
-    """Adds to the directive `NAME-src` what `NAME=` says. Shows nothing."""
+    """For each argument `NAME`, add its value to the directive `NAME-src`. Renders nothing. A second call replaces
+    the first.
+    """
     context["request"].csp_allowed = tuple((f"{name}-src", source) for name, source in more.items())
     return ""

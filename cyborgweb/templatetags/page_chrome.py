@@ -1,6 +1,8 @@
-"""What surrounds every page: `{% environment %}`, a strip that says which cloud this is (`CYBORG_ENVIRONMENT`), `{%
-read_only %}`, one that says that nothing can be changed, the words of the stock pages' breadcrumbs, `{% crumb %}`, and
-the way to the manual, `{% manual %}`.
+"""Template tags for what surrounds every page.
+
+`{% environment %}` is a strip that names this cloud (`CYBORG_ENVIRONMENT`), `{% read_only %}` a strip that says that
+nothing can be changed, `{% crumb %}` a word in the breadcrumbs of Django's stock pages, and `{% manual %}` the link to
+the manual.
 """
 
 from __future__ import annotations
@@ -23,12 +25,14 @@ from cyborgweb.settings.keys import keys
 register = template.Library()
 
 TONES = {"prod": "bad", "production": "bad", "live": "bad", "staging": "warn", "preprod": "warn", "test": "busy"}
-"""What is done in production is done to people; any other word is calm."""
+"""Colour of each environment's strip: production is red, because mistakes there affect people. Any other word is
+calm.
+"""
 
 
 @register.simple_tag
 def environment() -> SafeString | str:
-    """Its word says it, its colour repeats it."""
+    """Return the strip with the environment's name, '' if none is configured. The colour only repeats the name."""
     word = keys().environment
     if not word:
         return ""
@@ -38,7 +42,7 @@ def environment() -> SafeString | str:
 
 @register.simple_tag
 def read_only() -> SafeString | str:
-    """A strip that says since when nobody changes anything, and why."""
+    """Return a strip that says since when nothing can be changed, and why; '' if the control plane is not read-only."""
     now = maintenance.current()
     return (
         format_html('<p class="environment warn sentence" role="status">{}</p>', maintenance.sentence(now))
@@ -49,7 +53,7 @@ def read_only() -> SafeString | str:
 
 @register.simple_tag(takes_context=True)
 def manual(context: Context) -> SafeString:
-    """A link to what the manual says of this page."""
+    """Return a link to the part of the manual about this page."""
     url = SERVED.address(place(context["request"]))
     title = "What the manual says of this page"
     return format_html(
@@ -62,8 +66,9 @@ def manual(context: Context) -> SafeString:
 
 @register.simple_tag
 def crumb(part: dict[str, Any], place: dict[str, Any]) -> str:
-    """A part of the stock breadcrumbs as our own pages would say it: a list by the sidebar's word, an object by its
-    name as it is; '' for the app that Django puts before its list, which is no place of ours."""
+    """Return the text of one part of Django's breadcrumbs: the sidebar's title for a list, the unchanged name of an
+    object, and '' for the app that Django puts before the list, because our console has no page for it.
+    """
     title = part["title"]
     if isinstance(title, Model):
         return str(title)
