@@ -228,7 +228,7 @@ class Supervisor:
         self.children[name].start()
 
     def _agent_defaults(self) -> dict[str, str]:
-        """Return the agent's variables for a first start with sample drivers, except those that the operator has set."""
+        """Return the agent's variables for a start with the sample drivers, without those that the operator has set."""
         ours = {
             "CYBORG_AGENT_STATE_DIR": str(self.settings.state / "agent"),
             "CYBORG_ENABLED_DRIVERS": "fake_driver,pci_driver",
