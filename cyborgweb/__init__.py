@@ -1,1 +1,1 @@
-"""Server, console and command line, with settings, URLs, supervisor, login, policy, pages, live updates, notifications."""
+"""Server, console and command line: settings, URLs, supervisor, login, policy, pages, live updates, notifications."""

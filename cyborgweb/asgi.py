@@ -64,9 +64,9 @@ class BoundedThreads:
 
 
 class Http:
-    """The HTTP application: answers agents' and usage requests on the event loop, and passes all others to Django.
+    """The HTTP application. Answers agents, load queries of our other processes, and usage streams on the event loop.
 
-    Requests that may take long run on the threads of `long`, all others on those of `django`.
+    All other requests go to Django: on the threads of `long` if they may take long, otherwise on those of `django`.
     """
 
     def __init__(self, gateway: Gateway, django: BoundedThreads, long: BoundedThreads) -> None:

@@ -53,7 +53,7 @@ class KeystoneUser(models.Model):
 
 
 class SavedView(models.Model):
-    """A user's saved view of a list: filters, search, order and columns.
+    """A user's saved view of a list: filters, search and order as a query string.
 
     The row without a name holds the columns that the user has chosen for this list.
     """
