@@ -14,7 +14,7 @@ import django
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "cyborgweb.settings.base")
 django.setup()
 
-from a2wsgi import WSGIMiddleware  # noqa: E402  (what follows needs Django's registry)
+from a2wsgi import WSGIMiddleware  # noqa: E402  (these imports need Django's registry)
 from channels.routing import ProtocolTypeRouter, URLRouter  # noqa: E402
 from django.urls import re_path  # noqa: E402
 
