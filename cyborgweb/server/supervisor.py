@@ -1,8 +1,8 @@
 """The supervisor behind `make up`: runs the database, the web process, two clusters and an agent on one machine.
 
 This process does not import Django: it must start fast and must survive failures of the other processes. Every child
-has its own session, so a signal to the process group (Ctrl-C) reaches only the supervisor. Every child ends with the
-supervisor, also when the supervisor is killed with SIGKILL.
+has its own session, so a signal to the process group (Ctrl-C) reaches only the supervisor. Every long-running child
+ends with the supervisor, also when the supervisor is killed with SIGKILL.
 """
 
 from __future__ import annotations
