@@ -22,9 +22,12 @@ class CyborgwebConfig(AppConfig):
 
 
 def _migrated(**about: Any) -> None:
-    """After `migrate`, as far as it went: the groups there are always, with what they may see."""
+    """Create the groups of the roles after `migrate`, and set their permissions.
+
+    Does nothing while the migrations applied so far do not include the application `auth`.
+    """
     from cyborgweb.auth import roles
 
-    if "plan" in about and "auth" in about["apps"].app_configs:  # Django says it as well when tests empty tables
+    if "plan" in about and "auth" in about["apps"].app_configs:  # Django also sends it when tests empty tables
         for role in roles.ROLES:
             roles.group(role.group)

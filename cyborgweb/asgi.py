@@ -1,6 +1,6 @@
-"""One process for everything: agents' sockets on the event loop, Django in a bounded set of threads beside it.
+"""The ASGI application of the web process: agents' sockets on the event loop, Django in a bounded set of threads.
 
-The event loop never waits for the database (measured: an ORM call in a consumer queues every agent behind it).
+The event loop must never wait for the database (measured: an ORM call in a consumer makes every agent wait for it).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import django
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "cyborgweb.settings.base")
 django.setup()
 
-from a2wsgi import WSGIMiddleware  # noqa: E402  (what follows needs Django's registry)
+from a2wsgi import WSGIMiddleware  # noqa: E402  (these imports need Django's registry)
 from channels.routing import ProtocolTypeRouter, URLRouter  # noqa: E402
 from django.urls import re_path  # noqa: E402
 
@@ -31,18 +31,18 @@ from cyborgweb.wsgi import application as wsgi  # noqa: E402
 
 BUSY = b'{"error_message": "The service is busy: try again in a second."}'
 LONG = re.compile(r"/deployables/[^/]+/program(?:[/.]|\Z)|\A/api/images/?\Z|\A/(?:api|admin)/census/?\Z")
-"""What lasts as long as a host's work, as agents take to answer, or as a caller's line makes it. It has threads of its
-own: lists go on."""
+"""Paths of requests that may take long: they wait for work on a host, for answers of agents, or for an upload over a
+slow connection. They have their own threads, so that other requests are not delayed."""
 EXPORT = re.compile(r"\A/admin/.*/export\.[a-z]+\Z")
-"""Takes as long as its reader does."""
+"""Paths of exports, which take as long as the client needs to read them."""
 LONG_THREADS = 12
-"""More than `PATCH …/program`, uploads, exports and censuses take together (their own limits), so that who comes beyond
-is told so at once."""
+"""More threads than the separate limits of `PATCH …/program`, uploads, exports and censuses allow together, so that a
+request beyond its limit is refused at once and does not wait for a thread."""
 ELSEWHERE = b'{"error": "This is for agents: console and APIs are served at another address."}'
 
 
 class BoundedThreads:
-    """A WSGI application on `threads` threads; at most `queue` requests wait, beyond it the answer is 503 at once."""
+    """Runs a WSGI application on `threads` threads. At most `queue` requests wait; further ones get 503 at once."""
 
     def __init__(self, application: Any, threads: int, queue: int) -> None:
         self._app = WSGIMiddleware(application, workers=threads)
@@ -64,7 +64,10 @@ class BoundedThreads:
 
 
 class Http:
-    """What agents ask for is answered on the event loop, everything else by Django: `long` what may take long."""
+    """The HTTP application. Answers agents, load queries of our other processes, and usage streams on the event loop.
+
+    All other requests go to Django: on the threads of `long` if they may take long, otherwise on those of `django`.
+    """
 
     def __init__(self, gateway: Gateway, django: BoundedThreads, long: BoundedThreads) -> None:
         self._gateway, self._django, self._long = gateway, django, long
@@ -87,13 +90,15 @@ class Http:
 
 
 def imagery_of(gateway: Gateway) -> Imagery:
-    """Images for the agents whose challenges this gateway makes."""
+    """Return the application that serves images to agents, which authenticate with this gateway's challenges."""
     return Imagery(gateway.challenges, gateway.refusals)
 
 
 class AgentsOnly:
-    """The TLS listener's application: the challenge, images and agents' sockets, nothing else. Agents pin
-    `fingerprint`, or have the certificate's authorities vouch for it and pin nothing."""
+    """The application of the TLS listener: serves only the challenge, images and agents' sockets.
+
+    Agents either pin `fingerprint`, or pin nothing and verify the certificate with its authorities.
+    """
 
     def __init__(self, gateway: Gateway, fingerprint: str) -> None:
         self._gateway, self._fingerprints = gateway, (fingerprint, "")
@@ -116,12 +121,12 @@ class AgentsOnly:
 
 
 def begin(address: str) -> None:
-    """The process is about to serve at `address`."""
+    """Tell the gateway its own URL, before the process serves: CYBORG_GATEWAY_URL, or `address` if that is not set."""
     gateway.reached_at(keys().gateway_url or address)
 
 
 def end() -> None:
-    """It is about to end: streams have no end of their own, and would be waited for."""
+    """End the usage streams before a shutdown. They never end by themselves, so the server would wait for them."""
     http.usage.stop()
 
 

@@ -1,4 +1,4 @@
-"""Where everything answers: the console, both API mounts, health."""
+"""The URLs of the console, both APIs, the manual, metrics and the health checks."""
 
 from django.contrib import admin
 from django.db import DatabaseError, connection
@@ -10,12 +10,12 @@ from cyborgweb.pages import census, error_pages, inbox, saved_views, search, usa
 
 
 def healthz(request: HttpRequest) -> HttpResponse:
-    """The process lives. Asks nobody."""
+    """Answer 200 if the process is alive. Does not use the database."""
     return JsonResponse({"status": "ok"})
 
 
 def readyz(request: HttpRequest) -> HttpResponse:
-    """It can work: the database answers. 503 with the reason otherwise."""
+    """Answer 200 if the database answers; otherwise 503 with the reason."""
     try:
         with connection.cursor() as cursor:
             cursor.execute("SELECT 1")
@@ -25,7 +25,7 @@ def readyz(request: HttpRequest) -> HttpResponse:
 
 
 OURS = "admin|api|healthz|help|metrics|readyz|static|ws"
-"""First segments that v2, which answers everything else (contract section 1.4), never captures."""
+"""First path segments that are never passed to v2, which answers all other paths (contract section 1.4)."""
 
 urlpatterns = [
     path("healthz", healthz),

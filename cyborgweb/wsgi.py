@@ -1,4 +1,4 @@
-"""HTTP as WSGI: what granian serves at scale, and what the one-command web server runs in its threads."""
+"""The WSGI application, for a separate server such as granian, and for the threads of the web process (`asgi`)."""
 
 import os
 

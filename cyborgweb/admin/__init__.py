@@ -1,4 +1,4 @@
-"""Console pages of access and of the read-only switch. Loaded by Django's admin."""
+"""Console pages of access and of the read-only switch. Django's admin imports this package by its name."""
 
 from cyborgweb.admin import access, read_only
 

@@ -1,4 +1,4 @@
-"""Who may come in (users, groups, API tokens), and the lists that show more than one room. Loaded by Django's admin."""
+"""Console pages of users, groups and API tokens. Also registers the pages that show data of several applications."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from placement_sync.models import Writer
 
 for stock in (User, Group, Host, Device, AcceleratorRequest):
     admin.site.unregister(stock)
-for queue in (Failure, OrmQ, Schedule, Success):  # who could write these would have the workers run any function
+for queue in (Failure, OrmQ, Schedule, Success):  # a person who can write these can make the workers run any function
     admin.site.unregister(queue)
 admin.site.register(Host, HostPage)
 admin.site.register(Device, DevicePage)
@@ -69,7 +69,7 @@ class UserAdmin(Recorded, StockUserAdmin, Listing):
 
 @admin.register(Group)
 class GroupAdmin(Recorded, StockGroupAdmin, Listing):
-    """Permissions that several users share. Those of a role, or of a project, are given by their name."""
+    """Groups of users that share permissions. A group named after a role or project gets its permissions when saved."""
 
     kind = "group"
     list_display = ("name",)
@@ -81,7 +81,7 @@ class GroupAdmin(Recorded, StockGroupAdmin, Listing):
 
 @admin.register(ApiToken)
 class ApiTokenAdmin(Recorded, Listing):
-    """Tokens for `X-Auth-Token`. Made by `manage.py api_token`, which shows it once; deleting one revokes it."""
+    """Tokens for `X-Auth-Token`. `manage.py api_token` makes a token and shows it once; deleting it here revokes it."""
 
     kind = "token"
     list_display = ("name", "user", "shown_roles", "project_id", "created")

@@ -1,4 +1,4 @@
-"""The switch that makes everything read only, in the console: one page. Called by Django's admin."""
+"""The console page with the switch that makes everything read only."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHANGE = "cyborgweb.change_maintenance"
 
 
 class MaintenanceAdmin(ReadOnly):
-    """Whoever may change it may change it always, also while nothing else can be changed."""
+    """The page of the read-only switch. A person with its permission can always use it, also while it is on."""
 
     list_display = ("since", "by", "reason")  # of its export; the list itself is not shown
 
@@ -31,13 +31,16 @@ class MaintenanceAdmin(ReadOnly):
         return bool(request.user.has_perm(CHANGE))
 
     def changelist_view(self, request: HttpRequest, extra_context: dict[str, Any] | None = None) -> HttpResponse:
-        """A list of one is no list."""
+        """Redirect to the page of the switch, because there is never more than one row to list."""
         return HttpResponseRedirect(reverse("admin:cyborgweb_maintenance_change", args=[1]))
 
     def change_view(
         self, request: HttpRequest, object_id: str, form_url: str = "", extra_context: dict[str, Any] | None = None
     ) -> HttpResponse:
-        """GET: whether, since when, by whom, why. POST: switch it."""
+        """On GET show whether everything is read only, since when, by whom and why; on POST switch it.
+
+        Raises PermissionDenied for a person without the view permission.
+        """
         if object_id != "1" or not self.has_view_permission(request):
             raise PermissionDenied
         if request.method == "POST" and self.has_change_permission(request):

@@ -1,1 +1,1 @@
-"""Who may do what: authentication, roles, policy and the read-only switch."""
+"""Authentication, the roles of the console, the policy of both APIs, and the read-only switch."""

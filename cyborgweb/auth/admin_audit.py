@@ -1,6 +1,6 @@
-"""Events of who may come in: what is done at the console to users, groups and API tokens. Used by `cyborgweb.admin`.
+"""Records an event for each change that is made in the console to users, groups and API tokens.
 
-Called by Django's admin in the transaction of the change; no secret is told.
+Django's admin calls these methods in the transaction of the change. Events contain no secrets.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ SECRET = "password"
 
 
 class Recorded:
-    """For a ModelAdmin: each change it makes is an event of this `kind`."""
+    """A mixin for a ModelAdmin: records an event `<kind>.created`, `.changed` or `.deleted` for each change."""
 
     kind: ClassVar[str]
 
     def construct_change_message(self, request: HttpRequest, form: Any, formsets: Any, add: bool = False) -> Any:
-        """With the event: what the form changed, before and after."""
+        """Record an event with the old and new values of the changed fields, then return Django's message.
+
+        Of a password, the event only says that there is another one.
+        """
         changes = {
             name: [None if add else _shown(form.initial.get(name)), _shown(form.cleaned_data.get(name))]
             for name in form.changed_data
@@ -36,7 +39,7 @@ class Recorded:
         return super().construct_change_message(request, form, formsets, add)  # type: ignore[misc]
 
     def log_deletions(self, request: HttpRequest, queryset: Iterable[Model]) -> Any:
-        """With the events."""
+        """Record an event for each deleted object, then let Django log the deletions."""
         for one in queryset:
             self._record(request, "deleted", one, {"name": [str(one), None]})
         return super().log_deletions(request, queryset)  # type: ignore[misc]
@@ -48,7 +51,7 @@ class Recorded:
 
 
 def _shown(value: Any) -> Any:
-    """As an event holds it: rows by their names."""
+    """Return the value as it is stored in an event: objects by their names, collections as sorted lists."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     return sorted(map(str, value)) if isinstance(value, Iterable) else str(value)

@@ -1,7 +1,8 @@
-"""Who calls the API, seen by the views as a `Caller`: a token in `X-Auth-Token`, or else a person's console session.
+"""Authenticates API requests and gives the views a `Caller`: from the token in `X-Auth-Token`, or else from a person's
+console session.
 
-`CYBORG_AUTH` says who vouches for tokens: our own table (`local`) or Keystone. Both take a second token of a service in
-`X-Service-Token`, as keystonemiddleware does (contract section 3.3).
+`CYBORG_AUTH` selects what validates tokens: our own table (`local`) or Keystone. With both, a service may add its own
+token in `X-Service-Token`, as with keystonemiddleware (contract section 3.3).
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ from drivers.configuration import ConfigurationError
 
 UNAUTHENTICATED = "The request you have made requires authentication."
 TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]{1,8192}")
-"""What a token may look like (RFC 9110's token68); anything else is not worth a question."""
+"""The syntax of a token (token68 of RFC 9110). Anything else is refused without asking the table or Keystone."""
 KNOWN_TOKENS = """
 SELECT t.token_hash, t.name, t.user_id, t.roles, t.project_id FROM cyborgweb_apitoken t
 JOIN auth_user u ON u.id = t.user_id WHERE t.token_hash = ANY(%s) AND u.is_active
 """
-"""By hand: it runs with every request, and compiling it anew cost more than all the rest of authentication."""
+"""Plain SQL: it runs with every request, and compiling an ORM query cost more than the rest of authentication."""
 
 
 class KeystoneUnavailableError(APIException):
-    """503: the token is not known here and Keystone cannot be asked. `wait` is for Retry-After, in seconds."""
+    """503: the token is not in the cache and Keystone cannot be asked. `wait` is the Retry-After in seconds."""
 
     status_code = 503
     default_detail = "Keystone cannot be asked about this token; try again in a few seconds."
@@ -45,10 +46,14 @@ class KeystoneUnavailableError(APIException):
 
 
 class CallerAuthentication(BaseAuthentication):
-    """The caller of a request. Unknown or missing tokens are a 401, never anonymous."""
+    """Finds the caller of a request. An unknown or missing token is answered with 401; there is no anonymous caller."""
 
     def authenticate(self, request: Request) -> tuple[Caller, Any]:
-        """The caller, or AuthenticationFailed. Once there is an `X-Auth-Token`, no session counts."""
+        """Return the caller and None. If there is an `X-Auth-Token` header, the session is ignored.
+
+        Raises AuthenticationFailed (401), PermissionDenied for a session without a valid CSRF token, and
+        KeystoneUnavailableError (503).
+        """
         token = request.headers.get("X-Auth-Token")
         if token is None:
             caller = _of_session(request)
@@ -61,7 +66,7 @@ class CallerAuthentication(BaseAuthentication):
         return caller, None
 
     def authenticate_header(self, request: Request) -> str:
-        """What a 401 says about where to get a token (contract section 2.1, form E)."""
+        """Return the `WWW-Authenticate` value of a 401: the URL where to get a token (contract section 2.1, form E)."""
         return f'Keystone uri="{_token_shop(request)}"'
 
 
@@ -70,13 +75,13 @@ def _token_shop(request: Request) -> str:
         try:
             return keys().www_authenticate_uri or keystone.auth_url()
         except ConfigurationError:
-            pass  # whoever comes with a token is told that Keystone cannot be asked
+            pass  # a request with a token is answered with 503, because Keystone cannot be asked
     return request.build_absolute_uri("/")
 
 
 def _of_session(request: Request) -> Caller | None:
     if settings.SESSION_COOKIE_NAME not in request.COOKIES:
-        return None  # asking for the user would say in the answer that it depends on the cookie
+        return None  # reading the user would add `Vary: Cookie` to the response
     user: AbstractBaseUser = request._request.user
     caller = session_caller(user, request._request.session) if user.is_authenticated else None
     if caller:
@@ -85,7 +90,7 @@ def _of_session(request: Request) -> Caller | None:
 
 
 def _of_table(token: str, service_token: str) -> Caller | None:
-    """From our own table, both tokens in one statement."""
+    """Return the caller from our own table, or None if one of the tokens is not valid. Costs one statement."""
     hashes = [digest(secret) if _plausible(secret) else "" for secret in (token, service_token)]
     found = {row[0]: row[1:] for row in conductor.cursor().execute(KNOWN_TOKENS, [hashes]).fetchall()}
     name, user_id, roles, project_id = found.get(hashes[0], ("", 0, [], ""))
@@ -97,7 +102,10 @@ def _of_table(token: str, service_token: str) -> Caller | None:
 
 
 def _of_keystone(token: str, service_token: str) -> Caller | None:
-    """From Keystone, or what is remembered of it. A good service token lets the user's token outlive its end."""
+    """Return the caller from the cache or from Keystone, or None if one of the tokens is not valid.
+
+    With a valid service token, the user's token is accepted after its expiry, too. Raises KeystoneUnavailableError.
+    """
     try:
         if service_token:
             service = keystone.tokens().caller(service_token) if _plausible(service_token) else None

@@ -1,8 +1,7 @@
-"""Keystone: the service user's session, and what Keystone says of a token or a password.
+"""Asks Keystone about tokens and passwords, and makes the service user's session, which is used for all other services
+of the cloud, too.
 
-Used by `cyborgweb.auth.authentication` and `cyborgweb.auth.login`; `service_session` also by whoever speaks to
-another service of the
-cloud. openstacksdk and keystoneauth1 cost as much to import as all of Django, so that waits for the first question.
+openstacksdk and keystoneauth1 take as long to import as all of Django, so they are imported only when they are needed.
 """
 
 from __future__ import annotations
@@ -23,15 +22,18 @@ from cyborgweb.settings.keys import keys
 from drivers.configuration import ConfigurationError
 
 TIMEOUT_S = 5.0
-"""How long the service user's session waits for one answer, unless the cloud's configuration names a time."""
+"""Seconds that the service user's session waits for one answer, unless the cloud's configuration sets a timeout."""
 UNREACHABLE = "Keystone cannot be reached"
 NOT_ALLOWED = "Keystone does not let the service user validate tokens: it needs the role service or admin"
 
 
 @lru_cache(maxsize=1)
 def service_session() -> Any:
-    """A keystoneauth1 Session as the service user, of `CYBORG_CLOUD` or the `OS_…` variables; made without asking
-    anyone. Logs in again by itself. Raises ConfigurationError with one sentence."""
+    """Return this process's keystoneauth1 Session for the service user, from `CYBORG_CLOUD` or the `OS_…` variables.
+
+    Creating it sends no request; it logs in when it is used, and again when its token has expired. Raises
+    ConfigurationError with one sentence.
+    """
     if not keys().has_cloud:
         raise ConfigurationError(
             "No cloud is configured: set CYBORG_CLOUD to one in clouds.yaml, or OS_AUTH_URL and its like"
@@ -47,7 +49,8 @@ def service_session() -> Any:
         raise ConfigurationError(f"The service user's cloud is not usable: {error}") from None
     session.timeout = session.timeout or TIMEOUT_S
     if isinstance(session.auth, BaseGenericPlugin):
-        # It would discover Identity's version first, and wait for its own lock for ever if a 401 is the answer (5.18).
+        # The generic plugin discovers the Identity version first, and dead-locks on its own lock if the answer is 401
+        # (keystoneauth1 5.18).
         session.auth = session.auth.create_plugin(session, (3, 0), _v3(session.auth.auth_url))
     return calls.counted(session)
 
@@ -57,7 +60,10 @@ def _v3(url: str) -> str:
 
 
 def auth_url() -> str:
-    """Where the service user logs in, and everybody else unless told otherwise. Raises ConfigurationError."""
+    """Return the `/v3` URL of Keystone at which the service user logs in; other users use it by default.
+
+    Raises ConfigurationError.
+    """
     if url := getattr(service_session().auth, "auth_url", None):
         return _v3(url)
     raise ConfigurationError("The service user's cloud names no Keystone: it needs an auth_url")
@@ -65,12 +71,15 @@ def auth_url() -> str:
 
 @lru_cache(maxsize=1)
 def tokens() -> Tokens:
-    """This process's memory of validated tokens."""
+    """Return this process's cache of validated tokens."""
     return Tokens(judge)
 
 
 def judge(token: str, allow_expired: bool) -> Judged:
-    """Ask Keystone about a token, now. Raises TokenCheckUnavailableError."""
+    """Ask Keystone about a token, without the cache; return its answer, REFUSED if it does not know the token.
+
+    `allow_expired` also accepts tokens that expired recently. Raises TokenCheckUnavailableError.
+    """
     with _answering():
         response = service_session().get(
             f"{auth_url()}/auth/tokens",
@@ -93,14 +102,18 @@ def judge(token: str, allow_expired: bool) -> Judged:
 
 @dataclass(frozen=True)
 class Person:
-    """Somebody who knew their password: who they are in the project they named, and their own domain's name."""
+    """A person whose password Keystone accepted: the caller in the project they named, and their own domain's name."""
 
     caller: Caller
     domain: str
 
 
 def log_in(name: str, password: str, domain: str, project: str) -> Person | None:
-    """Ask Keystone about a password; None: it says no. Nothing is kept. Raises TokenCheckUnavailableError."""
+    """Ask Keystone to check a password; return the person, or None if Keystone refuses the login.
+
+    `domain` is the domain of the user and of the project. Password and token are not stored. Raises
+    TokenCheckUnavailableError.
+    """
     from keystoneauth1 import exceptions
     from keystoneauth1.identity.v3 import Password
 
@@ -124,7 +137,10 @@ def log_in(name: str, password: str, domain: str, project: str) -> Person | None
 
 @contextmanager
 def _answering() -> Iterator[None]:
-    """What keystoneauth1 raises, told as Unavailable: whether Keystone is away, or refuses the service user."""
+    """Turn keystoneauth1's errors and ConfigurationError into TokenCheckUnavailableError.
+
+    Its `unreachable` tells whether Keystone did not answer, or it refuses the service user.
+    """
     from keystoneauth1 import exceptions
 
     away = (

@@ -1,7 +1,7 @@
-"""The console's door where Keystone vouches for people: name, password, domain and project (docs/adr/0004).
+"""The console's login with Keystone: name, password, domain and project (docs/adr/0004).
 
-Named by the settings when `CYBORG_AUTH=keystone`; then no local password opens anything. Neither password nor token is
-kept: a session holds roles and project; `cyborgweb.auth.roles` makes a caller of them.
+The settings use it when `CYBORG_AUTH=keystone`; local passwords are not accepted then. Neither password nor token is
+stored: a session holds the person's roles and project, from which `cyborgweb.auth.roles` makes a Caller.
 """
 
 from __future__ import annotations
@@ -35,10 +35,13 @@ AWAY = "Keystone cannot be asked now; try again in a few seconds."
 
 
 class KeystoneBackend(ModelBackend):
-    """Who has a session, and their groups' permissions. It checks no passwords; `LoginForm` has Keystone do that."""
+    """Loads the user of a session and the permissions of their groups.
+
+    It checks no passwords: `LoginForm` asks Keystone to do so.
+    """
 
     def authenticate(self, request: Any, username: str | None = None, password: str | None = None, **_: Any) -> None:
-        """Nobody: a local password opens nothing."""
+        """Return None always: local passwords are not accepted."""
         return None
 
 
@@ -46,7 +49,7 @@ BACKEND = f"{KeystoneBackend.__module__}.{KeystoneBackend.__qualname__}"
 
 
 class LoginForm(AuthenticationForm):
-    """What Keystone wants to know. Wrong in any part: one sentence that does not say which."""
+    """The login form with the fields that Keystone needs. The error does not say which field was wrong."""
 
     username = forms.CharField(max_length=255, widget=forms.TextInput({"autocomplete": "username"}))
     password = forms.CharField(
@@ -64,7 +67,10 @@ class LoginForm(AuthenticationForm):
 
     @sensitive_variables()
     def clean(self) -> dict[str, Any]:
-        """Ask Keystone, and bring the person's access up to date."""
+        """Check the password with Keystone, update the person's user and groups, and return the form's data.
+
+        Raises ValidationError if Keystone cannot be asked, refuses the login, or the roles give no access.
+        """
         data: dict[str, Any] = self.cleaned_data
         if self.errors:
             return data
@@ -83,15 +89,17 @@ class LoginForm(AuthenticationForm):
 
 
 def admit(person: keystone.Person) -> Any:
-    """The person's user, with the groups their roles give today; None, and nothing left, if they give none.
+    """Create or update the person's user, set the group that their roles give now, and return the user.
 
-    It is found by Keystone's id: a name may mean somebody else tomorrow, or in another domain.
+    Returns None if the user is not active, or if the roles give no group. In the latter case a known user loses all
+    groups and staff rights, and an unknown one is not created. The user is found by Keystone's id, because a name can
+    be given to another person later, or exist in another domain. A lock on that id serializes logins of one person.
     """
     caller, seen_by = person.caller, (keys().console_viewer_roles, keys().console_tenant_roles)
     group = roles.of_keystone(caller.roles, caller.project_id, *seen_by)
     users = get_user_model().objects
     with transaction.atomic():
-        with connection.cursor() as cursor:  # two first logins at once
+        with connection.cursor() as cursor:  # two first logins of one person may come at the same time
             cursor.execute("SELECT pg_advisory_xact_lock(hashtextextended(%s, 0))", [person.caller.user_id])
         known = KeystoneUser.objects.select_related("user").filter(keystone_id=person.caller.user_id).first()
         if known is None and not group:
@@ -111,7 +119,7 @@ def admit(person: keystone.Person) -> Any:
 
 @receiver(user_logged_in)
 def _begin(sender: Any, request: Any, user: Any, **_: Any) -> None:
-    """A session by Keystone ends at a fixed time, and knows for which project it is."""
+    """Store the person's roles and project in a session by Keystone, and make it end at a fixed time."""
     if caller := getattr(user, "keystone_caller", None):
         facts = {"name": caller.name, "id": caller.user_id, "project": caller.project_id, "roles": sorted(caller.roles)}
         request.session[roles.SESSION] = facts

@@ -1,8 +1,7 @@
-"""Who may do what: oslo.policy over `cyborgweb.auth.policy_rules` and the operator's `policy.yaml`, every decision
-remembered.
+"""Decides which caller may do what, with oslo.policy, the rules of `cyborgweb.auth.policy_rules` and `policy.yaml`.
 
-A view names its rule in `policy_rules` (method → rule) and knows nothing else of identity. Code that needs a yes or no
-asks `allows`. oslo.policy costs a tenth of a second to import, so that waits for the first question.
+A view names its rules in `policy_rules` (method → rule) and needs to know nothing else about identity; other code calls
+`allows`. Decisions are cached. Importing oslo.policy takes 0.1 s, so it is imported at the first decision.
 """
 
 from __future__ import annotations
@@ -28,8 +27,10 @@ from cyborgweb.settings.keys import keys
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.5
-"""An edit counts within a second, as the manual says: half of it is left for reading the file."""
+"""Seconds between two checks of the policy file. The manual promises that an edit takes effect within one second; the
+rest of the second is for reading the file."""
 MAX_DECISIONS = 20_000
+"""Cached decisions; when the cache is full, it is emptied."""
 MAX_FILE_BYTES = 1_048_576
 LIKE_A_GET = ("HEAD", "OPTIONS")
 READS = ("GET", *LIKE_A_GET)
@@ -37,12 +38,12 @@ RANKS = ("reader", "member", "manager", "admin")
 ROLES = {role: frozenset(RANKS[: n + 1]) for n, role in enumerate(RANKS)}
 ROLES[OPERATOR] = frozenset({OPERATOR, *RANKS[:2]})
 ROLES[AUDITOR] = frozenset({AUDITOR, *RANKS[:1]})
-"""The usual roles, each with those that it brings along in Keystone; the operator's, who is a member, too; and the
-auditor's, who reads."""
+"""Each usual role with the roles that it implies in Keystone. The operator's role implies member, the auditor's
+implies reader."""
 
 
 class PolicyDeniedError(PermissionDenied):
-    """Upstream's sentence. `remedy` is one of ours, for who reads more: which role would do."""
+    """403 with upstream's sentence. `remedy` is our own additional sentence: which role would be sufficient."""
 
     def __init__(self, rule: str | None, remedy: str = "") -> None:
         super().__init__(f"Access was denied to the following resource: {rule}")
@@ -50,10 +51,17 @@ class PolicyDeniedError(PermissionDenied):
 
 
 class RulePermission(BasePermission):
-    """403 with upstream's sentence, naming the rule. A view without a rule for the method is open to nobody."""
+    """Lets a request through if the rule that the view names for its method allows the caller.
+
+    A view without a rule for the method is closed to everybody. HEAD and OPTIONS use the rule of GET.
+    """
 
     def has_permission(self, request: Request, view: Any) -> bool:
-        """True, or PermissionDenied."""
+        """Return True, or raise PolicyDeniedError (403).
+
+        Raises ReadOnlyError (503) for a permitted write while everything is read only; a view with `only_reads` is
+        exempt.
+        """
         rules = getattr(view, "policy_rules", {})
         rule = rules.get(request.method) or (rules.get("GET") if request.method in LIKE_A_GET else None)
         if rule and allows(request.user, rule):
@@ -64,12 +72,15 @@ class RulePermission(BasePermission):
 
 
 def allows(caller: Caller, rule: str) -> bool:
-    """Whether the rule lets the caller do it. An unknown rule is a fault of ours: KeyError."""
+    """Return whether the rule allows the caller. Raises KeyError for an unknown rule, which is a programming error.
+
+    A cached decision costs nothing; twice a second at most, a call also checks the policy file.
+    """
     return _policy().allows(caller, rule)
 
 
 def remedy(caller: Caller, rule: str) -> str:
-    """What a caller who was denied needs, as the rules in force have it: one sentence."""
+    """Return one sentence that tells a denied caller what would help, according to the rules in force."""
     if not caller.project_id or caller.system_scope or caller.domain_id:
         return "Ask with a token of a project."
     if role := least(caller, rule):
@@ -78,7 +89,7 @@ def remedy(caller: Caller, rule: str) -> str:
 
 
 def least(caller: Caller, rule: str) -> str:
-    """The first of the usual roles that would do, '' where none would."""
+    """Return the first of the usual roles with which the rule would allow this caller; '' if there is none."""
     usual = (*RANKS[:3], OPERATOR, "admin")
     return next((role for role in usual if allows(replace(caller, roles=ROLES[role]), rule)), "")
 
@@ -94,17 +105,18 @@ class PolicyFileError(ValueError):
 
 @dataclass(frozen=True)
 class InForce:
-    """One reading of the rules, and what they were found to say. Without an `enforcer` nobody may do anything."""
+    """One loaded set of rules, and the cached decisions made with it. Without an `enforcer` nobody may do anything."""
 
     enforcer: Any = None
     decisions: dict[tuple[str, frozenset[str], str, str], bool] = field(default_factory=dict)
 
 
 class Policy:
-    """The rules in force. Thread-safe.
+    """The rules in force: the defaults and the overrides in the policy file. Thread-safe.
 
-    The file is looked at twice a second at most. A broken one leaves the last good reading in force and is logged once;
-    if there is none yet, everybody is refused until the file is mended, as its author may have wanted to forbid things.
+    The file is checked twice a second at most, and read again when it has changed. If it is broken, this is logged once
+    and the last good rules stay in force. If there are none yet, everybody is refused until the file is repaired,
+    because its author may have wanted to forbid something.
     """
 
     def __init__(self, path: Path, new_defaults: bool, steady: Callable[[], float] = time.monotonic) -> None:
@@ -115,8 +127,8 @@ class Policy:
         self._in_force = InForce()
 
     def allows(self, caller: Caller, rule: str) -> bool:
-        """See the module's `allows`. Tokens without a project, of a domain or of the system get nothing, whatever the
-        file says (CVE-2026-40213, CVE-2026-40214)."""
+        """See the module's `allows`. A token without a project, or with domain or system scope, is always refused,
+        whatever the policy file says (CVE-2026-40213, CVE-2026-40214)."""
         if not caller.project_id or caller.system_scope or caller.domain_id:
             return False
         if self._steady() >= self._look_at:
@@ -175,12 +187,12 @@ def _decide(enforcer: Any, caller: Caller, rule: str) -> bool:
     if enforcer is None:
         return False
     who: dict[str, Any] = {"project_id": caller.project_id, "user_id": caller.user_id}
-    # As upstream's: the target is the caller's own project, never the stored object. Whose it is, is asked elsewhere.
+    # As upstream does: the target is the caller's own project, never the stored object. Ownership is checked elsewhere.
     return bool(enforcer.authorize(rule, who, who | {"roles": list(caller.roles), "is_admin": caller.is_admin}))
 
 
 def _parse(path: Path) -> dict[str, str]:
-    """What the operator wrote: rule → check."""
+    """Return the operator's overrides, rule → check. Raises PolicyFileError if the file cannot be used."""
     oslo = _oslo()
     try:
         with path.open("rb") as file:
@@ -198,14 +210,17 @@ def _parse(path: Path) -> dict[str, str]:
     for name, check in written.items():
         if not isinstance(name, str) or not isinstance(check, str):
             raise PolicyFileError(f"the rule {str(name)[:100]!r} is not text")
-        # oslo.policy reads what it does not understand as "!", nobody.
+        # oslo.policy replaces a check that it does not understand by "!", which allows nobody.
         if "!" in str(oslo.Rules.from_dict({name: check})[name]) and "!" not in check:
             raise PolicyFileError(f"the check of {name[:100]!r} cannot be understood")
     return written
 
 
 def _enforcer(written: Mapping[str, str], new_defaults: bool) -> Any:
-    """An Enforcer over the defaults and what was `written` instead of them; it never looks at files itself."""
+    """Return an Enforcer with the default rules and the overrides `written`; it never reads files itself.
+
+    Raises PolicyFileError if a rule refers to itself or to an unknown rule.
+    """
     from oslo_config import cfg
 
     oslo = _oslo()
@@ -231,6 +246,6 @@ def _documented(oslo: Any, rule: Rule) -> Any:
 def _oslo() -> Any:
     from oslo_policy import policy
 
-    # What it would say over a traceback's length, `Policy` says on one line.
+    # oslo.policy would log long tracebacks; `Policy` logs one line instead.
     logging.getLogger("oslo_policy").setLevel(logging.CRITICAL + 1)
     return policy

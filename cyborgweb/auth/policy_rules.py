@@ -1,6 +1,7 @@
-"""The policy rules: upstream's names, defaults and legacy alternatives (contract section 3.1), and our own API's.
+"""The policy rules: upstream's with their names, defaults and legacy alternatives (contract section 3.1), and our own
+API's rules.
 
-Plain data. `cyborgweb.auth.policy` hands it to oslo.policy; `manage.py policy_sample` prints it.
+The module holds only data. `cyborgweb.auth.policy` evaluates it with oslo.policy; `manage.py policy_sample` prints it.
 """
 
 from __future__ import annotations
@@ -12,21 +13,24 @@ READER = "rule:project_reader_or_admin"
 MANAGER = "rule:project_manager_or_admin"
 MEMBER_OR_SERVICE = "rule:project_member_or_service"
 ANYONE = "rule:admin_or_owner"
-"""Every token of a project: the target of a check is the caller's own project."""
+"""Allows every token of a project, because the target of a check is the caller's own project."""
 STRICT_MEMBER = "rule:project_member_api or rule:admin_api"
 ELEVATED = "rule:elevated"
 OPERATOR = "accelerator_operator"
-"""The role of who runs accelerators without being an administrator."""
+"""The role for people who operate accelerators and are not administrators."""
 AUDITOR = "auditor"
-"""The role of who sees everything and changes nothing."""
+"""The role for people who may see everything and change nothing."""
 STRICT_MANAGER = f"rule:project_manager_api or rule:admin_api or {ELEVATED} or role:{AUDITOR}"
-"""What `project_manager_or_admin` says, without the legacy alternative that lets everyone in; operators, auditors."""
+"""Allows the callers of `project_manager_or_admin` without its legacy alternative, which allows every token of a
+project; and also operators and auditors."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule. `legacy` is or-ed to `check` unless `CYBORG_ENFORCE_NEW_DEFAULTS` is on. Without operations it is a
-    building block, which other rules name."""
+    """One policy rule. Unless `CYBORG_ENFORCE_NEW_DEFAULTS` is on, `legacy` is an alternative to `check` (or).
+
+    A rule without operations is a building block to which other rules refer.
+    """
 
     name: str
     check: str

@@ -1,8 +1,8 @@
-"""Read only for a while: people, and callers of both APIs, change nothing; agents report and jobs go on.
+"""The read-only switch: while it is on, people and callers of both APIs can change nothing; agents and jobs go on.
 
-There is one row, or none. `cyborgweb.auth.policy` asks before whatever an API would write,
-`cyborgweb.middleware.requests` before what
-the console would. Switched in the console and by `manage.py read_only`, by one who may write always.
+The switch is on while the table `Maintenance` has its one row. `cyborgweb.auth.policy` checks it before every write of
+an API, `cyborgweb.middleware.requests` before every write of the console. It is switched in the console and with
+`manage.py read_only`, which are both exempt from it.
 """
 
 from __future__ import annotations
@@ -21,21 +21,25 @@ from cyborgweb.models import Maintenance
 
 TOPIC = "maintenance"
 TTL_S = 5.0
-"""How long a ring that was lost goes unnoticed."""
+"""Seconds for which a process caches the row. A lost notification of a change goes unnoticed for this long at most."""
 RETRY_S = 30
+"""The Retry-After of a refusal, in seconds."""
 
 _known: tuple[float, Maintenance | None] | None = None
 
 
 class ReadOnlyError(APIException):
-    """503: come back later. `wait` is for Retry-After, in seconds."""
+    """503: everything is read only now. `wait` is the Retry-After in seconds."""
 
     status_code = 503
     wait = RETRY_S
 
 
 def current() -> Maintenance | None:
-    """What is in force, None for nothing. One statement every few seconds in each process."""
+    """Return the row while everything is read only, otherwise None.
+
+    The row is cached for TTL_S, or until a change is notified: one statement every few seconds in each process.
+    """
     global _known
     known = _known
     if known is None or time.monotonic() > known[0]:
@@ -45,19 +49,23 @@ def current() -> Maintenance | None:
 
 
 def sentence(now: Maintenance) -> str:
-    """For who is refused."""
+    """Return the message for a caller who is refused: since when, by whom and why everything is read only."""
     why = f": {now.reason}" if now.reason else ""
     return f"All of this is read only since {now.since:%Y-%m-%d %H:%M} UTC, by {now.by}{why}. Try again later."
 
 
 def refuse() -> None:
-    """Raises ReadOnlyError while it is in force."""
+    """Raise ReadOnlyError while everything is read only."""
     if now := current():
         raise ReadOnlyError(sentence(now))
 
 
 def switch(on: bool, by: Caller, reason: str, source: Source) -> Maintenance | None:
-    """From now on nobody writes, or all may again; nothing changes where it is so. Raises Refused INVALID."""
+    """Make everything read only (`on`), or end that. Return the row in force, None when writing is allowed.
+
+    A change locks the row, records an event and notifies all processes after the commit. If the switch is already in
+    that position, nothing changes. Raises RefusedError INVALID for an unusable reason.
+    """
     check_reason(reason)
     with conductor.writing():
         before = Maintenance.objects.select_for_update().first()

@@ -1,10 +1,9 @@
-"""The roles of the console: which group stands for each, what it sees, what it is to both APIs; and why not.
+"""The roles of the console: the group of each role, what its members see, and which roles they have for both APIs.
 
-Where Keystone vouches, `cyborgweb.auth.login` puts people into the group that their roles give at every login;
-elsewhere an
-administrator does it by hand. Whether an act is allowed is asked of the same rules as in the APIs
-(`cyborgweb.auth.policy`),
-so that a person can do as much in the console as with a token. Named by the settings as `CONSOLE_WHY_NOT`.
+With Keystone, `cyborgweb.auth.login` puts a person into the group of their roles at every login; without it, an
+administrator does so by hand. The console checks an action with the same rules as the APIs (`cyborgweb.auth.policy`),
+so that a person can do the same things in the console as with a token. The settings name `why_not` as
+`CONSOLE_WHY_NOT`, and `project_of` as `CONSOLE_PROJECT`.
 """
 
 from __future__ import annotations
@@ -22,19 +21,22 @@ from cyborgweb.auth.policy_rules import AUDITOR, OPERATOR
 from cyborgweb.settings.keys import keys
 
 ROOMS = ("accelerators", "agents", "placement_sync")
+"""Django applications whose models every role sees."""
 ACCESS = ("user", "group", "apitoken", "maintenance")
+"""Models that auditors see in addition."""
 OWN = ("acceleratorrequest", "deviceprofile")
+"""Models that the members of a project's group see."""
 TENANT = "project:"
-"""Begins the name of a group whose members see what one project has; its id follows."""
+"""Prefix of the name of a project's group, followed by the project's id. Its members see what that project has."""
 READER = frozenset({"reader"})
 LOCAL_PROJECT = "local"
 SESSION = "keystone"
-"""Where a session keeps what Keystone said of its person."""
+"""Key of a session's data under which the person's name, id, project and roles from Keystone are stored."""
 
 
 @dataclass(frozen=True)
 class Role:
-    """`words` are what its group's members are to the APIs where there is no Keystone, in Keystone's own words."""
+    """A role of the console. Without Keystone, members of `group` have the Keystone roles `words` for the APIs."""
 
     group: str
     words: frozenset[str]
@@ -45,19 +47,20 @@ OPERATORS = Role("role:operator", frozenset({OPERATOR, "member", "reader"}))
 AUDITORS = Role("role:auditor", frozenset({AUDITOR, "reader"}))
 VIEWERS = Role("role:viewer", frozenset({"manager", "member", "reader"}))
 ROLES = (ADMINISTRATORS, OPERATORS, AUDITORS, VIEWERS)
-"""Who has several, has all that they give. The names begin so that no group of somebody's own means one by chance."""
+"""A person with several roles has the rights of all of them. The prefix `role:` keeps a group that somebody made from
+having a role's name by chance."""
 _BY_GROUP = {role.group: role for role in ROLES}
 
 
 def group(name: str) -> Group:
-    """The group of this name with the permissions to look that belong to it; made where there is none."""
+    """Return the group of this name with the permissions of its role or project; create it if there is none."""
     found, _ = Group.objects.get_or_create(name=name)
     give(found)
     return found
 
 
 def give(found: Group) -> None:
-    """What belongs to a group of ours; others, which people made by other names, are left as they are."""
+    """Set the permissions of a role's or project's group, according to its name. Other groups are not changed."""
     name, seen = found.name, Permission.objects.filter(codename__startswith="view_")
     if name.startswith(TENANT):
         found.permissions.set(seen.filter(codename__in=[f"view_{model}" for model in OWN]))
@@ -71,7 +74,10 @@ def give(found: Group) -> None:
 
 
 def of_keystone(roles: Iterable[str], project: str, viewers: Iterable[str], tenants: Iterable[str]) -> str:
-    """The group for who has these roles in this project; '' for who has no business in the console."""
+    """Return the name of the group for a person with these Keystone roles in this project.
+
+    Returns '' if the roles give no access to the console.
+    """
     has = set(roles)
     if ADMIN in has:
         return ADMINISTRATORS.group
@@ -85,14 +91,18 @@ def of_keystone(roles: Iterable[str], project: str, viewers: Iterable[str], tena
 
 
 def names(user: Any) -> list[str]:
-    """The groups somebody is in; asked once for each request's user."""
+    """Return the names of the user's groups. They are cached on the user object: one query for each request."""
     if not hasattr(user, "group_names"):
         user.group_names = list(user.groups.order_by("name").values_list("name", flat=True))
     return list(user.group_names)
 
 
 def project_of(user: Any) -> str:
-    """The one project that somebody sees; '' for who sees them all."""
+    """Return the id of the only project that the user sees.
+
+    Returns '' for a superuser and a member of a role's group, who see all projects, and for a user without a project's
+    group.
+    """
     if user.is_superuser:
         return ""
     groups = names(user)
@@ -102,14 +112,17 @@ def project_of(user: Any) -> str:
 
 
 def words_of(user: Any) -> frozenset[str]:
-    """What somebody is to the APIs where there is no Keystone."""
+    """Return the Keystone roles that the user has for the APIs when there is no Keystone; always includes reader."""
     if user.is_superuser:
         return ADMINISTRATORS.words
     return READER.union(*(_BY_GROUP[name].words for name in names(user) if name in _BY_GROUP))
 
 
 def session_caller(user: Any, session: Any) -> Caller | None:
-    """Who a logged-in person is to the APIs; None for who may not enter the console."""
+    """Return a logged-in user as the Caller that the APIs see.
+
+    Returns None for a user who may not enter the console, and with Keystone for a session without Keystone's data.
+    """
     if not user.is_staff:
         return None
     if keys().auth != "keystone":
@@ -120,14 +133,15 @@ def session_caller(user: Any, session: Any) -> Caller | None:
 
 
 def caller_of(request: HttpRequest) -> Caller | None:
-    """The same of who sent this request."""
+    """Return the Caller for the user and session of this request; None as in `session_caller`."""
     return session_caller(request.user, getattr(request, "session", {}))
 
 
 def why_not(request: HttpRequest, rule: str, permission: str) -> str:
-    """Why this person may not do what `rule` is about, and what would help; '' where they may.
+    """Return why the request's user may not do what `rule` covers, and what would help; '' if the user may.
 
-    Django's `permission`, given to one person or to a group of one's own making, does as well.
+    The Django permission `permission`, given to the user or to any group of theirs, is sufficient as well. While
+    everything is read only, nobody may.
     """
     if now := read_only.current():
         return read_only.sentence(now)

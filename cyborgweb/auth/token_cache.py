@@ -1,6 +1,6 @@
-"""Tokens that Keystone has judged, remembered for a while (docs/adr/0004). Asked by `cyborgweb.auth.authentication`.
+"""A cache of Keystone's answers about tokens (docs/adr/0004).
 
-Knows no HTTP. Every web process has a memory of its own, in which no token stands, only keyed hashes of them.
+It is independent of HTTP. Every web process has its own cache, which stores no tokens, only keyed hashes of them.
 """
 
 from __future__ import annotations
@@ -19,18 +19,24 @@ from accelerators.domain.caller import Caller
 log = logging.getLogger(__name__)
 
 FRESH_S = 300.0
-"""A revoked token is refused after so long at most."""
+"""Seconds for which a valid answer is cached: a revoked token is refused after this time at the latest."""
 REFUSED_S = 15.0
+"""Seconds for which it is cached that Keystone does not know a token."""
 PAUSE_S = 5.0
-"""When Keystone was unreachable, nobody asks for so long; then one request tries, and the others do not wait for it."""
+"""Seconds without any question after Keystone was unreachable. Then one request asks; the others fail without waiting
+for it."""
 TRY_S = 30.0
-"""How long that one request may take before another one tries."""
+"""Seconds after which another request asks, if that one request has no answer yet."""
 ENTRIES = 10_000
+"""Valid tokens, and also unknown tokens, that one cache holds at most; the oldest entry is dropped first."""
 
 
 class TokenCheckUnavailableError(Exception):
-    """Keystone gives no answer about a token. `unreachable`: the network or Keystone itself failed; otherwise it
-    refuses to talk to us, or we are not set up for it."""
+    """Keystone gave no answer about a token. `why` is one line.
+
+    `unreachable` is True if the network or Keystone itself failed, and False if Keystone rejects the service user or
+    our configuration is unusable.
+    """
 
     def __init__(self, why: str, unreachable: bool) -> None:
         super().__init__(why)
@@ -39,7 +45,7 @@ class TokenCheckUnavailableError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """What Keystone said of a token. `expires_at` in seconds since the epoch; no caller: it does not know the token."""
+    """Keystone's answer about a token. `caller` is None if Keystone does not know it; `expires_at` is a UNIX time."""
 
     caller: Caller | None
     expires_at: float
@@ -47,15 +53,15 @@ class Judged:
 
 REFUSED = Judged(None, 0.0)
 Ask = Callable[[str, bool], Judged]
-"""Asks Keystone about a token, expired ones allowed or not. Raises TokenCheckUnavailableError."""
+"""A function (token, allow_expired) that asks Keystone about a token. Raises TokenCheckUnavailableError."""
 _Key = tuple[bytes, bool]
 
 
 class Tokens:
-    """Who a token stands for. Thread-safe; concurrent questions about one token are one question to Keystone.
+    """Finds the caller of a token, from the cache or from Keystone. Thread-safe.
 
-    An answer is good for 300 s and never beyond the token's own end; a refusal for 15 s. While Keystone is unreachable
-    an old answer goes on being good until the token ends.
+    Concurrent calls for one token ask Keystone once. A valid answer is cached for 300 s and never beyond the token's
+    expiry, a refusal for 15 s. While Keystone is unreachable, an old answer stays valid until the token expires.
     """
 
     def __init__(
@@ -68,7 +74,7 @@ class Tokens:
         self._ask, self._clock, self._steady, self._entries = ask, clock, steady, entries
         self._secret = secrets.token_bytes(32)
         self._lock = threading.Lock()
-        # Apart, so that a flood of made-up tokens pushes no good one out. Values: what was said, until when it is new.
+        # Two tables, so that a flood of invented tokens evicts no valid one. Values: the answer, when it gets stale.
         self._good: dict[_Key, tuple[Judged, float]] = {}
         self._bad: dict[_Key, tuple[Judged, float]] = {}
         self._asking: dict[_Key, Future[Judged]] = {}
@@ -76,22 +82,23 @@ class Tokens:
         self._ask_again_at = 0.0
 
     def caller(self, token: str, allow_expired: bool = False) -> Caller | None:
-        """Who it is; None: Keystone does not know the token, or it has ended. Raises TokenCheckUnavailableError.
+        """Return the token's caller; None if Keystone does not know the token or it has expired.
 
-        `allow_expired` is for tokens that come with a good service token: Keystone then lets them live longer.
+        Asks Keystone, and waits for the answer, if the cache has no fresh one. `allow_expired` is for tokens that come
+        with a valid service token: Keystone then accepts them for longer. Raises TokenCheckUnavailableError.
         """
         key = blake2b(token.encode(), key=self._secret, digest_size=16).digest(), allow_expired
         judged = self._remembered(key) or self._shared(key, token)
         return None if not allow_expired and self._clock() >= judged.expires_at else judged.caller
 
     def _remembered(self, key: _Key) -> Judged | None:
-        """What is known without asking: an answer that is new enough, or a token that has ended."""
+        """Return the cached answer if it is fresh or its token has expired; otherwise None. Does not ask Keystone."""
         judged, new_until = self._good.get(key) or self._bad.get(key) or (REFUSED, 0.0)
         ended = not key[1] and judged.caller is not None and self._clock() >= judged.expires_at
         return judged if ended or self._steady() < new_until else None
 
     def _shared(self, key: _Key, token: str) -> Judged:
-        """One question per token at a time: the first to come asks, the others get what it gets."""
+        """Ask Keystone once per token at a time: the first thread asks, the others wait and get the same result."""
         with self._lock:
             if judged := self._remembered(key):
                 return judged
@@ -139,7 +146,7 @@ class Tokens:
         except TokenCheckUnavailableError as failure:
             with self._lock:
                 first, self._failure = self._failure is None, failure
-                # What answers at once, if only with a refusal, needs no pause; and no odd token can bring one about.
+                # No pause if Keystone answered, even with a refusal: it is quick, and no odd token must cause a pause.
                 self._ask_again_at = self._steady() + PAUSE_S if failure.unreachable else 0.0
             if first:
                 log.warning("tokens cannot be validated: %s", failure.why)

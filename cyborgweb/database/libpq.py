@@ -1,13 +1,13 @@
-"""Our database as programs and connections without Django name it. Used by `backup` and `manage.py prepare`."""
+"""Connection parameters of our database for programs and connections that do not use Django."""
 
 from __future__ import annotations
 
 from django.db import connection
 
 OURS = ("context", "cursor_factory", "prepare_threshold")
-"""Of our connection, what psycopg alone knows."""
+"""Django's connection parameters that only psycopg understands, and libpq does not."""
 
 
 def parameters() -> dict[str, str]:
-    """Keywords of a libpq connection string, `password` among them where there is one."""
+    """Return the keywords and values of a libpq connection string, with `password` if there is one."""
     return {name: value for name, value in connection.get_connection_params().items() if name not in OURS}

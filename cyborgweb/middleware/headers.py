@@ -1,6 +1,7 @@
-"""What every answer tells a browser not to do. Django's outermost middleware, so files and refusals bear it too.
+"""Sets the headers that restrict what a browser may do: Content-Security-Policy and Permissions-Policy.
 
-The policy is strict; a page that needs more says so in its template with `{% csp_allow %}`, and only there.
+The middleware is outside those that serve static files and refuse requests, so their responses have the headers, too.
+The policy is strict; a page that needs more must say so in its template with `{% csp_allow %}`.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ SOURCES = {
     "base-uri": "'none'",
     "frame-ancestors": "'none'",
 }
-"""Content Security Policy level 3. `connect-src 'self'` covers our own sockets."""
+"""The directives of Content Security Policy level 3. `connect-src 'self'` also allows our own WebSockets."""
 PERMISSIONS = "camera=(), display-capture=(), geolocation=(), microphone=(), payment=(), serial=(), usb=()"
-"""What no page of ours ever asks a browser for."""
+"""Browser features that none of our pages uses; the header forbids them."""
 
 
 @lru_cache(maxsize=8)
 def policy(more: tuple[tuple[str, str], ...] = ()) -> str:
-    """The header's value; `more` are pairs of a directive and what it allows besides."""
+    """Return the value of Content-Security-Policy; `more` are pairs of a directive and its additional sources."""
     allowed = dict(more)
     return "; ".join(f"{name} {value} {allowed.get(name, '')}".rstrip() for name, value in SOURCES.items())
 
 
 class HeadersMiddleware:
-    """Sets Content-Security-Policy and Permissions-Policy; the others are SecurityMiddleware's, right inside of it."""
+    """Sets Content-Security-Policy and Permissions-Policy. SecurityMiddleware, the next one, sets the other headers."""
 
     def __init__(self, get_response: Callable[[HttpRequest], HttpResponse]) -> None:
         self.get_response = get_response

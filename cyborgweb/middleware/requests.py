@@ -1,6 +1,4 @@
-"""Every answer bears a request id, and whoever writes an event can ask for it. Nothing is posted to a console that is
-read only.
-"""
+"""Gives every request an id, which events can record, and refuses writes to the console while it is read only."""
 
 from __future__ import annotations
 
@@ -15,11 +13,13 @@ from cyborgweb.auth.policy import READS
 from cyborgweb.pages import error_pages
 
 ALWAYS = tuple(f"/admin/{path}/" for path in ("login", "logout", "census", "inbox", "lists", "cyborgweb/maintenance"))
-"""What is posted there changes nothing, or only what somebody keeps for themselves; or it ends the maintenance."""
+"""Paths that accept writes also while the console is read only: they change nothing, or only a person's own settings,
+or they end the maintenance."""
 
 
 class RequestIdMiddleware:
-    """Sets `x-openstack-request-id: req-<uuid>` on every answer (contract section 1.7)."""
+    """Sets `x-openstack-request-id: req-<uuid>` on every response (contract section 1.7), and the context variable
+    `request_id` while the request is handled."""
 
     def __init__(self, get_response: Callable[[HttpRequest], HttpResponse]) -> None:
         self.get_response = get_response
@@ -36,8 +36,10 @@ class RequestIdMiddleware:
 
 
 class ReadOnlyMiddleware:
-    """503 and the reason for what would be posted to the console while everything is read only. The APIs ask by
-    themselves (`cyborgweb.auth.policy`)."""
+    """Answers writes to the console with 503 and the reason while everything is read only.
+
+    The APIs check this themselves (`cyborgweb.auth.policy`).
+    """
 
     def __init__(self, get_response: Callable[[HttpRequest], HttpResponse]) -> None:
         self.get_response = get_response

@@ -1,4 +1,5 @@
-"""Tables of the console and of access: API tokens, users of Keystone, saved views, subscriptions."""
+"""Tables of the console and of access: API tokens, users of Keystone, saved views, the read-only switch, subscriptions
+and deliveries."""
 
 from cyborgweb.models.identity import ApiToken, KeystoneUser, Maintenance, SavedView, digest
 from cyborgweb.models.notify import Delivery, Reader, Subscription

@@ -1,6 +1,6 @@
-"""What one can be told of, and in which words. Pure; called by the models, the API, the console, e-mail.
+"""The kinds of notifications, and their titles and sentences. Pure functions and constants, without Django.
 
-A kind is part of the contract with receivers (docs/notifications.md): it is never renamed.
+A kind is part of the contract with receivers (docs/notifications.md) and is never renamed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 
 class Kind(StrEnum):
-    """What a message is about."""
+    """The kind of event that a message reports."""
 
     REQUEST_BOUND = "request.bound"
     REQUEST_FAILED = "request.failed"
@@ -24,7 +24,7 @@ class Kind(StrEnum):
 
 
 class Way(StrEnum):
-    """How a message reaches its reader."""
+    """How a message is delivered."""
 
     WEBHOOK = "webhook"
     EMAIL = "email"
@@ -32,16 +32,16 @@ class Way(StrEnum):
 
 
 class Scope(StrEnum):
-    """Whose requests and devices."""
+    """Which requests and devices a subscription covers."""
 
     PROJECT = "project"
     """The project's own requests, and the devices they hold."""
     CLOUD = "cloud"
-    """All there are: for who runs accelerators."""
+    """All requests and devices; for people who operate accelerators."""
 
 
 class Progress(StrEnum):
-    """How a delivery stands."""
+    """The state of a delivery."""
 
     WAITING = "waiting"
     DELIVERED = "delivered"
@@ -49,7 +49,8 @@ class Progress(StrEnum):
 
 
 class Standing(StrEnum):
-    """How a subscription stands. One that is paused or gone writes no deliveries until somebody resumes it."""
+    """The state of a subscription. Deliveries are written only while it is active; it stays off, paused or gone until
+    somebody resumes it."""
 
     ACTIVE = "active"
     OFF = "off"
@@ -61,10 +62,10 @@ class Standing(StrEnum):
 
 
 JOBS: Mapping[str, str] = {Way.WEBHOOK: "deliveries", Way.EMAIL: "mails"}
-"""Which job brings messages; those of an inbox are there when they are written."""
+"""The job that sends the messages of each way. An inbox needs no job: its messages are delivered when written."""
 TEST = "subscription.test"
 PAUSED = "subscription.paused"
-"""Kinds of messages about a subscription itself."""
+"""The kinds `TEST` and `PAUSED` are messages about a subscription itself."""
 
 MEANINGS: Mapping[str, str] = {
     Kind.REQUEST_BOUND: "An accelerator is ready for its instance.",
@@ -91,11 +92,14 @@ TITLES: Mapping[str, str] = {
     PAUSED: "Subscription paused",
 }
 _TOLD = {"profile": "profile", "instance": "instance", "name": "", "model": "", "host": "on", "health": "health"}
-"""What a sentence tells of a message's data, and the word before it."""
+"""The fields of a message's data that a sentence contains, each with the word that precedes it."""
 
 
 def sentence(kind: str, data: Mapping[str, Any]) -> str:
-    """One line for people: what happened to what, where and why."""
+    """Return one line for people that says what happened to which object, where and why; about 600 characters at most.
+
+    `data` is the data of a message of this `kind`.
+    """
     about = data.get("name") or data.get("request") or data.get("device") or data.get("subscription") or ""
     told = [f"{word} {data[name]}".strip() for name, word in _TOLD.items() if name != "name" and data.get(name)]
     line = ", ".join(part for part in (f"{TITLES.get(kind, kind)}: {about}".removesuffix(": "), *told) if part)

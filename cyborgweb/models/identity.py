@@ -1,6 +1,6 @@
-"""Identity: API tokens for `X-Auth-Token` where there is no Keystone, and which user is whom where there is one.
+"""Tables of identity: API tokens for installations without Keystone, and the mapping of Keystone's users to ours.
 
-And what people keep of the console's lists.
+Also the saved views of the console's lists, and the read-only switch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from django.db.models.functions import Now
 
 
 class ApiToken(models.Model):
-    """A token of a local user. Only its hash is stored. `roles` are Keystone's words: admin, member, service…"""
+    """A local user's token for `X-Auth-Token`. Only its hash is stored.
+
+    `roles` are names of Keystone roles: admin, member, service…
+    """
 
     name = models.CharField(max_length=255)
     token_hash = models.CharField(max_length=64, unique=True)
@@ -33,14 +36,14 @@ class ApiToken(models.Model):
 
     @classmethod
     def make(cls, name: str, user: object, roles: list[str], project_id: str) -> str:
-        """Store a new token and return its secret, which is shown once and kept nowhere."""
+        """Create a token and return its secret, which is not stored and cannot be shown again."""
         secret = secrets.token_urlsafe(32)
         cls.objects.create(name=name, user=user, token_hash=digest(secret), roles=roles, project_id=project_id)
         return secret
 
 
 class KeystoneUser(models.Model):
-    """Whom Keystone knows by this id. Names change and come again; the id does neither."""
+    """Maps Keystone's id of a user to our user. A name can change and be used again; the id cannot."""
 
     keystone_id = models.CharField(max_length=64, primary_key=True)
     user = models.OneToOneField(settings.AUTH_USER_MODEL, models.CASCADE, related_name="keystone")
@@ -50,7 +53,10 @@ class KeystoneUser(models.Model):
 
 
 class SavedView(models.Model):
-    """A list as somebody wants it again: filters, search, order. Without a name: the columns they always want of it."""
+    """A user's saved view of a list: filters, search and order as a query string.
+
+    The row without a name holds the columns that the user has chosen for this list.
+    """
 
     user = models.ForeignKey(settings.AUTH_USER_MODEL, models.CASCADE, related_name="saved_views")
     of = models.CharField(max_length=100, help_text="The model it lists, app.model.")
@@ -69,7 +75,7 @@ class SavedView(models.Model):
 
 
 class Maintenance(models.Model):
-    """There is this one row while nobody is to change anything."""
+    """The read-only switch: the table has exactly one row while everything is read only, otherwise none."""
 
     since = models.DateTimeField(db_default=Now(), help_text="Since when nothing can be changed.")
     by = models.CharField(max_length=255, help_text="Who said so.")
@@ -84,5 +90,8 @@ class Maintenance(models.Model):
 
 
 def digest(secret: str) -> str:
-    """How a token is stored and looked up. Tokens are 256 random bits, so a plain hash suffices."""
+    """Return the SHA-256 of a token in hex, by which it is stored and found.
+
+    A plain hash is sufficient, because tokens are 256 random bits.
+    """
     return hashlib.sha256(secret.encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Subscriptions, deliveries, and how far the events were read. Loaded by `cyborgweb.models`."""
+"""Tables of notifications: subscriptions, deliveries, and the position up to which events were read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cyborgweb.models.event_types import Kind, Progress, Scope, Standing, Way
 
 
 class Subscription(fields.Row):
-    """What somebody wants to be told of, and how. It belongs to a person, or to a project as a whole."""
+    """The events about which somebody wants to be notified, and how. It belongs to a person or to a whole project."""
 
     name = models.CharField(max_length=64, help_text="Your own word for it.")
     project_id = models.CharField(max_length=255, db_collation="C", help_text="The project it was made in.")
@@ -89,12 +89,12 @@ class Subscription(fields.Row):
 
     @property
     def personal(self) -> bool:
-        """Whether it belongs to a person."""
+        """Whether the subscription belongs to a person, not to a project."""
         return bool(self.person)
 
     @property
     def destination(self) -> str:
-        """Where it leads, for everybody's eyes: of a URL, which may hold a token, only the beginning."""
+        """The target in a form that everybody may see: of a URL only scheme and host, because it may hold a token."""
         if self.way == Way.WEBHOOK:
             parts = urlsplit(self.target)
             return f"{parts.scheme}://{parts.netloc}"
@@ -102,7 +102,7 @@ class Subscription(fields.Row):
 
 
 class Delivery(models.Model):
-    """One message for one subscription. `message` is its id, the same at every try."""
+    """One message for one subscription. `message` is its id, which is the same at every attempt."""
 
     message = models.UUIDField(
         default=uuid.uuid4, unique=True, editable=False, help_text="The same at every try: receivers tell by it."
@@ -153,8 +153,11 @@ class Delivery(models.Model):
 
 
 class Reader(models.Model):
-    """How far the events were read: all that was committed by transactions before `horizon`, and of later ones those
-    up to (`transaction`, `event`). `since`: no event that is left is older. One row (`notify.fanout`)."""
+    """The position up to which `notify.fanout` has read the events, in one row.
+
+    Read are all events up to (`transaction`, `event`), in the order of the transactions that wrote them. No event that
+    is not read yet is older than `since`.
+    """
 
     transaction = models.BigIntegerField(default=0)
     event = models.BigIntegerField(default=0)

@@ -1,6 +1,6 @@
-"""What a restored database needs before anybody uses it: hosts, OpenStack and callers are of a later hour than it.
+"""Prepares a restored database for use: hosts, OpenStack and callers have a later state than the database.
 
-Called by `manage.py restore`, after `backup.load`, or alone where somebody restored by other means.
+It must run after `backup.load`, and also after a restore by other means.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from accelerators.domain.states import Source
 from cyborgweb.auth import read_only
 
 AHEAD = 1_000_000
-"""Numbers of rows that are passed over: those given out after the backup, which agents and callers may still name."""
+"""How many numbers each sequence skips: agents and callers may still name rows that were numbered after the backup."""
 LATER = 2**40
-"""What is added to every generation, so that no ETag of before is one of now."""
+"""Added to every generation, so that no ETag from before the restore is valid after it."""
 NUMBERS = """
 SELECT setval(format('%%I.%%I', schemaname, sequencename)::regclass, coalesce(last_value, 0) + %s)
 FROM pg_sequences WHERE schemaname = current_schema() AND data_type = 'bigint'::regtype
@@ -28,18 +28,22 @@ UPDATE accelerators_command SET start_by = now() + interval '{PATIENCE}', end_by
   updated_at = now()
 WHERE ended_at IS NULL AND answered_at IS NULL AND op IN ('attach', 'detach')
 """
-"""What was under way for instances has long ended on its host. Its agent knows the command, runs none twice, and says
-how it ended; were its time over here, what an instance got meanwhile would be taken away from it again."""
+"""Extends the time limits of unfinished attach and detach commands. Such a command has long ended on its host. The
+agent knows the command, does not run it twice, and reports its result. If the command had timed out here before,
+an instance would lose the accelerator that it got in the meantime."""
 WAITS = f"""
 UPDATE accelerators_acceleratorrequest SET deadline = now() + interval '{PATIENCE} 1 minute' WHERE state = 'BindStarted'
 """
-"""Longer than its command has, whose end says why."""
+"""Extends the deadline of unfinished binds. It is later than the limit of the bind's command, because the command's
+result gives the reason if it fails."""
 
 
 def settle(by: Caller, reason: str) -> None:
-    """Bring it up to this release's tables, and make it safe to start on: numbers and generations go on above all that
-    were ever told, binds that were under way wait for their agents, nobody is logged in, and everything is read only
-    until a person has looked. Harmless when done twice.
+    """Make the restored database safe to start on: migrate it, then change it in one transaction.
+
+    Numbers and generations continue above all that were ever given out, unfinished binds wait for their agents, all
+    sessions end, and the event `database.restored` is recorded. Then everything is made read only, until a person has
+    checked it. It may be run twice without harm.
     """
     call_command("migrate", verbosity=0, interactive=False, skip_checks=True)
     with conductor.writing():

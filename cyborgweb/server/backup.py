@@ -1,7 +1,8 @@
-"""A backup is a folder: the database as `pg_dump` has it, files nobody can make again, and `backup.json` about both.
+"""Makes and restores backups.
 
-Called by `manage.py backup`, while everything runs, and by `manage.py restore`, while nothing does. What a restored
-database needs before anybody uses it is `cyborgweb.server.after_restore`.
+A backup is a folder with a `pg_dump` of the database, the files that cannot be made again, and `backup.json`, which
+describes both. It is taken while everything runs, and restored while nothing runs. After `load`,
+`cyborgweb.server.after_restore` must prepare the database before anybody uses it.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ from drivers.files import sync_directory, write_private
 DUMP, ABOUT = "database.dump", "backup.json"
 SECRET = "secret-key"
 KEPT = (SECRET, tls.FILE, "policy.yaml", "drivers.toml")
-"""Files of the state directory that belong to a backup, where they are."""
+"""Files of the state directory that are part of a backup if they exist."""
 LOOK_S = 0.2
+"""Seconds between two calls of `progress`."""
 Progress = Callable[[int], None]
 TABLES = """SELECT count(*) FROM pg_class
 WHERE relkind IN ('r', 'p') AND relnamespace = current_schema()::regnamespace"""
@@ -40,11 +42,14 @@ OTHERS = """SELECT count(*) FROM pg_stat_activity WHERE datname = current_databa
 
 
 class BackupError(RuntimeError):
-    """It cannot be backed up, or restored, like this; one sentence that says what to do."""
+    """The backup or restore is not possible. The message says why and what to do, in one sentence."""
 
 
 class About(msgspec.Struct, frozen=True):
-    """What `backup.json` says. `migrations` are those that had been applied: of which release the database was."""
+    """The content of `backup.json`. `migrations` are the applied ones, which show the database's release.
+
+    `postgresql` is the server's major version.
+    """
 
     taken_at: datetime
     postgresql: int
@@ -53,12 +58,14 @@ class About(msgspec.Struct, frozen=True):
 
 
 def take(folder: Path, progress: Progress) -> About:
-    """Make the folder, complete or not at all; `progress` is told the dump's bytes. Raises BackupError,
-    PostgresError."""
+    """Write a backup to the new folder, completely or not at all, and return its description.
+
+    `progress` is called with the size of the dump in bytes while it grows. Raises BackupError, PostgresError.
+    """
     if folder.exists():
         raise BackupError(f"{folder} is there already: a backup is a folder of its own")
     made = folder.with_name(f"{folder.name}.part")
-    shutil.rmtree(made, ignore_errors=True)  # left by one that was broken off
+    shutil.rmtree(made, ignore_errors=True)  # left by an interrupted backup
     try:
         made.mkdir(mode=0o700, parents=True)
         at, state = datetime.now(UTC), keys().state
@@ -79,7 +86,7 @@ def take(folder: Path, progress: Progress) -> About:
 
 
 def read(folder: Path) -> About:
-    """What the folder holds. Raises BackupError, also for a backup of a later release than this."""
+    """Return the description of the backup in the folder. Raises BackupError, also if it is of a later release."""
     try:
         about = msgspec.json.decode((folder / ABOUT).read_bytes(), type=About)
     except OSError as error:
@@ -93,9 +100,10 @@ def read(folder: Path) -> About:
 
 
 def load(folder: Path, about: About) -> None:
-    """Fill the empty database, all or nothing, and put back the files that are missing.
+    """Restore the dump into the empty database, all or nothing, and put back the files that are missing.
 
-    The secret key is always the backup's: what is encrypted in its database was so with that one.
+    The secret key is always replaced by the backup's, because the database's secrets are encrypted with that key.
+    Raises BackupError, PostgresError.
     """
     words = ["--single-transaction", "--exit-on-error", "--no-owner", "--no-privileges", str(folder / DUMP)]
     _run("pg_restore", words)
@@ -107,7 +115,7 @@ def load(folder: Path, about: About) -> None:
 
 
 def nobody_else() -> None:
-    """Raises BackupError while somebody is connected to the database."""
+    """Raise BackupError if there are other client connections to the database."""
     if others := _count(OTHERS):
         raise BackupError(
             f"{others} other connections to the database: stop every web process, cluster and supervisor first"
@@ -115,7 +123,7 @@ def nobody_else() -> None:
 
 
 def has_tables(wanted: bool) -> None:
-    """Raises BackupError unless it is so that the database has tables, or that it is empty."""
+    """Raise BackupError if the database is empty but `wanted` is True, or has tables but `wanted` is False."""
     there = _count(TABLES) > 0
     if wanted and not there:
         raise BackupError("the database is empty: nothing has been restored yet")
@@ -128,9 +136,11 @@ def has_tables(wanted: bool) -> None:
 
 @contextmanager
 def database(alone: bool) -> Iterator[None]:
-    """The database answers: the embedded one is started for so long where the product does not run.
+    """Make sure that the database runs inside the `with` block.
 
-    `alone`: raises BackupError where it does. Raises PostgresError when it cannot be started.
+    If the product does not run, the embedded database is started, and stopped at the end. With `alone`, raise
+    BackupError if the product runs on this state directory; its lock is held during the block. Raises PostgresError
+    when the embedded database cannot be started.
     """
     settings = keys()
     if settings.database_url and not alone:
@@ -155,7 +165,7 @@ def database(alone: bool) -> Iterator[None]:
 
 
 def _taken(lock: int) -> bool:
-    """The supervisor's own lock of its state directory, if nobody has it."""
+    """Try to take the supervisor's lock of the state directory. Return whether it was free; does not wait."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -164,7 +174,10 @@ def _taken(lock: int) -> bool:
 
 
 def _run(name: str, words: list[str], written: Path | None = None, progress: Progress | None = None) -> None:
-    """One of PostgreSQL's programs on our database. The password is in its environment, which others cannot read."""
+    """Run a PostgreSQL program (`pg_dump`, `pg_restore`) on our database, and call `progress` with `written`'s size.
+
+    The password is passed in its environment, which other users cannot read. Raises BackupError if it fails.
+    """
     where = libpq.parameters()
     environment = os.environ | {"PGPASSWORD": where.pop("password", "")}
     command = [program(name, _server(), keys().pg_bin), "--dbname", make_conninfo("", **where), *words]
@@ -181,7 +194,7 @@ def _run(name: str, words: list[str], written: Path | None = None, progress: Pro
 
 
 def _server() -> int:
-    """The major version of the server we are connected to."""
+    """Return the major version of the PostgreSQL server to which we are connected."""
     connection.ensure_connection()
     return int(connection.connection.info.server_version) // 10_000
 

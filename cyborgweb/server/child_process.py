@@ -1,4 +1,4 @@
-"""A child process of the supervisor: its output on our log, its restarts with back-off, its end."""
+"""A child process of the supervisor: forwards its output to the log, restarts it with back-off, and stops it."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+"""Seconds before the restart after the first, second, … death in a row; the last one holds for all later deaths."""
 STEADY_S = 30.0
-"""After running so long a death counts as the first again."""
+"""If a process ran for more than this many seconds, its death counts as the first one again."""
 
 
 def say(who: str, text: str) -> None:
-    """One line of the readable log."""
+    """Write one line to the readable log on stderr: the time, the process `who`, and the text."""
     sys.stderr.write(f"{time.strftime('%H:%M:%S')} {who:<8} | {text}\n")
     sys.stderr.flush()
 
 
 @dataclass
 class Child:
-    """`keep()` it in every round: it starts again what died, and says so."""
+    """A supervised process. Call `start` once, then `keep` in every round of the loop: it restarts a dead process."""
 
     name: str
     command: list[str]
@@ -39,7 +40,7 @@ class Child:
     unread: bytes = field(default=b"", repr=False)
 
     def start(self) -> None:
-        """Start it now, in a session of its own, its output piped to our log."""
+        """Start the process now, in its own session, and register its output with the selector."""
         self.started, self.next_start, self.unread = time.monotonic(), None, b""
         self.process = subprocess.Popen(
             self.command,
@@ -56,11 +57,11 @@ class Child:
         self.selector.register(self.process.stdout, selectors.EVENT_READ, self)
 
     def running_for(self) -> float:
-        """Seconds since it was started; 0 while it is not running."""
+        """Return the seconds since the process was started; 0 while there is none."""
         return time.monotonic() - self.started if self.process else 0.0
 
     def read(self) -> None:
-        """Pass on what it wrote, line by line."""
+        """Copy the process's new output to the log, line by line. Does not block; of an endless line it keeps 8 KB."""
         if self.process is None or self.process.stdout is None:
             return
         try:
@@ -78,10 +79,10 @@ class Child:
                 say(self.name, text)
 
     def keep(self) -> None:
-        """Notice its death, and start it again when its pause is over."""
+        """If the process has died, kill the rest of its session and schedule a restart; restart it when that is due."""
         if self.process is not None and self.process.poll() is not None:
             code = self.process.returncode
-            self.kill()  # what is left of its session
+            self.kill()  # the processes that are left in its session
             self.deaths = 1 if self.running_for() > STEADY_S else self.deaths + 1
             pause = BACKOFF_S[min(self.deaths, len(BACKOFF_S)) - 1]
             self._forget()
@@ -91,12 +92,15 @@ class Child:
             self.start()
 
     def kill(self) -> None:
-        """SIGKILL its whole session."""
+        """Send SIGKILL to the process group of its session. Does not wait."""
         if self.process is not None:
             _signal_group(self.process.pid, signal.SIGKILL)
 
     def stop(self, patience: float) -> None:
-        """SIGTERM to the process, SIGKILL to its session after `patience` seconds; returns when it is gone."""
+        """Send SIGTERM to the process, wait up to `patience` seconds, then send SIGKILL to its process group.
+
+        Returns when the process has ended.
+        """
         if self.process is None:
             return
         self.process.terminate()

@@ -1,7 +1,7 @@
-"""Finds clusters that no longer take up work: django-q2 dead-locks for good when its idle workers are killed.
+"""Finds clusters that no longer take up jobs: django-q2 dead-locks for ever when its idle workers are killed.
 
-A thread of the supervisor, so that a database that hangs does not hang it. A tick row that is old while no job of its
-cluster holds its advisory lock means that the cluster is stuck.
+It runs as a thread of the supervisor, so that a database that hangs does not block the supervisor. A cluster is stuck
+when a tick row of one of its jobs is old while no job of the cluster holds its advisory lock.
 """
 
 from __future__ import annotations
@@ -23,7 +23,11 @@ WHERE t.at < clock_timestamp() - make_interval(secs => %s)
 
 
 class TickWatch(threading.Thread):
-    """`jobs` maps a job to (cluster, lock class, lock id); `seen()` hands out what was found since."""
+    """Checks every cluster once a second, and writes a byte to the file descriptor `wake` when one is stuck.
+
+    `jobs` maps each job to (cluster, lock class, lock id). A tick row is old after `stall_s` seconds. `seen` returns
+    the results.
+    """
 
     def __init__(self, jobs: dict[str, tuple[str, int, int]], dsn: str, stall_s: float, wake: int) -> None:
         super().__init__(daemon=True, name="tickwatch")
@@ -32,7 +36,10 @@ class TickWatch(threading.Thread):
         self._lock = threading.Lock()
 
     def seen(self) -> list[tuple[str, str | None]]:
-        """(cluster, the job it does not take up; None where it takes up all); clusters not looked at are left out."""
+        """Return and clear the results since the last call: (cluster, a job that it does not take up).
+
+        The job is None if the cluster takes up all of them. Clusters that were not checked since then are left out.
+        """
         with self._lock:
             found, self._found = list(self._found.items()), {}
         return found
@@ -45,7 +52,7 @@ class TickWatch(threading.Thread):
                         self._look(connection)
                         time.sleep(1)
             except psycopg.Error:
-                time.sleep(1)  # the database is away: its restart is not our business, ours goes on after it
+                time.sleep(1)  # the database is away: others restart it, and this thread connects again
 
     def _look(self, connection: psycopg.Connection[tuple[str]]) -> None:
         for cluster in {job[0] for job in self._jobs.values()}:

@@ -1,4 +1,4 @@
-"""What `manage.py check --deploy` asks beside Django's own questions. Registered by `cyborgweb.apps`."""
+"""Our checks for `manage.py check --deploy`, in addition to Django's own. `cyborgweb.apps` must import this module."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ANY_NAME = Warning(
 
 @register(Tags.security, deploy=True)
 def exposed(app_configs: Any, **_: Any) -> list[CheckMessage]:
-    """What is open to others until an operator says where people come from."""
+    """Warn if no public URL is configured (people connect without TLS), and if any host name is accepted."""
     return [
         *([] if settings.KEYS.public_url else [NO_TLS]),
         *([ANY_NAME] if "*" in settings.ALLOWED_HOSTS else []),

@@ -1,7 +1,8 @@
-"""The one-command supervisor behind `make up`: database, web, two clusters and an agent, for one machine.
+"""The supervisor behind `make up`: runs the database, the web process, two clusters and an agent on one machine.
 
-No Django in this process: it must start fast and outlive whatever goes wrong in the others. Every child has a session
-of its own, so a signal to the group reaches us alone; every child dies with us, also when we are killed with SIGKILL.
+This process does not import Django: it must start fast and must survive failures of the other processes. Every child
+has its own session, so a signal to the process group (Ctrl-C) reaches only the supervisor. Every long-running child
+ends with the supervisor, also when the supervisor is killed with SIGKILL.
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ from drivers.isolation.process import die_with_parent
 
 ROOT = Path(__file__).resolve().parents[2]
 STOP_S = {"web": 2.5, "agent": 2.0, "work": 1.5, "ingest": 1.5}
-"""Stopping order, and how long each may take before SIGKILL; with PostgreSQL's below 10 s."""
+"""Order in which the children are stopped, and the seconds each may take before SIGKILL. Together with PostgreSQL's
+shutdown the stop is meant to take less than 10 s."""
 PREPARE_S = 3.0
-"""What is being prepared when we are to stop has so long to end."""
+"""Seconds that `manage.py prepare` may go on after the supervisor was told to stop; then it is killed."""
 TIMELY_S = 8.0
+"""Seconds within which all children are to be stopped."""
 COUNTS = "metrics"
-"""Below the state directory: where every process keeps what it counts (`accelerators.runtime.metric_files`)."""
+"""Folder in the state directory where every process stores its metrics (`accelerators.runtime.metric_files`)."""
 
 
 SAMPLE_DRIVERS = """\
@@ -54,11 +57,11 @@ rules = [{{ vendor = "1af4", type = "FPGA" }}]
 
 
 class StartError(RuntimeError):
-    """What stands in the way, in one sentence for the person at the terminal."""
+    """The product cannot be started. The message says why, in one sentence for the person at the terminal."""
 
 
 class Supervisor:
-    """Starts everything, keeps it running, stops it in order."""
+    """Starts all processes, restarts those that end, and stops them in order. `agent=False` starts no agent."""
 
     def __init__(self, settings: Keys, *, agent: bool = True) -> None:
         self.settings, self.agent = settings, agent
@@ -72,7 +75,10 @@ class Supervisor:
         self.wake_r, self.wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def run(self) -> None:
-        """Everything, until SIGINT or SIGTERM; raises StartError before anything runs."""
+        """Start everything and supervise it until SIGINT or SIGTERM; then stop everything and return.
+
+        Raises StartError, ConfigurationError or PostgresError when the start fails; what was started is stopped first.
+        """
         self._catch_signals()
         lock = self._own_state_directory()
         listener = _listener(self.settings.listen, "CYBORG_LISTEN")
@@ -127,7 +133,11 @@ class Supervisor:
         return lock
 
     def _agents_listener(self) -> socket.socket | None:
-        """The agents' own, with a certificate that can be used; None: they come to the one for all."""
+        """Open the TLS listener for agents, after checking that its certificate is usable.
+
+        Returns None when CYBORG_AGENT_LISTEN is not set: agents then connect to CYBORG_LISTEN. Raises StartError,
+        ConfigurationError.
+        """
         if not self.settings.agent_listen:
             return None
         from cyborgweb.server import tls
@@ -146,14 +156,18 @@ class Supervisor:
         say("postgres", f"accepting connections in {self.postgres.socket}")
 
     def _for_the_agent(self, listener: socket.socket) -> list[str]:
-        """What is prepared for this machine's own: with the sample drivers the rule that lets their devices in."""
+        """Return the options of `manage.py prepare` for this machine's own agent.
+
+        When the sample drivers are used, they include the admission rule that accepts the sample drivers' devices.
+        """
         samples = [] if "CYBORG_ENABLED_DRIVERS" in os.environ else ["--sample-rules"]
         return ["--address", _address(listener), *samples]
 
     def _prepare(self, more: list[str]) -> dict[str, Any]:
-        """Migrate, make the first login and what `more` asks for: `manage.py prepare`, in a process of its own.
+        """Run `manage.py prepare` with the options `more` in its own process: migrations, the first login and more.
 
-        Told to stop it has PREPARE_S to end; what a migration had not committed then was never done.
+        Returns the JSON object that it prints last; {} when the supervisor is to stop. In that case it has PREPARE_S
+        to end, and is killed then: the uncommitted part of a migration is rolled back. Raises StartError if it fails.
         """
         preparing = subprocess.Popen(
             [sys.executable, ROOT / "manage.py", "prepare", *more],
@@ -184,7 +198,10 @@ class Supervisor:
         return os.environ | {"PYTHONUNBUFFERED": "1", "CYBORG_PARENT": str(os.getpid())} | state | more
 
     def _start_web(self, listener: socket.socket, agents: socket.socket | None) -> None:
-        """Web loads its code while the database is prepared, and serves once `self.gate` is closed."""
+        """Start the web process. It loads its code while the database is prepared, and serves when `self.gate` closes.
+
+        The listeners are inherited, so that a restarted web process goes on with the same sockets.
+        """
         after, self.gate = os.pipe()
         self.after = after
         command = [sys.executable, "-m", "cyborgweb.server.web", "--fd", str(listener.fileno()), "--after", str(after)]
@@ -211,7 +228,7 @@ class Supervisor:
         self.children[name].start()
 
     def _agent_defaults(self) -> dict[str, str]:
-        """What `make up` adds so that a fresh machine shows something; whatever the operator sets wins."""
+        """Return the agent's variables for a start with the sample drivers, without those that the operator has set."""
         ours = {
             "CYBORG_AGENT_STATE_DIR": str(self.settings.state / "agent"),
             "CYBORG_ENABLED_DRIVERS": "fake_driver,pci_driver",
@@ -220,7 +237,7 @@ class Supervisor:
         return {name: value for name, value in ours.items() if name not in os.environ}
 
     def _sample_drivers(self) -> Path:
-        """The agent's driver settings, written once; the operator's edits stay."""
+        """Return the path of the agent's driver settings. Write the sample if there is none; never overwrite it."""
         path = self.settings.state / "drivers.toml"
         if not path.exists():
             control = json.dumps(str(self.settings.state / "fake-driver.json"))  # a TOML string, too
@@ -238,7 +255,7 @@ class Supervisor:
         say("serve", f"first login: {facts['login']}{kept}")
 
     def _turn(self) -> None:
-        """One round of the loop: output, deaths, stalls."""
+        """Run one round of the loop, of 0.5 s at most: forward output, restart ended processes and stuck clusters."""
         for ready, _ in self.selector.select(timeout=0.5):
             if ready.fd == self.wake_r:
                 _drain(self.wake_r)
@@ -253,10 +270,11 @@ class Supervisor:
             self._judge(self.children[name], job)
 
     def _judge(self, cluster: Child, stuck: str | None) -> None:
-        """Replace a cluster that is `stuck` with a job, unless it may still be starting.
+        """Kill a cluster that does not take up the job `stuck`, unless it may still be starting. `keep` restarts it.
 
-        It is given twice as long after each quick death, or a busy machine would have it replaced before it has
-        started; once it has taken up its work, the deaths before count no more.
+        The time allowed for starting doubles with each quick death (16 times at most); otherwise a busy machine would
+        replace it before it has started. When the cluster takes up its jobs (`stuck` is None) and has run for that
+        time, its deaths are reset to 0.
         """
         patience = self.settings.tick_stall_s + 3
         if stuck is None:

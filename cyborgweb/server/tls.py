@@ -1,6 +1,6 @@
-"""The certificate of the agents' own listener: from files, or made here once; agents pin its fingerprint.
+"""The certificate of the agents' TLS listener: a configured one, or a self-signed one that is made once.
 
-Called by the supervisor, the web process and `manage.py join_token`, without Django.
+Agents pin its fingerprint. This module does not import Django.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ from cyborgweb.settings.keys import Keys, keys, listen_address
 from drivers.configuration import ConfigurationError
 
 FILE = "agent-tls.pem"
-"""In the state directory: key and certificate together, readable by their owner alone."""
+"""Name of the file in the state directory with the self-made key and certificate. Only its owner can read it."""
 VALID = timedelta(days=3653)
 
 
 def context(settings: Keys) -> ssl.SSLContext:
-    """What the listener speaks TLS with. Raises ConfigurationError with one sentence."""
+    """Return the listener's TLS context (TLS 1.2 or later); make the certificate if there is none.
+
+    Raises ConfigurationError with one sentence.
+    """
     certificate, key = _files(settings)
     made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     made.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -38,7 +41,10 @@ def context(settings: Keys) -> ssl.SSLContext:
 
 
 def fingerprint(settings: Keys) -> str:
-    """The SHA-256 of the certificate, in hex, as join tokens pin it. Raises ConfigurationError."""
+    """Return the SHA-256 of the certificate in hex, as join tokens pin it; make the certificate if there is none.
+
+    Raises ConfigurationError.
+    """
     path, _ = _files(settings)
     try:
         first = x509.load_pem_x509_certificates(path.read_bytes())[0]
@@ -50,9 +56,11 @@ def fingerprint(settings: Keys) -> str:
 
 
 def door(asked: str, unpinned: bool) -> tuple[str, str]:
-    """Address and pin of a join token. Without an address `asked` for: the listener's, else the web's usual one.
+    """Return the address and the pinned fingerprint of a join token. The fingerprint is '' if nothing is pinned.
 
-    An https address is taken for the listener's while there is one, unless `unpinned`. Raises ConfigurationError.
+    The address is `asked`; if that is empty, the TLS listener's, or else the web process's default address. If there
+    is a TLS listener, an https address is assumed to be its address and is pinned, unless `unpinned`. Raises
+    ConfigurationError.
     """
     settings = keys()
     where = asked or (address(settings) if settings.agent_listen else "http://127.0.0.1:8000")
@@ -61,7 +69,7 @@ def door(asked: str, unpinned: bool) -> tuple[str, str]:
 
 
 def address(settings: Keys) -> str:
-    """Where agents reach the listener. Raises ConfigurationError when its configuration names no port."""
+    """Return the URL at which agents reach the TLS listener. Raises ConfigurationError if its port is 0."""
     host, port = listen_address(settings.agent_listen, "CYBORG_AGENT_LISTEN")
     if port == 0:
         raise ConfigurationError(
@@ -72,7 +80,10 @@ def address(settings: Keys) -> str:
 
 
 def _files(settings: Keys) -> tuple[Path, Path]:
-    """Certificate and key: what is configured (one file may hold both), else our own, made where there is none yet."""
+    """Return the paths of certificate and key: the configured ones (one file may hold both), or our self-made file.
+
+    The self-made file is written if it does not exist. Raises ConfigurationError.
+    """
     if settings.agent_cert:
         return Path(settings.agent_cert), Path(settings.agent_key or settings.agent_cert)
     if settings.agent_key:
@@ -84,7 +95,10 @@ def _files(settings: Keys) -> tuple[Path, Path]:
 
 
 def _make() -> bytes:
-    """A self-signed certificate with its key. Agents know it by its fingerprint, so its names are for people."""
+    """Make a key and a self-signed certificate; return both in PEM.
+
+    Agents recognize the certificate by its fingerprint, so the names in it are only for people.
+    """
     key, now, host = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC), socket.getfqdn()
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, f"accelerators at {host}"[:64])])
     made = (
@@ -101,7 +115,10 @@ def _make() -> bytes:
 
 
 def _store(path: Path, content: bytes) -> None:
-    """Whole or not at all, and never over one that another process has made meanwhile."""
+    """Write the file completely or not at all; keep the existing one if another process has made it in the meantime.
+
+    Raises ConfigurationError if it cannot be written.
+    """
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -113,7 +130,7 @@ def _store(path: Path, content: bytes) -> None:
         try:
             os.link(unfinished, path)
         except FileExistsError:
-            pass  # agents pin the other's
+            pass  # agents may already pin the other process's certificate
         finally:
             unfinished.unlink()
     except OSError as error:

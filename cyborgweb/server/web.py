@@ -25,11 +25,11 @@ from drivers.isolation.process import die_with_parent
 
 HANDSHAKE_S = 10.0
 OTHER_FILES = 500
-"""Open files that are no agent's: HTTP, the database, code."""
+"""Open files that are reserved for everything but agents: HTTP connections, the database, code."""
 
 
 def main() -> None:
-    """Serve until SIGTERM; `--fd` is an inherited, listening socket."""
+    """Serve on the inherited, listening socket `--fd` until SIGTERM, and on `--agent-fd` with TLS if it is given."""
     parser = argparse.ArgumentParser(prog="cyborgweb.server.web", description=__doc__)
     parser.add_argument("--fd", type=int, required=True, help="file descriptor of a listening socket")
     parser.add_argument("--agent-fd", type=int, help="the same for the agents' TLS listener")
@@ -37,7 +37,7 @@ def main() -> None:
     arguments = parser.parse_args()
     die_with_parent()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # a line for every agent that comes and goes
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # INFO logs every agent's connect and disconnect
     _open_files(keys().agent_connections)
     from cyborgweb import asgi
 
@@ -56,9 +56,10 @@ def main() -> None:
 
 
 def reached_at(listener: socket.socket, database_url: str = "") -> str:
-    """The address under which our other processes reach it.
+    """Return the URL at which our other processes reach this web process.
 
-    What listens on all addresses is reached at the one that faces the database, as others of ours use that one, too.
+    If it listens on all addresses, this is the machine's address on the route to the database, because the other
+    processes use the same database; for a database on this machine it is the loopback address.
     """
     host, port = listener.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
@@ -67,7 +68,11 @@ def reached_at(listener: socket.socket, database_url: str = "") -> str:
 
 
 def _facing(database: str) -> str:
-    """This machine's address on the way there, '' for a database of its own. To connect a UDP socket sends nothing."""
+    """Return this machine's address on the route to the host `database`.
+
+    Returns '' for the embedded database, and when the address cannot be found (logged). It connects a UDP socket,
+    which sends nothing; the name may be looked up in DNS.
+    """
     if not database:
         return ""
     try:
@@ -96,7 +101,7 @@ def websocket_settings(max_message_bytes: int) -> dict[str, Any]:
 
 
 def configured(application: Any) -> uvicorn.Config:
-    """What holds for both sockets."""
+    """Return the uvicorn settings that both listeners share, for this ASGI application."""
     return uvicorn.Config(
         application,
         **websocket_settings(keys().max_message_bytes),
@@ -112,9 +117,10 @@ def configured(application: Any) -> uvicorn.Config:
 
 
 class Server(uvicorn.Server):
-    """uvicorn with a second listener: it is started and stopped with the first, and shares its connections' fate.
+    """A uvicorn server with an optional second listener, which is started and stopped with the first.
 
-    `ending` is called before connections are waited for.
+    Both share one set of connections, so a shutdown waits for the connections of both. `ending` is called at the
+    beginning of the shutdown, before uvicorn waits for open connections.
     """
 
     _beside: tuple[socket.socket, uvicorn.Config, ssl.SSLContext] | None = None
@@ -124,16 +130,16 @@ class Server(uvicorn.Server):
         self._ending = ending
 
     def beside(self, listener: socket.socket, config: uvicorn.Config, context: ssl.SSLContext) -> None:
-        """Serve `config`'s application on `listener` as well, over TLS. Called before `run`."""
+        """Also serve `config`'s application on `listener`, over TLS. Must be called before `run`."""
         self._beside = listener, config, context
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Whatever has no end of its own is ended."""
+        """End the streams that never end by themselves (`ending`), then shut down as uvicorn does."""
         self._ending()
         await super().shutdown(sockets)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Open both."""
+        """Open both listeners."""
         await super().startup(sockets)
         if self._beside is None:
             return
@@ -154,7 +160,10 @@ class Server(uvicorn.Server):
 
 
 def _open_files(agents: int) -> None:
-    """As many as the machine allows: every agent's socket is one, and the usual limit of 1 024 is for a shell."""
+    """Raise the limit of open files to the hard limit; log a warning if that is too low for `agents` agents.
+
+    Every agent's connection is an open file, and the usual soft limit of 1 024 is meant for a shell.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     if hard != resource.RLIM_INFINITY and hard < agents + OTHER_FILES:
@@ -166,10 +175,11 @@ def _open_files(agents: int) -> None:
 
 
 def _settle_memory() -> None:
-    """What is loaded stays for good, and a thousand agents at once are no garbage: look at less, less often.
+    """Freeze the loaded objects and make garbage collection rarer, because a burst of connections creates no garbage.
 
-    A storm of connections is a fifth faster for it (measured). What connections leave behind when they end only a look
-    at everything finds: it comes after some 200 000 objects, or memory would grow for an hour until it is flat.
+    This makes a burst of connections a fifth faster (measured). Only a full collection finds what ended connections
+    leave behind. With these thresholds one comes after about 200 000 objects; with rarer ones memory would grow for an
+    hour before it levels off.
     """
     gc.collect()
     gc.freeze()

@@ -10,7 +10,7 @@ from agents.gateway.app import MESSAGE_ERROR
 
 
 class WebSocketProtocol(WebSocketsSansIOProtocol):
-    """Tells the application which message it never got, and counts a refused upgrade as answered."""
+    """Tells the application why a message was not delivered to it, and counts a refused upgrade as answered."""
 
     def handle_parser_exception(self) -> None:
         """Store why this server closes the connection in `scope["state"]`, then close it as uvicorn does.
@@ -22,9 +22,9 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         super().handle_parser_exception()
 
     async def send(self, message: Any) -> None:
-        """Send; an upgrade that was answered with an HTTP response is complete.
+        """Send the message. If it ends an HTTP response to the upgrade request, mark the handshake as complete.
 
-        uvicorn would log an error for it: "ASGI callable returned without completing handshake".
+        Otherwise uvicorn would log the error "ASGI callable returned without completing handshake".
         """
         await super().send(message)
         if message["type"] == "websocket.http.response.body" and not message.get("more_body", False):

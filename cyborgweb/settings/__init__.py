@@ -1,1 +1,1 @@
-"""Configuration: `keys` is the typed list of `CYBORG_…` keys, `base` and `worker` are Django's settings made of it."""
+"""Configuration: `keys` is the typed list of `CYBORG_…` keys; `base` and `worker` make Django's settings from it."""

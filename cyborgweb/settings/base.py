@@ -1,4 +1,4 @@
-"""Django's settings for web processes, commands and tests. Values come from `keys`; clusters add `worker`."""
+"""Django's settings for web processes, commands and tests. Values come from `keys`. Clusters use `worker`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BASE_DIR = Path(__file__).resolve().parents[2]
 
 
 def _secret(settings: Keys) -> str:
-    """Django's secret key: made once, kept in the state directory, readable by its owner alone."""
+    """Return Django's secret key from the state directory. Create it if there is none, readable only by its owner."""
     path = settings.state / "secret-key"
     try:
         return path.read_text().strip()
@@ -32,7 +32,8 @@ def _secret(settings: Keys) -> str:
 
 
 PLANNED_ONCE: dict[str, object] = {"prepare_threshold": 5}
-"""What a connection repeats five times it prepares; Django would have that switched off. Half the database's CPU."""
+"""A connection prepares a statement when it has run it five times. Django switches this off by default. It saves half
+of the database's CPU time."""
 
 
 SEEN_DEAD: dict[str, object] = {
@@ -43,8 +44,8 @@ SEEN_DEAD: dict[str, object] = {
     "options": "-c tcp_keepalives_idle=10 -c tcp_keepalives_interval=5 -c tcp_keepalives_count=3"
     " -c tcp_user_timeout=30000",
 }
-"""A machine that vanishes without a word is missed within half a minute, by us and by PostgreSQL. By default that takes
-two hours, and so long the locks of who was cut off would be kept."""
+"""Keepalive options, with which we and PostgreSQL detect within half a minute that the other machine has vanished. By
+default this takes two hours, and PostgreSQL would keep the locks of a vanished client for that time."""
 
 
 def _database(settings: Keys) -> dict[str, object]:
@@ -184,17 +185,17 @@ SPECTACULAR_SETTINGS = {
     ],
 }
 SERVICE_SESSION = "cyborgweb.auth.keystone.service_session"
-"""Makes the keystoneauth1 session with which other rooms speak to the cloud."""
+"""Function that makes the keystoneauth1 session with which other packages send requests to the cloud."""
 CONSOLE_WHY_NOT = "cyborgweb.auth.roles.why_not"
-"""Tells whether the person at the console may do something, and if not, why."""
+"""Function that returns why a person may not do something in the console; '' if they may."""
 CONSOLE_PROJECT = "cyborgweb.auth.roles.project_of"
-"""Tells the one project whose requests a person sees; '' for all."""
+"""Function that returns the only project whose requests a person sees in the console; '' means all projects."""
 LIST_MEMORY = "cyborgweb.pages.saved_views.remembered"
-"""Tells the console's lists which columns a person chose and what views were saved."""
+"""Function that returns the columns a person has chosen for a list of the console, and the saved views."""
 FIELD_SENTENCE = "cyborgweb.manual.fields.sentence"
-"""Tells what a field is: what a form says below it where its model says nothing."""
+"""Function that returns a field's description, which a form shows when the field's model has no help text."""
 AGENTS_DOOR = "cyborgweb.server.tls.door"
-"""Tells where agents reach us, and which certificate they are to pin."""
+"""Function that returns the address at which agents reach us, and the certificate fingerprint that they must pin."""
 
 Q_CLUSTER = {
     "name": "work",

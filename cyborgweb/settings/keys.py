@@ -1,4 +1,7 @@
-"""Every key of the conductor, typed. The supervisor reads it without Django; `docs/configuration.md` is made of it."""
+"""All configuration keys of the conductor, with types, defaults and descriptions.
+
+The supervisor reads them without Django. `docs/configuration.md` is generated from them.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from drivers.configuration import ConfigurationError, key, load
 
 @dataclass(frozen=True)
 class Keys:
-    """One field a key; see `docs/configuration.md`."""
+    """The configuration: one field for each key. See `docs/configuration.md`."""
 
     state_dir: str = key(
         "CYBORG_STATE_DIR", "./var", "Embedded database, secrets, and the agent's state in one-command mode."
@@ -223,17 +226,20 @@ class Keys:
 
     @property
     def state(self) -> Path:
-        """The state directory, absolute."""
+        """The absolute path of the state directory."""
         return Path(self.state_dir).absolute()
 
     @property
     def has_cloud(self) -> bool:
-        """Whether a cloud is configured to log in to."""
+        """Whether a cloud is configured to which the service user can log in."""
         return bool(self.cloud or os.environ.get("OS_CLOUD") or os.environ.get("OS_AUTH_URL"))
 
     @property
     def mail_password(self) -> str:
-        """The mail server's; raises ConfigurationError when its file cannot be read."""
+        """The password for the mail server, '' if there is none. Reads its file at every access.
+
+        Raises ConfigurationError if the file cannot be read.
+        """
         try:
             return Path(self.mail_password_file).read_text().strip() if self.mail_password_file else ""
         except OSError as error:
@@ -241,13 +247,16 @@ class Keys:
 
     @property
     def policies(self) -> Path:
-        """The file with overrides of policy rules; it need not exist."""
+        """The path of the file with overrides of policy rules. The file does not have to exist."""
         return Path(self.policy_file).absolute() if self.policy_file else self.state / "policy.yaml"
 
 
 @lru_cache(maxsize=1)
 def keys() -> Keys:
-    """This process's configuration, read once; raises ConfigurationError with one clear sentence."""
+    """Return this process's configuration. It is read and checked once.
+
+    Raises ConfigurationError with one clear sentence.
+    """
     read = load(Keys, os.environ)
     if read.auth not in ("local", "keystone"):
         raise ConfigurationError(f"CYBORG_AUTH={read.auth!r} is not usable: write local or keystone")
@@ -261,7 +270,7 @@ def keys() -> Keys:
 
 
 def _check_agents(read: Keys) -> None:
-    """What concerns agents and gateways; raises ConfigurationError."""
+    """Check the keys of agents and gateways; raise ConfigurationError for an unusable value."""
     for name, value in (("HANDSHAKES", read.handshakes), ("AGENT_CONNECTIONS", read.agent_connections)):
         if value < 1:
             raise ConfigurationError(f"CYBORG_{name}={value} is not usable: write a number above 0")
@@ -275,7 +284,7 @@ def _check_agents(read: Keys) -> None:
 
 
 def _check_outside(read: Keys) -> None:
-    """What concerns who asks for metrics and who is told things; raises ConfigurationError."""
+    """Check the keys of metrics, the public URL, mail and webhooks; raise ConfigurationError for an unusable value."""
     if read.metrics_token and not re.fullmatch(r"[!-~]{16,}", read.metrics_token):
         raise ConfigurationError("CYBORG_METRICS_TOKEN is not usable: write 16 characters or more, without blanks")
     if read.public_url and not re.fullmatch(r"https://[^/?#@\s]{1,200}", read.public_url):
@@ -289,7 +298,10 @@ def _check_outside(read: Keys) -> None:
 
 
 def listen_address(listen: str, name: str = "CYBORG_LISTEN") -> tuple[str, int]:
-    """Host and port of a `CYBORG_LISTEN` value; IPv6 addresses stand in brackets."""
+    """Return host and port of an ADDRESS:PORT value, such as that of `CYBORG_LISTEN`. IPv6 addresses are in brackets.
+
+    `name` is the key for the error message. Raises ConfigurationError.
+    """
     host, _, port = listen.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
         raise ConfigurationError(f"{name}={listen!r} is not usable: write ADDRESS:PORT, for example 127.0.0.1:8000")

@@ -1,24 +1,26 @@
-"""What Django is told where people come over TLS, through a proxy: made of `CYBORG_PUBLIC_URL` by `settings.base`.
+"""Django's settings for installations that people reach over TLS through a proxy, made from `CYBORG_PUBLIC_URL`.
 
-Without the key everything is served as it is asked for, by http on one's own machine.
-`cyborgweb.server.deploy_checks` says so to who runs `manage.py check --deploy`.
+If the key is not set, everything is served over plain http, which is meant for one's own machine.
+`manage.py check --deploy` then warns about it (`cyborgweb.server.deploy_checks`).
 """
 
 from __future__ import annotations
 
 HSTS_S = 30 * 24 * 3600
-"""So long a browser remembers, from its last visit on, that it is to come over TLS alone."""
+"""Seconds after its last visit for which a browser remembers to use only TLS (HSTS)."""
 NOT_OURS = ["security.W005", "security.W021"]
-"""Whether names below ours have TLS too, and whether browsers are to ship with ours, is not ours to promise."""
+"""Django's checks that are always silenced: only the operator can promise that subdomains have TLS, too, or that the
+name may be put on the browsers' HSTS preload list."""
 REPLACED = ["security.W004", "security.W008", "security.W012", "security.W016"]
-"""What `CYBORG_PUBLIC_URL` sets together; without it one warning of ours says so, in place of these four."""
+"""Django's checks of settings that `CYBORG_PUBLIC_URL` sets together. Without it, one warning of ours replaces these
+four."""
 FOR_PROGRAMS = [r"^(?!(?:admin|help)(?:/|$))"]
-"""Only people are sent over to TLS: programs follow a redirected POST as a GET, and have said their token already. Also
-probes of balancers, and of this machine, ask by http."""
+"""Paths that are not redirected to https: all but the console and the manual. Programs repeat a redirected POST as a
+GET, and have already sent their token unencrypted; and probes of load balancers and of this machine use http."""
 
 
 def settings(public_url: str) -> dict[str, object]:
-    """Django's settings for an installation that people reach at `https://NAME`; '' for one without TLS."""
+    """Return Django's settings for an installation that people reach at this `https://NAME`; '' means without TLS."""
     if not public_url:
         return {"SILENCED_SYSTEM_CHECKS": NOT_OURS + REPLACED}
     return {
