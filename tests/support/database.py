@@ -36,7 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Stop the database and delete its files. Logging is disabled first: sessions that still listen would log errors."""
+    """Stop the database and delete its files. Logging is disabled first: sessions that still listen log errors."""
     logging.disable()
     if postgres := config.stash.get(_postgres, None):
         postgres.stop()
