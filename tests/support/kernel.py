@@ -35,9 +35,8 @@ class Kernel(ModelMachine):
         self._library.umockdev_testbed_get_root_dir.restype = ctypes.c_char_p
         self._testbed = ctypes.c_void_p(self._library.umockdev_testbed_new())
         root: bytes = self._library.umockdev_testbed_get_root_dir(self._testbed)
-        os.environ["UMOCKDEV_DIR"] = (
-            root.decode()
-        )  # the library sets it in C only, so os.environ of this process lacks it
+        # The library sets this variable in C only, so os.environ lacks it, and child processes would not get it.
+        os.environ["UMOCKDEV_DIR"] = root.decode()
         self._root = root.decode()
         super().__init__(Path(self._root), self._uevent)
 
