@@ -1,5 +1,5 @@
-"""The guards of the single-writer rule and of the audit, around every test; what was skipped for want of simulated
-hardware."""
+"""Fixtures around every test: the guards of the single-writer rule and of the audit. At the end of a run, a report of
+tests that were skipped because simulated hardware is missing."""
 
 from __future__ import annotations
 
@@ -35,23 +35,29 @@ def django_db_setup(django_db_blocker: Any) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Have `--dist loadfile` keep those files together, too, whose tests share a product."""
+    """Make `--dist loadfile` run files whose tests share a product in one process, too."""
     from tests.support.sharing import SharedProductScheduling
 
     return SharedProductScheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_collection_finish() -> None:
-    """Let the collector skip all that lives as long as the run: modules, models, tests. A tenth of the CPU."""
+    """Freeze the objects that live as long as the run (modules, models, tests), so that garbage collection skips them.
+
+    This saves a tenth of the CPU time.
+    """
     gc.collect()
     gc.freeze()
     gc.enable()
-    gc.set_threshold(7_000, 10, 10)  # connections of ended threads are closed by the collector: not too rarely
+    gc.set_threshold(7_000, 10, 10)  # not too rare: only the collector closes the connections of ended threads
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _static_files_are_looked_up_when_asked_for() -> None:
-    """Every client of a test has a handler of its own, which would read all of them first: a fifth of the run."""
+    """Make WhiteNoise look up static files on demand.
+
+    Each test client has its own handler, which would otherwise read all static files first: a fifth of the run's time.
+    """
     from django.conf import settings
 
     settings.WHITENOISE_AUTOREFRESH = True
@@ -59,19 +65,21 @@ def _static_files_are_looked_up_when_asked_for() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _guarded_connections() -> None:
-    """Every connection of Django's in this process is guarded, also those of a server's threads."""
+    """Put both guards around every connection that Django opens in this process, including those of server threads."""
     from django.db import connection
 
     from tests.support import audit, writeguard
 
-    connection.close()  # one that was opened before is opened again
+    connection.close()  # a connection opened before this fixture is reopened with the guards
     writeguard.wrap_every_connection(writeguard.guard, audit.watch)
 
 
 @pytest.fixture(autouse=True)
 def _single_writer(_guarded_connections: None) -> Iterator[None]:
-    """A statement that writes inventory outside `conductor.writing()` fails its test, in whatever thread and though
-    the product catches the error; so does a change that no event tells about."""
+    """Fail a test that writes inventory outside `conductor.writing()`, or changes something without an event.
+
+    This works in every thread, and also if the product catches the guard's exception.
+    """
     from tests.support.audit import audited
     from tests.support.writeguard import violations
 
@@ -84,14 +92,20 @@ def _single_writer(_guarded_connections: None) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_read_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As every process knows from its first question on, for a few seconds; so that no test counts that statement."""
+    """Preset the cached answer that nothing is read only, so that its statement never counts in a test.
+
+    In the product each process asks once and caches the answer for a few seconds.
+    """
     from cyborgweb.auth import read_only
 
     monkeypatch.setattr(read_only, "_known", (float("inf"), None))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say loudly which level of simulation was skipped; also into the file SKIPPED_LEVELS, which `.ci/run` reads."""
+    """Print in red which levels of simulation were skipped, and append them to the file that SKIPPED_LEVELS names.
+
+    `.ci/run` reads that file.
+    """
     reasons = {report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", ())}
     levels = sorted(reason for reason in reasons if reason.startswith("SKIPPED LEVEL"))
     for line in levels:

@@ -1,1 +1,1 @@
-"""The `cyborg` command: what an operator does at a shell, over `/api/`. Free of Django; talks to a server anywhere."""
+"""The `cyborg` command line for operators. It works over `/api/` of a local or remote server and imports no Django."""

@@ -1,4 +1,4 @@
-"""accelerator-list, accelerator-create, accelerator-update, accelerator-delete: the units that instances can have."""
+"""Commands for accelerators, the units that an instance can hold: list, create, update and delete."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ MOST_UNITS = 65_535
 @options.limit
 @pass_asked
 def accelerator_list(asked: Asked, limit: int, which: str, device: str | None, **filters: Any) -> None:
-    """List accelerators. Each unit with the instance that holds it, or that it is free; a project sees its own."""
+    """List accelerators. Each row is one unit, with the instance that holds it. A project sees only its own units."""
     filters["device"] = names.device(asked.api, device) if device else None
     if which != "attached":
         filters |= {"attached": False} | ({"state": "free"} if which == "free" else {})
@@ -52,7 +52,7 @@ def accelerator_list(asked: Asked, limit: int, which: str, device: str | None, *
 
 
 def on_targets(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Options of what changes the number of units."""
+    """Add the options that accelerator-create and accelerator-delete share: targets, count, layout, reason, waiting."""
     for option in reversed(
         (
             click.option("--device", "devices", multiple=True, help="Of this device; may be said again."),
@@ -88,7 +88,10 @@ def on_targets(function: Callable[..., Any]) -> Callable[..., Any]:
 @on_targets
 @pass_asked
 def accelerator_create(asked: Asked, count: int | None, **how: Any) -> None:
-    """Make more units of devices. Virtual functions, mediated devices, what the driver makes; each device by itself."""
+    """Create more units on devices. The driver decides what a unit is, such as a virtual function or a mediated device.
+
+    Each device is changed independently of the others.
+    """
     _change(asked, "accelerators/", "create", count or 1, **how)
 
 
@@ -97,7 +100,7 @@ def accelerator_create(asked: Asked, count: int | None, **how: Any) -> None:
 @options.yes
 @pass_asked
 def accelerator_delete(asked: Asked, count: int | None, yes: bool, **how: Any) -> None:
-    """Take units of devices away. So many, or all without --count; refused while one of the device's is held."""
+    """Remove units from devices. Without --count all units are removed. Refused while a unit of the device is held."""
     if count is None:
         named = [*how["devices"], *(f"{host} {backend}" for host in how["hosts"] for backend in how["backends"])]
         options.sure(f"Take away all units of {', '.join(named)}?", yes)
@@ -119,7 +122,7 @@ def accelerator_delete(asked: Asked, count: int | None, yes: bool, **how: Any) -
 @options.waits
 @pass_asked
 def accelerator_update(asked: Asked, device: str, wait: bool, **said: Any) -> None:
-    """Divide a device otherwise. In its driver's own words; refused while one of its units is held."""
+    """Change the layout of a device. The driver defines the layout's names. Refused while one of its units is held."""
     uuid = names.device(asked.api, device)
     command = asked.api.patch(f"devices/{uuid}/", options.said(said))
     row = {
@@ -153,7 +156,10 @@ def _change(
 
 
 def _row(result: dict[str, Any], named: dict[str, str]) -> dict[str, Any]:
-    """What became of one device, as a line; `named`: what it was called."""
+    """Convert the API's result for one device into an output row: ordered, or refused with the reason and exit code.
+
+    `named` maps device uuids to the names that the user typed, which are shown as the target.
+    """
     target = " ".join(named.get(word, word) for word in result["target"].values())
     row = {"target": target, "device": result["device"], "command": result["command"]}
     if result["command"]:
@@ -162,7 +168,7 @@ def _row(result: dict[str, Any], named: dict[str, str]) -> dict[str, Any]:
 
 
 def _ended(asked: Asked, what: str, rows: list[dict[str, Any]], wait: bool) -> None:
-    """Follow what was ordered, show all, and end with the exit code of all."""
+    """With `wait`, follow the ordered commands until they end; then show all rows and exit with their common code."""
     if wait:
         ordered = [row["command"] for row in rows if row["command"]]
         first = next((row["device"] for row in rows if row["command"]), "")

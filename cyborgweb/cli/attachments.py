@@ -1,4 +1,4 @@
-"""attach-instance, detach-instance: accelerators for an instance that runs already."""
+"""Commands that attach accelerators to an instance that already runs, and detach them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from cyborgweb.cli.problems import CliError, Exit
 
 DETACHED = ("attachment", "outcome", "state", "text")
 GONE = ("detached", "failed")
-"""Nothing of it is left; failed, where it was taken back before it was attached."""
+"""States of an attachment that holds nothing any more; `failed` means that it was undone before it was attached."""
 ENDED = ("attached", *GONE)
 OPEN = ("asked", "attaching", "attached", "undoing", "detaching")
 STEPS = 4
-"""So many, in the ordinary course; for the bar."""
+"""The usual number of steps of an attachment, from which the progress bar computes a percentage."""
 
 
 @verb(
@@ -36,9 +36,9 @@ STEPS = 4
 def attach_instance(
     asked: Asked, instance: UUID, profile: str | None, device: str | None, reason: str, wait: bool
 ) -> None:
-    """Give accelerators to an instance. Claimed, bound, prepared; taken back if a step fails.
+    """Attach accelerators to an instance. They are claimed, bound and prepared; if a step fails, all steps are undone.
 
-    Nova does not plug them into a running machine by itself; the answer says what is left to do, and hands it over.
+    Nova does not plug them into a running machine. The answer says what remains to be done, with the necessary data.
     """
     if bool(profile) == bool(device):
         raise click.UsageError("Say what: --profile, or --device.")
@@ -63,7 +63,7 @@ def attach_instance(
 def detach_instance(
     asked: Asked, instance: UUID, attachment: UUID | None, every: bool, yes: bool, reason: str, wait: bool
 ) -> None:
-    """Take back what attach-instance gave. What Nova gave it at its boot goes when the instance is deleted."""
+    """Detach what attach-instance attached. What Nova attached at boot stays until the instance is deleted."""
     there = list(asked.api.rows("attachments/", 1000, instance=str(instance)))
     found = [row["uuid"] for row in there if row["state"] in OPEN and attachment in (None, UUID(row["uuid"]))]
     if not found:

@@ -1,4 +1,4 @@
-"""backend-list, backend-show, service-list, discover-services: what drivers have found, and what can be done there."""
+"""Commands for the backends that drivers have found, and for the services that these backends offer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DISCOVERED = ("host", "outcome", "state", "text")
 @options.limit
 @pass_asked
 def backend_list(asked: Asked, limit: int, **filters: Any) -> None:
-    """List drivers' backends. Each with what it offers, or why it does not answer."""
+    """List drivers' backends. Each row has the services that the backend offers, or the error that it reports."""
     rows = asked.rows("backends/", limit, **filters)
     show(rows, BACKENDS, asked.output, "No backends: `cyborg discover-services HOST` has a host's drivers look again.")
 
@@ -41,7 +41,7 @@ def backend_list(asked: Asked, limit: int, **filters: Any) -> None:
 @click.option("--driver", help="Of this driver; needed where several have one of the name.")
 @pass_asked
 def backend_show(asked: Asked, backend: str, host: str | None, driver: str | None) -> None:
-    """Show a backend. Say its name or its id; its services are shown with their limits."""
+    """Show a backend, given its name or its id. Its services are shown with their limits."""
     if ":" in backend:
         found = asked.api.get(f"backends/{quote(backend, safe=':')}/")
     else:
@@ -66,7 +66,7 @@ def backend_show(asked: Asked, backend: str, host: str | None, driver: str | Non
 @options.limit
 @pass_asked
 def service_list(asked: Asked, limit: int, **filters: Any) -> None:
-    """List what backends can do. Each service with its version, its limits, or why it cannot be had."""
+    """List the services of backends. Each row has the version and the limits, or why the service is unavailable."""
     show(asked.rows("services/", limit, **filters), OFFERS, asked.output, "No services.")
 
 
@@ -80,7 +80,7 @@ def service_list(asked: Asked, limit: int, **filters: Any) -> None:
 def discover_services(
     asked: Asked, hosts: Sequence[str], all_hosts: bool, driver: str | None, reason: str, wait: bool
 ) -> None:
-    """Have hosts' drivers look again now. Then service-list shows what they found."""
+    """Make the drivers of hosts rescan now. Afterwards service-list shows what they found."""
     if bool(hosts) == all_hosts:
         raise click.UsageError("Say hosts, or --all-hosts.")
     if all_hosts:
@@ -103,7 +103,7 @@ def discover_services(
 
 
 def command_ended(command: dict[str, Any]) -> dict[str, Any]:
-    """How a command ended, as part of a row."""
+    """Return the row fields that tell how a command ended: outcome, exit code, state and text."""
     done = command["state"] == "succeeded"
     outcome = {"outcome": "done" if done else "failed", "code": Exit.DONE if done else Exit.REFUSED}
     return outcome | {"state": command["state"], "text": command["text"]}

@@ -1,4 +1,4 @@
-"""load-census: ask hosts now how busy they are, and which have room for more."""
+"""The command load-census: ask hosts for their current load, and find those with room for more requests."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from cyborgweb.cli.usage import BUSY
 
 COLUMNS = ("host=host.name", "fits", "free", "room", "heard", *BUSY, "reason=why")
 SHOWN = 10
-"""So many of those that did not answer are named; JSON and YAML have them all."""
+"""How many of the hosts that did not answer are named on standard error; JSON and YAML output names all of them."""
 
 
 def _names(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, ...]:
-    """Those that were named; () where the option was left out."""
+    """Split a comma-separated option into names; return () if the option was left out. Raises BadParameter."""
     names = tuple(name for name in (value or "").split(",") if name)
     if value is not None and not names:
         raise click.BadParameter("Name a host, or leave it out.")
@@ -36,7 +36,10 @@ def _names(context: click.Context, parameter: click.Parameter, value: str | None
 )
 @pass_asked
 def load_census(asked: Asked, **question: Any) -> None:
-    """Ask hosts now how busy they are. Those with room come first, the least busy first; it ends with 1 if none has."""
+    """Ask hosts for their current load. Hosts with room come first, the least busy first.
+
+    The exit code is 1 if no host has room.
+    """
     found = asked.api.post("census/", said(question))
     if asked.output.format in ("json", "yaml") and not asked.output.columns:
         show_one(found, asked.output)
@@ -48,7 +51,7 @@ def load_census(asked: Asked, **question: Any) -> None:
 
 
 def _heard(load: dict[str, Any] | None) -> str:
-    """How many devices spoke, where that are not all."""
+    """Return "N of M" when only N of the host's M devices have sent samples; "" when all have, or load is unknown."""
     return f"{load['sampled']} of {load['devices']}" if load and load["sampled"] < load["devices"] else ""
 
 

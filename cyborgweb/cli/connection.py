@@ -1,6 +1,6 @@
-"""Requests of the `cyborg` command to `/api/`: pages followed, refusals told as `CliError`.
+"""HTTP requests of the `cyborg` command to `/api/`: paging, and API errors as `CliError`.
 
-Used by every verb through `Api`. Nothing is imported or asked before the first request, so `--help` costs nothing.
+keystoneauth1 is imported and the login happens only at the first request, so that `--help` costs nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from cyborgweb.cli.logins import HOW, Login, open_session
 from cyborgweb.cli.problems import CliError, Exit
 
 PAGE = 500
-"""Rows of one request, the most the API gives."""
+"""Rows per request: the largest page that the API returns."""
 CODES: Mapping[int, Exit] = {
     401: Exit.NOT_ALLOWED,
     403: Exit.NOT_ALLOWED,
@@ -25,32 +25,35 @@ CODES: Mapping[int, Exit] = {
     503: Exit.AWAY,
     504: Exit.AWAY,
 }
-"""Of a refusal; of every other one REFUSED."""
+"""Exit code for each HTTP status of an API error; every other status means `Exit.REFUSED`."""
 NEVER_SENT = ("NewConnectionError", "NameResolutionError")
+"""Names in an error's text which show that the request never left this machine, so nothing can have been changed."""
 
 
 class Api:
-    """The API below `/api/`. Every method raises CliError with the API's own sentence."""
+    """A client of the API below `/api/`. Every method raises CliError, with the API's own error message if any."""
 
     def __init__(self, login: Login) -> None:
         self.login = login
 
     def get(self, path: str, **query: Any) -> dict[str, Any]:
-        """What is there."""
+        """Return the decoded answer to a GET; `query` values that are bool are sent as `true` and `false`."""
         written = {name: str(value).lower() if isinstance(value, bool) else value for name, value in query.items()}
         return self._ask("GET", path, params=written)
 
     def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """What was answered to an order."""
+        """Send `body` as JSON with POST and return the decoded answer."""
         return self._ask("POST", path, json=body)
 
     def patch(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """What was answered to a change."""
+        """Send `body` as JSON with PATCH and return the decoded answer."""
         return self._ask("PATCH", path, json=body)
 
     def rows(self, path: str, limit: int, **query: Any) -> Iterator[dict[str, Any]]:
-        """At most `limit` rows of a list, page after page. Of a link only its query is followed: the token goes nowhere
-        else than to the address that was said."""
+        """Yield at most `limit` rows of a list, fetching page after page.
+
+        Only the query of a `next` link is used, so the token is never sent to any address but the configured one.
+        """
         query |= {"limit": min(limit, PAGE)}
         while limit > 0:
             page = self.get(path, **query)
@@ -98,7 +101,7 @@ ACCEPT = {"Accept": "application/json"}
 
 
 def _read(response: Any, where: str) -> dict[str, Any]:
-    """The body of an answer, or CliError."""
+    """Return the decoded JSON object of a successful answer; raise CliError for redirects, errors and other content."""
     status = response.status_code
     if 300 <= status < 400:
         to = response.headers.get("Location", "elsewhere")
@@ -125,7 +128,10 @@ def _read(response: Any, where: str) -> dict[str, Any]:
 
 
 def _why(error: Exception) -> str:
-    """What the system said, out of the layers that libraries put around it."""
+    """Return the message of the operating system or of TLS in an error that libraries have wrapped.
+
+    Without such a message return the first 300 characters of the error.
+    """
     text = " ".join(str(error).split())
     found = re.search(r"\[Errno -?\d+\] ([^'\")\]]+)|certificate verify failed: ([^(]+)", text)
     return next(filter(None, found.groups())).strip() if found else text[:300]

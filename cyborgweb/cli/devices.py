@@ -1,4 +1,4 @@
-"""device-list, device-show, device-ready, device-maintain, device-drain, device-retire; agent-list."""
+"""Commands for devices (list, show, ready, maintain, drain, retire), and agent-list."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HEARD = ("up", "late", "down", "revoked", "clone")
 @options.limit
 @pass_asked
 def device_list(asked: Asked, limit: int, kind: str | None, **filters: Any) -> None:
-    """List devices. The cards there are, how they stand, how many of their units are held."""
+    """List devices. Each row is one card, with its state and the number of its units that are held."""
     rows = asked.rows("devices/", limit, **filters, type=kind)
     show(rows, COLUMNS, asked.output, "No devices.")
 
@@ -41,7 +41,7 @@ def device_list(asked: Asked, limit: int, kind: str | None, **filters: Any) -> N
 @click.argument("device")
 @pass_asked
 def device_show(asked: Asked, device: str) -> None:
-    """Show a device. Why it is as it is, since when and by whom, and what can be done about it."""
+    """Show a device. Includes its state with the reason, time and person, and the actions that are possible."""
     show_one(asked.api.get(f"devices/{names.device(asked.api, device)}/"), asked.output)
 
 
@@ -51,7 +51,7 @@ def device_show(asked: Asked, device: str) -> None:
 @options.waits
 @pass_asked
 def device_ready(asked: Asked, devices: Sequence[str], reason: str, wait: bool) -> None:
-    """Offer devices. What has to be prepared on the host is installed first, and followed to its end."""
+    """Offer devices to instances. A device that must be installed on its host first is followed until that ends."""
     rows = _asked_of(asked, devices, "enable", {"reason": reason})
     if wait:
         _installed(asked, [row for row in rows if row.get("state") == "installing"])
@@ -63,7 +63,7 @@ def device_ready(asked: Asked, devices: Sequence[str], reason: str, wait: bool) 
 @options.because
 @pass_asked
 def device_maintain(asked: Asked, devices: Sequence[str], reason: str) -> None:
-    """Take devices out of offer. What instances hold stays theirs."""
+    """Stop offering devices. Instances keep the units that they hold."""
     finish(_asked_of(asked, devices, "disable", {"reason": reason}), DECIDED, asked.output)
 
 
@@ -75,7 +75,11 @@ def device_maintain(asked: Asked, devices: Sequence[str], reason: str) -> None:
 @options.because
 @pass_asked
 def device_drain(asked: Asked, devices: Sequence[str], then: str, reason: str) -> None:
-    """Take devices out of offer until they are free. Their last request is waited for, and said; nobody is evicted."""
+    """Stop offering devices, and change their state when they are free. Nobody is evicted.
+
+    The command returns at once and shows how many requests still hold each device. The state given in --then applies
+    when the last of them ends.
+    """
     rows = _asked_of(asked, devices, "drain", {"reason": reason, "then": then})
     finish(rows, DECIDED, asked.output)
 
@@ -86,7 +90,7 @@ def device_drain(asked: Asked, devices: Sequence[str], then: str, reason: str) -
 @options.yes
 @pass_asked
 def device_retire(asked: Asked, devices: Sequence[str], reason: str, yes: bool) -> None:
-    """Take devices out of use for good. Refused while they are offered, or while anybody holds them."""
+    """Take devices out of use permanently. Refused while a device is offered, or while a request holds it."""
     options.sure(f"Retire {', '.join(devices)} for good?", yes)
     finish(_asked_of(asked, devices, "retire", {"reason": reason}), DECIDED, asked.output)
 
@@ -98,7 +102,7 @@ def device_retire(asked: Asked, devices: Sequence[str], reason: str, yes: bool) 
 @options.limit
 @pass_asked
 def agent_list(asked: Asked, limit: int, **filters: Any) -> None:
-    """List agents. Which hosts are heard, since when they are not, in which version."""
+    """List agents. Each row has the host, the agent's state, when it was last seen, and its version."""
     show(asked.rows("agents/", limit, **filters), AGENTS, asked.output, "No agents.")
 
 
@@ -111,7 +115,7 @@ def _asked_of(asked: Asked, devices: Sequence[str], action: str, body: dict[str,
 
 
 def _row(shown: dict[str, Any]) -> dict[str, Any]:
-    """A device as one line of what was decided."""
+    """Convert a device of the API into an output row; its text names the requests still draining, or why it failed."""
     draining = shown["draining"]
     left = f"{draining['left']} requests hold it; {draining['to']} then" if draining else ""
     where = {"host": shown["host"]["name"], "address": shown["address"], "state": shown["state"]}
@@ -123,7 +127,10 @@ def _row(shown: dict[str, Any]) -> dict[str, Any]:
 
 
 def _installed(asked: Asked, rows: list[dict[str, Any]]) -> None:
-    """Wait until none of these is being installed any more; the rows say what became of them."""
+    """Wait until no device of `rows` is `installing`; update each row in place.
+
+    A device that is then not `ready` counts as failed. Raises CliError as `follow`.
+    """
     if not rows:
         return
     busy = [*rows]

@@ -1,4 +1,4 @@
-"""driver-list, install-driver, uninstall-driver, update-driver: which drivers run where."""
+"""Commands that list drivers by host, and that install, update and uninstall drivers on hosts."""
 
 from __future__ import annotations
 
@@ -42,12 +42,15 @@ MAX_SETTINGS = 65_536
 @options.limit
 @pass_asked
 def driver_list(asked: Asked, limit: int, **filters: Any) -> None:
-    """List drivers, host by host: how each does, what is wanted of it and what is seen."""
+    """List drivers, one row per host and driver. Each row has the observed state and the desired state."""
     show(asked.rows("drivers/", limit, **filters), COLUMNS, asked.output, "No drivers.")
 
 
 def settings(context: click.Context, parameter: click.Parameter, path: str | None) -> dict[str, Any] | None:
-    """An object out of a file: JSON, TOML or YAML, as its name ends."""
+    """Read the driver settings from a file; `-` is standard input. Raises BadParameter.
+
+    A name ending in .json or .toml selects that format; anything else, standard input included, is read as YAML.
+    """
     if path is None:
         return None
     try:
@@ -66,7 +69,7 @@ def settings(context: click.Context, parameter: click.Parameter, path: str | Non
 
 
 def _parsed(text: str, path: str) -> Any:
-    """Raises ValueError."""
+    """Parse settings as TOML, JSON or YAML, chosen by the ending of `path`. Raises ValueError."""
     if path.endswith(".toml"):
         import tomllib
 
@@ -82,7 +85,7 @@ def _parsed(text: str, path: str) -> Any:
 
 
 def _set(context: click.Context, parameter: click.Parameter, said: tuple[str, ...]) -> dict[str, Any]:
-    """`name=value`; a value that is JSON is taken as such."""
+    """Parse the `name=value` options; a value that is valid JSON is decoded, any other stays text."""
     return {name: _value(text) for name, text in options.words(context, parameter, said).items()}
 
 
@@ -94,7 +97,7 @@ def _value(text: str) -> Any:
 
 
 def rolled_out(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Options of what is brought to hosts in turn."""
+    """Add the argument and options of a rollout: driver, hosts, parallelism, what to do after a failure, reason."""
     for option in reversed(
         (
             click.argument("driver"),
@@ -143,7 +146,7 @@ with_settings = (
 @with_settings[1]
 @pass_asked
 def install_driver(asked: Asked, file: dict[str, Any] | None, values: dict[str, Any], **how: Any) -> None:
-    """Have hosts run a driver. Its package must be there: the answer says so where it is not."""
+    """Install a driver on hosts. Its package must be installed there; the answer names hosts where it is missing."""
     _roll_out(asked, "install", {"enabled": True} | _settings(file, values), **how)
 
 
@@ -156,7 +159,7 @@ def install_driver(asked: Asked, file: dict[str, Any] | None, values: dict[str, 
 def update_driver(
     asked: Asked, file: dict[str, Any] | None, values: dict[str, Any], enabled: bool | None, **how: Any
 ) -> None:
-    """Enable, disable or configure a driver. Refused where its devices are held."""
+    """Enable, disable or configure a driver on hosts. Refused on hosts where its devices are held."""
     changes = _settings(file, values) | ({} if enabled is None else {"enabled": enabled})
     if not changes:
         raise click.UsageError("Say what is to change: --enable, --disable, --settings or --set.")
@@ -168,7 +171,7 @@ def update_driver(
 @options.yes
 @pass_asked
 def uninstall_driver(asked: Asked, yes: bool, **how: Any) -> None:
-    """Have hosts run a driver no more. Refused where its devices are held."""
+    """Uninstall a driver from hosts. Refused on hosts where its devices are held."""
     options.sure(f"Uninstall {how['driver']} on {_named(how)}?", yes)
     _roll_out(asked, "uninstall", {}, **how)
 
@@ -178,7 +181,7 @@ def _settings(file: dict[str, Any] | None, values: dict[str, Any]) -> dict[str, 
 
 
 def _named(how: dict[str, Any]) -> str:
-    """The hosts, in words."""
+    """Describe the selected hosts in words, for the question before uninstalling."""
     like = f" like {how['hosts_like']}" if how["hosts_like"] else ""
     having = f" with {how['hosts_with']}" if how["hosts_with"] else ""
     return ", ".join(how["hosts"]) or (f"hosts{like}{having}" if like or having else "all hosts")
@@ -214,7 +217,7 @@ def _roll_out(
 
 
 def _followed(asked: Asked, rollout: dict[str, Any], what: str) -> dict[str, Any]:
-    """Until no host is waiting or at work any more."""
+    """Follow a rollout until it has ended and no host is at work any more; return it as it is then."""
     now = rollout
 
     def look() -> Progress:

@@ -1,6 +1,6 @@
-"""Work that takes its time, followed to its end: a bar on a terminal, lines elsewhere, all on standard error.
+"""Follow long-running work until it ends: a progress bar on a terminal, else lines, all on standard error.
 
-Called by the verbs that order something. Who breaks it off is told that it goes on, and how to look again.
+If the user interrupts, the work goes on at the server; the error message says so and names the command to look again.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from cyborgweb.cli.connection import Api
 from cyborgweb.cli.problems import CliError, Exit, printable
 
 FIRST_S, SLOWER, LAST_S = 0.1, 1.5, 2.0
-"""Pauses between looks: short at first, for what is quick, then longer."""
+"""Seconds between polls: the first pause, the factor by which each pause grows, and the longest pause."""
 PATIENCE_S = 120.0
-"""So long a server that cannot be reached is asked again, while what was ordered goes on."""
+"""For how many seconds an unreachable server is polled again before `follow` gives up. The ordered work goes on."""
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far it is: 0 to 100, and a few words."""
+    """The progress of some work: percent (0 to 100), a short text, and whether the work has ended."""
 
     percent: float
     text: str
@@ -33,9 +33,10 @@ class Progress:
 
 
 def follow(what: str, later: str, look: Callable[[], Progress]) -> None:
-    """Look until it has ended. `what` is a title, `later` how to look again.
+    """Call `look` repeatedly and show its progress until the work has ended.
 
-    Raises CliError when it is broken off, or the server cannot be reached for two minutes.
+    `what` is the title; `later` is the command with which the user can look again, named in error messages. Raises
+    CliError on Ctrl-C, on any error of `look`, and when the server could not be reached for `PATIENCE_S`.
     """
     told, pause, heard = "", FIRST_S, time.monotonic()
     try:
@@ -68,7 +69,7 @@ def _bar(what: str) -> Any:
 
 
 def until_ended(api: Api, what: str, later: str, uuids: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Commands, followed until all have ended; by uuid, as they are then."""
+    """Follow commands until all of them have ended; return the ended commands by uuid. Raises CliError as `follow`."""
     seen: dict[str, dict[str, Any]] = {uuid: {} for uuid in uuids}
 
     def look() -> Progress:

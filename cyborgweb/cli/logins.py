@@ -1,6 +1,6 @@
-"""Who the `cyborg` command is and where its API is: a token and an address, or any plugin of keystoneauth.
+"""Authentication of the `cyborg` command: a token with an address, or any authentication plugin of keystoneauth1.
 
-Called by `connection` before the first request. No text names a secret.
+No error message contains a secret.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from cyborgweb.cli.problems import CliError, Exit
 MAX_TOKEN_BYTES = 65_536
 TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]{1,8192}")
 V2 = re.compile(r"(/accelerator)?(/v2(\.\d+)?)?/*\Z")
-"""How the address of the Accelerator API in a catalogue ends; ours is beside it."""
+"""How the URL of the Accelerator API in a service catalogue ends. Without this end it is the server's own URL."""
 SERVICE = "accelerator"
 WAYS = ("token", "token_file", "os_cloud")
-"""Fields of Login that say who you are; the first that is said counts."""
+"""Fields of Login that authenticate the user, in order of precedence; see `_chosen`."""
 HOW = "CYBORG_URL with CYBORG_TOKEN or CYBORG_TOKEN_FILE, or --os-cloud, or the cloud's OS_… variables"
 
 
 @dataclass
 class Login:
-    """What options and environment said. `timeout` in seconds, for one answer.
+    """The connection settings from options and environment. `timeout` is in seconds, for one answer.
 
-    `on_line` are the fields that the command line said, which go before the environment's.
+    `on_line` holds the names of the fields set on the command line, which take precedence over the environment.
     """
 
     url: str = ""
@@ -47,7 +47,10 @@ class Login:
 
 @dataclass(frozen=True)
 class Way:
-    """A keystoneauth1 session that has not asked anybody yet, and in which region and interface to look."""
+    """A keystoneauth1 session that has sent nothing yet, with the region and interface to look up in the catalogue.
+
+    `endpoint` is the URL that clouds.yaml configures for the service; "" means that the catalogue is asked.
+    """
 
     session: Any
     region: str | None = None
@@ -56,21 +59,27 @@ class Way:
 
 
 def open_session(login: Login) -> tuple[Any, str]:
-    """A session, and the address before `/api`. Raises CliError, or what keystoneauth1 raises while it logs in."""
+    """Return a session and the server's URL without `/api`. Raises CliError, or keystoneauth1's errors of logging in.
+
+    Without `login.url` the URL comes from the service catalogue, which costs a login at Keystone.
+    """
     chosen = _chosen(login)
     way = _by_cloud(login) if chosen == "os_cloud" else _by_token(login, chosen)
     if login.cacert or login.insecure:
         way.session.verify = login.cacert or False
-        warnings.filterwarnings("ignore", message="Unverified HTTPS request")  # whoever says --insecure knows
+        warnings.filterwarnings("ignore", message="Unverified HTTPS request")  # the user asked for it with --insecure
     way.session.timeout = login.timeout
-    way.session.redirect = False  # the token goes nowhere else than to the address that was said
+    way.session.redirect = False  # the token must not be sent to any other address
     if login.url:
         return way.session, _root(login.url)
     return way.session, V2.sub("", _root(way.endpoint or _catalogued(way)))
 
 
 def _chosen(login: Login) -> str:
-    """Which of WAYS; the cloud where none is said, since its variables may say it."""
+    """Return which of WAYS to use: the one given as an option, else the first one set in the environment.
+
+    If none is set, return `os_cloud`, because the OS_… variables may be set. Raises CliError for several options.
+    """
     on_line = [way for way in WAYS if way in login.on_line]
     if len(on_line) > 1:
         raise CliError(Exit.USAGE, "Say one of --token, --token-file and --os-cloud, not several.")
@@ -78,7 +87,7 @@ def _chosen(login: Login) -> str:
 
 
 def _catalogued(way: Way) -> str:
-    """Where the cloud's catalogue has the Accelerator API."""
+    """Return the URL of the Accelerator API in the cloud's service catalogue. Raises CliError if it has none."""
     from keystoneauth1.exceptions import CatalogException
 
     with suppress(CatalogException):
@@ -102,7 +111,7 @@ def _by_token(login: Login, way: str) -> Way:
 
 
 def _of_file(path: str) -> str:
-    """The last line of the file: what `manage.py api_token` printed may be kept whole."""
+    """Return the last word of the token file, so that the whole output of `manage.py api_token` may be stored in it."""
     try:
         with Path(path).expanduser().open("rb") as file:
             lines = file.read(MAX_TOKEN_BYTES).decode(errors="replace").split()
@@ -124,7 +133,8 @@ def _by_cloud(login: Login) -> Way:
         raise CliError(Exit.USAGE, f"The OS_… variables cannot be used: {error}") from None
     auth = way.session.auth
     if isinstance(auth, BaseGenericPlugin):
-        # It would discover Identity's version first, and wait for its own lock for ever if a 401 is the answer (5.18).
+        # A generic plugin discovers the version of Identity first. If that request is answered with 401, keystoneauth1
+        # 5.18 waits for ever for a lock that it holds itself. So v3 is chosen here.
         url = auth.auth_url.rstrip("/")
         way.session.auth = auth.create_plugin(way.session, (3, 0), url if url.endswith("/v3") else f"{url}/v3")
     return way
@@ -147,7 +157,10 @@ def _of_clouds_yaml(cloud: str) -> Way:
 
 
 def _of_variables() -> Way:
-    """Of whichever plugin OS_AUTH_TYPE names, with its own variables, as keystoneauth1 reads them."""
+    """Return a session of the plugin that OS_AUTH_TYPE names, with the OS_… variables as keystoneauth1 reads them.
+
+    Without OS_AUTH_TYPE the plugin is `v3applicationcredential` if such a credential is set, else `password`.
+    """
     from keystoneauth1 import loading
 
     application = os.environ.get("OS_APPLICATION_CREDENTIAL_ID") or os.environ.get("OS_APPLICATION_CREDENTIAL_NAME")
@@ -162,7 +175,7 @@ def _of_variables() -> Way:
 
 
 def _root(url: str) -> str:
-    """An address without what comes after the root."""
+    """Return the server's URL without a trailing `/` and `/api`. Raises CliError if it is no plain HTTP(S) URL."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query or parts.fragment:
         raise CliError(Exit.USAGE, f"{url!r} is no address of the API: say https://HOST[:PORT].")

@@ -1,4 +1,4 @@
-"""The `cyborg` command itself: its verbs in their order, and `completion`. The console script's entry point."""
+"""Entry point of the console script `cyborg`: the command group with its verbs in order, and `completion`."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ not logged in, 5 cannot be reached or busy, 6 done in part, 130 not followed on.
 
 
 class Verbs(click.Group):
-    """Verbs in the order in which an operator meets them."""
+    """A command group that lists its verbs in the order in which they were added, not alphabetically."""
 
     def list_commands(self, context: click.Context) -> list[str]:
-        """As they were added."""
+        """Return the verbs' names in the order in which they were added."""
         return [*self.commands]
 
 
@@ -41,16 +41,16 @@ class Verbs(click.Group):
 )
 @click.version_option(package_name="cyborgweb", prog_name="cyborg")
 def cli() -> None:
-    """Accelerators of a cloud: drivers, their backends, devices, what instances hold.
+    """Manage the accelerators of a cloud: drivers, backends, devices, and the units that instances hold.
 
-    Each verb explains itself: cyborg VERB --help.
+    For help on a verb: cyborg VERB --help.
     """
 
 
 @click.command("completion", cls=Verb, example="completion bash >> ~/.bash_completion")
 @click.argument("shell", type=click.Choice(SHELLS))
 def completion(shell: str) -> None:
-    """Print what a shell completes verbs with."""
+    """Print the script with which a shell completes the verbs and options."""
     made = get_completion_class(shell)
     if made:
         click.echo(made(cli, {}, "cyborg", "_CYBORG_COMPLETE").source())
@@ -87,5 +87,5 @@ for each in VERBS:
 
 
 def main() -> None:
-    """Run it; the process ends here."""
+    """Run the command line; never returns, because click ends the process."""
     cli(prog_name="cyborg")

@@ -1,4 +1,4 @@
-"""What people call things, as the uuids the API takes. Called by the verbs."""
+"""Resolve names that people type into the uuids that the API takes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ from cyborgweb.cli.problems import CliError, Exit
 
 BEGINNING = re.compile(r"[0-9a-f-]{4,36}")
 LOOKED_AT = 20_000
-"""Among so many devices the beginning of a uuid is looked for."""
+"""The largest number of devices that is fetched to resolve the beginning of a uuid, or an address on a host."""
 
 
 def device(api: Api, text: str) -> str:
-    """A device's uuid, of its uuid, the beginning of it, or HOST/ADDRESS. Raises CliError, UsageError."""
+    """Return the uuid of a device, given its uuid, the beginning of it (at least 4 characters), or HOST/ADDRESS.
+
+    A whole uuid costs no request; otherwise up to LOOKED_AT devices are fetched. Raises CliError if no device or
+    several devices match, UsageError if `text` has none of these forms.
+    """
     try:
         return str(UUID(text))
     except ValueError:
@@ -46,7 +50,7 @@ def device(api: Api, text: str) -> str:
 
 
 def host(api: Api, name: str) -> str:
-    """A host's uuid. Raises CliError."""
+    """Return the uuid of the host `name`. Raises CliError if there is none."""
     for row in api.rows("hosts/", 1, name=name, fields="uuid"):
         return str(row["uuid"])
     raise CliError(Exit.NOT_FOUND, f"There is no host {name!r}: `cyborg agent-list` shows those there are.")

@@ -1,6 +1,6 @@
-"""What the verbs of `cyborg` have in common: their options, how they reach the API, what their help looks like.
+"""What all verbs of `cyborg` share: common options, access to the API, and the form of their help.
 
-Options of the connection and of the output are understood before and after the verb.
+Connection and output options are accepted both before and after the verb.
 """
 
 from __future__ import annotations
@@ -25,18 +25,21 @@ MAX_WORDS = 64
 
 @dataclass
 class Asked:
-    """What every verb gets, by `pass_asked`."""
+    """The connection and output settings of this call, which `pass_asked` passes to every verb."""
 
     login: Login = field(default_factory=Login)
     output: Output = field(default_factory=Output)
 
     @cached_property
     def api(self) -> Api:
-        """Nobody is asked before its first method is called."""
+        """The API client; it logs in and connects only when its first method is called."""
         return Api(self.login)
 
     def rows(self, path: str, limit: int, **filters: Any) -> list[dict[str, Any]]:
-        """A list as it was filtered, at most so much of it; that there is more is said."""
+        """Return at most `limit` rows of a list; print a note on standard error if there are more.
+
+        Filters that are None or empty are left out.
+        """
         found = list(self.api.rows(path, limit + 1, **said(filters)))
         if len(found) > limit:
             click.echo(f"These are the first {limit}; there are more: --limit says how many to show.", err=True)
@@ -47,7 +50,10 @@ pass_asked: Callable[[Callable[..., Any]], Callable[..., Any]] = click.make_pass
 
 
 class Verb(click.Command):
-    """A verb: takes the options of all after its name, too; those of the connection are told by `cyborg --help`."""
+    """A command that also accepts the common options after its name.
+
+    Its help shows the output options. The connection options are hidden there, because `cyborg --help` shows them.
+    """
 
     def __init__(self, *args: Any, example: str = "", **options: Any) -> None:
         shown = "\n".join(f"  cyborg {line}" for line in example.splitlines())
@@ -57,12 +63,19 @@ class Verb(click.Command):
 
 
 def verb(name: str, example: str) -> Callable[[Callable[..., Any]], click.Command]:
-    """Makes a function a verb; its docstring is the help, `example` what could stand behind `cyborg`."""
+    """Return a decorator that makes a function a verb. The function's docstring is the help text.
+
+    Each line of `example` is shown in the help as a command line, after the word `cyborg`.
+    """
     return click.command(name, cls=Verb, example=example)
 
 
 def of_connection(hidden: bool = False) -> list[click.Parameter]:
-    """Where, and as whom. The hidden ones read no environment: they are the second place to say it."""
+    """Return the connection options: server address, authentication, TLS, timeout.
+
+    With `hidden` they are left out of the help and read no environment variables, because the visible options of the
+    group already do.
+    """
 
     def option(name: str, text: str, **options: Any) -> click.Option:
         word = name.removeprefix("--").replace("-", "_")
@@ -90,7 +103,7 @@ def of_connection(hidden: bool = False) -> list[click.Parameter]:
 
 
 def of_output() -> list[click.Parameter]:
-    """How rows are shown."""
+    """Return the output options --format and --columns."""
     return [
         click.Option(
             ["--format", "-f"],
@@ -110,7 +123,10 @@ def of_output() -> list[click.Parameter]:
 
 
 def _kept(part: str, name: str, read: Callable[[Any], Any] = lambda value: value) -> Callable[..., Any]:
-    """A callback that remembers what was said."""
+    """Return an option callback that stores a non-empty value in the field `name` of `Asked.login` or `Asked.output`.
+
+    Login fields that were set on the command line are also noted in `Login.on_line`.
+    """
 
     def keep(context: click.Context, parameter: click.Parameter, value: Any) -> None:
         if not value:
@@ -131,7 +147,7 @@ yes = click.option("--yes", "-y", is_flag=True, help="Do not ask whether it is m
 
 
 def reason(context: click.Context, parameter: click.Parameter, value: str) -> str:
-    """At most as long as the service takes."""
+    """Return the reason unchanged. Raises BadParameter if it is longer than MAX_REASON, the service's limit."""
     if len(value) > MAX_REASON:
         raise click.BadParameter(f"Say it in at most {MAX_REASON} characters.")
     return value
@@ -141,12 +157,12 @@ because = click.option("--reason", default="", callback=reason, help="Why; shown
 
 
 def said(values: dict[str, Any]) -> dict[str, Any]:
-    """Without what was not said."""
+    """Return `values` without the options that were not given (None or empty)."""
     return {name: value for name, value in values.items() if value not in (None, "", (), {})}
 
 
 def words(context: click.Context, parameter: click.Parameter, value: tuple[str, ...]) -> dict[str, str]:
-    """`vfs=4` and the like."""
+    """Parse options of the form WORD=VALUE, such as `vfs=4`, into a dict. Raises BadParameter."""
     pairs = [text.partition("=") for text in value]
     if len(pairs) > MAX_WORDS or not all(word and mark and said for word, mark, said in pairs):
         raise click.BadParameter(f"Say WORD=VALUE, such as vfs=4; at most {MAX_WORDS} times.")
@@ -154,7 +170,10 @@ def words(context: click.Context, parameter: click.Parameter, value: tuple[str, 
 
 
 def sure(question: str, meant: bool) -> None:
-    """Ask the person; whoever is none says --yes. Raises UsageError or Abort."""
+    """Ask the user to confirm, unless `meant` (the option --yes) is set.
+
+    Raises click.Abort if the user declines, UsageError if standard input is not a terminal.
+    """
     if meant:
         return
     if not sys.stdin.isatty():

@@ -1,4 +1,4 @@
-"""Several things asked one after the other: what came of each, and the exit code of all. Called by the verbs."""
+"""Run an action on several targets in turn, show one row for each, and compute the common exit code."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from cyborgweb.cli.output import Output, show
 from cyborgweb.cli.problems import CliError, Exit
 
 ENDS = (Exit.AWAY, Exit.NOT_ALLOWED)
-"""After these, the next one would meet the same."""
+"""Exit codes after which no further target is tried, because it would fail in the same way."""
 
 
 def each(targets: Sequence[str], act: Callable[[str], dict[str, Any]]) -> list[dict[str, Any]]:
-    """`act` on every target; what it returns is a row with `outcome`, a Problem makes one that says so.
+    """Call `act` on every target and return one row for each, with `outcome` `done` or `refused`.
 
-    Raises the Problem of a single target as it is.
+    A CliError becomes a `refused` row with its message and exit code; after one of ENDS the remaining targets are not
+    tried. With a single target the CliError is raised instead.
     """
     rows: list[dict[str, Any]] = []
     over: CliError | None = None
@@ -34,7 +35,10 @@ def each(targets: Sequence[str], act: Callable[[str], dict[str, Any]]) -> list[d
 
 
 def finish(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], output: Output) -> None:
-    """Show them, and end with their code: that of all, or PARTIAL where they differ; of no row nothing failed."""
+    """Show the rows, then exit with their common exit code, or with PARTIAL if their codes differ.
+
+    Returns if the code is DONE, which is also the code of no rows at all. A row without `code` counts as DONE.
+    """
     codes = {row.get("code", Exit.DONE) for row in rows} or {Exit.DONE}
     named = [column.rpartition("=")[2] for column in columns]
     fields = dict.fromkeys(name for row in ({name: None for name in named}, *rows) for name in row if name != "code")

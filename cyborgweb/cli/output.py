@@ -1,6 +1,6 @@
-"""How the `cyborg` command shows rows: a table as wide as the terminal, JSON, YAML, CSV. Called by every verb.
+"""Print rows for the `cyborg` command: as a table that fits the terminal, JSON, YAML or CSV.
 
-Tables and CSV have columns; JSON and YAML give the API's rows whole, or with `--columns` those columns.
+Tables and CSV print a verb's columns. JSON and YAML print the API's complete rows, or only the fields in `--columns`.
 """
 
 from __future__ import annotations
@@ -23,33 +23,35 @@ from cyborgweb.cli.problems import printable
 
 FORMATS = ("table", "json", "yaml", "csv")
 FORMULA = ("=", "+", "-", "@")
-"""Spreadsheets compute a cell that begins so; what hosts and tenants wrote must stay text."""
+"""A spreadsheet takes a cell that begins with one of these for a formula. Text of hosts and tenants must stay text."""
 TIME = re.compile(r"\A(\d{4}-\d\d-\d\d)T(\d\d:\d\d:\d\d)(\.\d+)?(Z|\+00:00)\Z")
-"""As the API writes times; people read them to the second."""
+"""A time as the API writes it; tables show it to the second."""
 GAP = 2
 LEAST = 8
-"""No column is cut below so many signs."""
+"""The smallest width, in characters, to which a column is cut."""
 LEAST_SAID = 24
+"""The smallest width, in characters, to which a last column of sentences is wrapped."""
 SAID = ("text", "error", "reason", "limits")
-"""Columns of sentences; the last of a table is never cut."""
+"""Names of columns that contain sentences. Such a column, if it is the last, is wrapped and never cut."""
 BEGINNING = 13
-"""So many signs of a uuid."""
+"""How many characters of a uuid are shown when the table is too wide."""
 WHOLE = ("uuid", "id", "command")
-"""Columns that are of no use when they are cut."""
+"""Columns that are never cut further, because a shortened value would be useless."""
 
 
 @dataclass
 class Output:
-    """What was asked for. `columns` are names of the verb's columns, or paths into a row, such as host.name."""
+    """The output options. `columns` are names of the verb's columns, or paths into a row, such as host.name."""
 
     format: str = "table"
     columns: tuple[str, ...] = ()
 
 
 def show(rows: Iterable[Mapping[str, Any]], columns: Sequence[str], output: Output, nothing: str = "") -> None:
-    """Rows on standard output. A column is a field, or `name=path` into the row; `nothing` is said of no rows.
+    """Print rows on standard output in the chosen format.
 
-    Raises UsageError for a column that there is not.
+    A column is a field, or `name=path` with a path into the row. `nothing` is printed on standard error if a table has
+    no rows. Raises UsageError for an unknown column.
     """
     found = list(rows)
     paths = dict(_named(column) for column in columns)
@@ -72,7 +74,10 @@ def show(rows: Iterable[Mapping[str, Any]], columns: Sequence[str], output: Outp
 
 
 def _head(names: Iterable[str], cells: list[list[str]], output: Output) -> list[list[str]]:
-    """A table with its head; on a terminal without columns that say nothing, unless they were asked for."""
+    """Return the table's rows with the header row first.
+
+    On a terminal, empty columns are left out unless the user chose the columns.
+    """
     rows = [[*names], *cells]
     if output.columns or not _width():
         return rows
@@ -81,7 +86,10 @@ def _head(names: Iterable[str], cells: list[list[str]], output: Output) -> list[
 
 
 def show_one(row: Mapping[str, Any], output: Output) -> None:
-    """One row: a line for each field that says something. JSON and YAML give an object, whole."""
+    """Print one row: in the table format a line for each non-empty field, in JSON and YAML the whole object.
+
+    Raises UsageError for an unknown field.
+    """
     chosen = {name: _at(row, name) for name in output.columns} or dict(row)
     if unknown := [name for name in chosen if name.split(".")[0] not in row]:
         raise click.UsageError(f"There is no field {', '.join(unknown)}; there are {', '.join(row)}.")
@@ -98,10 +106,10 @@ def show_one(row: Mapping[str, Any], output: Output) -> None:
 
 
 def table(rows: Sequence[Sequence[str]], width: int) -> Iterable[str]:
-    """Lines of a table no wider than `width`, 0: however wide it is; the first row is its head.
+    """Yield the lines of a table, at most `width` characters wide if possible; 0 means no limit.
 
-    A uuid is cut to a beginning that is name enough; then columns are cut, the widest first; what is said at the end of
-    a line goes on below it instead.
+    The first row is the header. If the table is too wide, uuids are cut to BEGINNING characters, which still identify a
+    device; then columns are cut, the widest first. A last column of sentences (SAID) is wrapped instead.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     if width and sum(widths) + GAP * (len(widths) - 1) > width and "uuid" in rows[0]:
@@ -124,7 +132,7 @@ def table(rows: Sequence[Sequence[str]], width: int) -> Iterable[str]:
 
 
 def cell(value: Any) -> str:
-    """A value on one line, as people read it."""
+    """Format a value on one line for people."""
     match value:
         case None:
             return ""
@@ -138,7 +146,7 @@ def cell(value: Any) -> str:
 
 
 def lines(value: Any) -> list[str]:
-    """A value on as many lines as it has parts."""
+    """Format a value for people, one line for each part of a list or each line of a text."""
     match value:
         case list() if any(isinstance(one, dict) or " " in str(one) for one in value):
             return [_facts(one) if isinstance(one, dict) else cell(one) for one in value]
@@ -150,7 +158,7 @@ def lines(value: Any) -> list[str]:
 
 
 def _thing(value: Mapping[str, Any]) -> str:
-    """An object on one line: its name, its PCI address, or what there is."""
+    """Format an object on one line: as its name, as its PCI address, else as `key=value` pairs."""
     match value:
         case {"name": name}:
             return cell(name)
@@ -160,7 +168,7 @@ def _thing(value: Mapping[str, Any]) -> str:
 
 
 def _facts(value: Mapping[str, Any]) -> str:
-    """A part of something, on one line."""
+    """Format the non-empty values of an object on one line, without their keys."""
     return (" " * GAP).join(filter(None, map(cell, value.values())))
 
 
@@ -170,14 +178,14 @@ def _named(column: str) -> tuple[str, str]:
 
 
 def _at(row: Any, path: str) -> Any:
-    """What stands at a path; None where it ends early."""
+    """Return the value at a dotted path in a row; None if the path does not exist."""
     for name in path.split("."):
         row = row.get(name) if isinstance(row, Mapping) else None
     return row
 
 
 def _parts(text: str, wide: int, told: bool) -> list[str]:
-    """A cell as lines of this width."""
+    """Return the lines of a cell of this width: wrapped if `told` (a column of sentences), else cut with "…"."""
     if len(text) <= wide:
         return [text]
     return textwrap.wrap(text, wide) if told else [f"{text[: wide - 1]}…"]
@@ -202,7 +210,7 @@ def _csv(rows: Iterable[Iterable[Any]]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers stay numbers, everything else is text that no spreadsheet computes."""
+    """Return a CSV cell: None and numbers unchanged, anything else as text that no spreadsheet takes for a formula."""
     if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
         return value
     text = printable(value) if isinstance(value, str) else cell(value)

@@ -1,4 +1,4 @@
-"""What the `cyborg` command ends with: exit codes, and errors of one line. Raised by every file of this package."""
+"""Exit codes of the `cyborg` command, and its error, which is shown as one line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import click
 
 
 class Exit(IntEnum):
-    """The exit codes; `docs/cli.md` tells them."""
+    """Exit codes of the command, documented in `docs/cli.md`."""
 
     DONE = 0
     REFUSED = 1
@@ -22,19 +22,19 @@ class Exit(IntEnum):
 
 
 class CliError(click.ClickException):
-    """One sentence on standard error, and the exit code that goes with it."""
+    """An error that ends the command with one sentence on standard error and the given exit code."""
 
     def __init__(self, code: int, sentence: str) -> None:
         super().__init__(printable(sentence))
-        self.exit_code = code  # type: ignore[misc]  # click has it on the class, and reads it of the instance
+        self.exit_code = code  # type: ignore[misc]  # click declares it on the class, but reads it from the instance
 
     def show(self, file: IO[Any] | None = None) -> None:
-        """On standard error, below the command's name as other tools do."""
+        """Print the message, after the command's name, on `file` or standard error."""
         click.echo(f"cyborg: {self.message}", file=file, err=True)
 
 
 def printable(text: str) -> str:
-    """On one line, and without what would steer a terminal: hosts and tenants wrote some of it."""
+    """Return `text` on one line and without terminal control characters, since hosts and tenants wrote some of it."""
     return "".join(
         sign if sign.isprintable() else " " if sign.isspace() else "\N{REPLACEMENT CHARACTER}" for sign in text
     )

@@ -1,4 +1,4 @@
-"""usage: units held, free and out of offer, and how busy their devices are, by groups."""
+"""The command usage: how many units are held, free and reserved, and the load of their devices, by group."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cyborgweb.cli.options import Asked, pass_asked, verb
 from cyborgweb.cli.output import show
 
 BUSY = ("busy=load.utilization_percent_mean", "highest=load.utilization_percent_max", "power=load.power_watts")
-"""Columns of load that several verbs have: percent, percent, watts."""
+"""Load columns that several verbs share: mean utilization and highest utilization in percent, power in watts."""
 UNITS = ("total", "held", "free", "reserved", "sampled=load.sampled", *BUSY)
 
 
@@ -23,7 +23,7 @@ UNITS = ("total", "held", "free", "reserved", "sampled=load.sampled", *BUSY)
 @options.limit
 @pass_asked
 def usage(asked: Asked, limit: int, kind: str | None, **filters: Any) -> None:
-    """Show what is held and how busy it is. A member sees what its own project holds."""
+    """Show how many units are held and the load of their devices. A member sees only what its own project holds."""
     rows = asked.rows("usage/", limit, **filters, type=kind)
     made_by = [f"{name}=group.{name}" for row in rows[:1] for name in row["group"]]
     show(rows, (*made_by, *UNITS), asked.output, "No units.")

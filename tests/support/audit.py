@@ -1,9 +1,9 @@
-"""The rule that every change has an event (promise X6), around every test: what product code writes between entering
-and leaving `conductor.writing()` has one in the same transaction, or stands in the table below with the reason why not.
+"""Check around every test that every change has an event (promise X6).
 
-The events must be about the type of thing that was changed (SUBJECTS), and about as many things as rows were changed
-(ITSELF). Which of the rows an event is about, and whether it tells every changed column, is not compared. What a test
-itself sets up is not judged.
+Whatever product code writes inside `conductor.writing()` must have an event in the same transaction, or be listed in
+EXEMPT or COLUMNS with the reason. The events must be about the type of object that was changed (SUBJECTS), and about as
+many objects as rows were changed (ITSELF). It is not compared which rows an event is about, nor whether it names every
+changed column. Writes of the tests themselves are not checked.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ COLUMNS = {
     "accelerators_image": "used_at",
     "accelerators_attachment": "claim release fault",
 }
-"""What an UPDATE may set without an event: which report was applied last and what it said of drivers that are as they
-were, when an image was last used, what an attachment is about to write to Placement and what is in its way."""
+"""Columns that an UPDATE may set without an event, by table. They tell which report was applied last and its data about
+unchanged drivers; when an image was last used; what an attachment will write to Placement, and what prevents it."""
 
 
 SUBJECTS = {
@@ -59,22 +59,23 @@ SUBJECTS = {
     "driverwish": "driver",
     "rolloutstep": "rollout driver command",
 }
-"""The types of subject of the events that tell about a change of the table; of other tables the table's own name.
+"""The subject types of events that may record a change of a table. For other tables it is the table's own name.
 
-A part of a device is told about by the device's event. A command makes its device busy, or free again, and moves the
-step of a rollout. A restored
-database gives all requests that are being bound more time, which one event tells.
+A change of a part of a device is recorded by an event of the device. A command makes its device busy or free again, and
+moves the step of a rollout. After a restore all requests that are being bound get a later deadline; one event of the
+database records that.
 """
 ITSELF = {"acceleratorrequest", "admissionrule", "attachment", "command", "device", "deviceprofile", "host", "image"}
-"""Tables whose rows are the subjects themselves: a statement may change no more rows than events have subjects."""
+"""Tables whose rows are the subjects of events. A statement may change at most as many rows as there are subjects."""
 EACH = object()
-"""In place of subjects: one SQL statement writes the changes and an event for each, or an event tells a number."""
+"""Stands for any number of subjects: one SQL statement wrote the changes and an event for each, or an event without a
+subject records only their number."""
 TYPE_IN_SQL = re.compile(r"'(\w+)', m\.uuid")
-"""The type of the subjects, in a statement that writes the changes and their events (binding_sql, commands_sql)."""
+"""Finds the subject type in a statement that writes both the changes and their events (binding_sql, commands_sql)."""
 
 
 class Write(NamedTuple):
-    """A statement's change of a table; `rows` is None where it changed several and their numbers are not known."""
+    """A change of one table by a statement. `rows` is None if the number of changed rows of this table is not known."""
 
     verb: str
     table: str
@@ -83,12 +84,12 @@ class Write(NamedTuple):
 
 
 class Unrecorded(AssertionError):
-    """Something was changed, and no event says so."""
+    """Product code changed something without recording an event."""
 
 
 @dataclass
 class _Seen:
-    """What was written, and what events tell about it, since `writing()` was entered."""
+    """The writes since `writing()` was entered, and the subjects of the events since then, by subject type."""
 
     writes: list[Write] = field(default_factory=list)
     told: dict[str, set[Any]] = field(default_factory=dict)
@@ -98,7 +99,7 @@ _seen: ContextVar[_Seen | None] = ContextVar("seen", default=None)
 
 
 def watch(execute: Callable[..., Any], sql: str, params: Any, many: bool, context: dict[str, Any]) -> Any:
-    """Remember what a statement wrote, around its execution."""
+    """Execute a statement, as a wrapper of Django's, and remember what it wrote and which events it recorded."""
     result, seen = execute(sql, params, many, context), _seen.get()
     if seen is not None and not sql.startswith("SELECT") and (rows := context["cursor"].rowcount):
         found = [(verb.split()[0].upper(), table) for verb, table in WRITES.findall(sql)]
@@ -114,7 +115,10 @@ def watch(execute: Callable[..., Any], sql: str, params: Any, many: bool, contex
 
 
 def _remember_events(told: dict[str, set[Any]], sql: str, params: Any) -> None:
-    """Add what the events of this statement are about: a row each of `record_all`, else a type for all its rows."""
+    """Add the subjects of the events that this statement records to `told`.
+
+    For `record_all` each event's subject is known; for other statements only the subject type is (EACH).
+    """
     if sql == EVENTS:
         for one in json.loads(params[0]):
             told.setdefault(one["subject_type"], set()).add(one["subject"] or EACH)
@@ -123,7 +127,7 @@ def _remember_events(told: dict[str, set[Any]], sql: str, params: Any) -> None:
 
 
 def _kept(verb: str, table: str, sql: str) -> bool:
-    """Whether it sets nothing but columns that need no event."""
+    """Return True if the statement sets only columns that need no event (COLUMNS)."""
     sets = SETS.search(sql)
     if verb != "UPDATE" or table not in COLUMNS or sets is None:
         return False
@@ -132,7 +136,10 @@ def _kept(verb: str, table: str, sql: str) -> bool:
 
 @contextmanager
 def audited() -> Iterator[None]:
-    """While this lasts, product code that leaves `conductor.writing()` without an event for what it wrote fails."""
+    """Replace `conductor.writing` for the block: product code that leaves it without an event for its changes fails.
+
+    Nested blocks and blocks that tests enter themselves are not checked. The failure is Unrecorded.
+    """
     plain = conductor.writing
 
     def writing() -> Any:

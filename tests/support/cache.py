@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 UNUSED_S = 30 * 24 * 3600.0
 """How long an entry is kept after its last use."""
 KEPT_ENTRIES = 3
-"""How many entries of a large kind are kept, where every edit of a model makes another one."""
+"""How many entries are kept of a large kind, such as databases, where every edit of a model makes another one."""
 
 
 def cache_folder() -> Path:

@@ -1,4 +1,7 @@
-"""One embedded PostgreSQL for the run, not durable. Loaded with `-p`, before Django reads its settings."""
+"""Pytest plugin that runs one embedded, non-durable PostgreSQL for the test run.
+
+It must be loaded with `-p`, so that it sets the environment before Django reads its settings.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-gc.disable()  # until all tests are collected: nothing that is imported can be freed
+gc.disable()  # until all tests are collected, because nothing that is imported can be freed
 STATE = Path(tempfile.mkdtemp(prefix="cyborg-test-"))
 os.environ["CYBORG_STATE_DIR"] = str(STATE)
 for name in [name for name in os.environ if name.startswith("CYBORG_") and name != "CYBORG_STATE_DIR"]:
@@ -20,7 +23,7 @@ for name in [name for name in os.environ if name.startswith("CYBORG_") and name 
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Start the database before Django looks for it. The process that only hands tests to workers needs none."""
+    """Start the database before Django connects. The controller of pytest-xdist runs no tests and needs none."""
     if config.getoption("numprocesses", None):
         gc.enable()
         return
@@ -33,7 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Stop it and take everything away; whoever still listens to it need not complain."""
+    """Stop the database and delete its files. Logging is disabled first: sessions that still listen log errors."""
     logging.disable()
     if postgres := config.stash.get(_postgres, None):
         postgres.stop()

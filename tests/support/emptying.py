@@ -1,7 +1,7 @@
-"""How tables become empty again. Events and seals cannot be emptied in the product; in the database of a test or a
-measurement they can.
+"""Empty the tables between tests, including events and seals.
 
-Called by the tests' `conftest` and by `tests.bench.fixtures`.
+The product's triggers forbid that events and seals are emptied; this module disables them in databases of tests and
+benchmarks.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from django.db import connection
 from django.test import TransactionTestCase
 
 KEPT = {"django_content_type", "auth_permission"}
-"""What migrations make of the models alone: to make them anew each time costs more than most tests."""
+"""Tables whose rows migrations derive from the models. They are kept: filling them again costs more than most tests."""
 PATIENCE_S = 30
-"""A test that leaves a transaction open fails by itself, and not the run."""
+"""Seconds to wait for table locks, so that a test that leaves a transaction open fails instead of blocking the run."""
 MANY = 1000
-"""So many dead rows would be read again and again, for nothing cleans up behind tests."""
+"""A table with more deleted rows than this is vacuumed; otherwise its dead rows would be read by every later test."""
 
 
 def allow() -> None:
-    """Let TRUNCATE through from now on."""
+    """Disable the triggers that keep tables from being emptied, in the current database, permanently."""
     with connection.cursor() as cursor:
         cursor.execute("SELECT tgrelid::regclass::text FROM pg_trigger WHERE tgname = 'accelerators_kept'")
         for (table,) in cursor.fetchall():
@@ -30,24 +30,26 @@ def allow() -> None:
 
 
 def by_deleting() -> None:
-    """Have tests that commit delete what they wrote: to truncate all tables takes thirty times as long (measured)."""
+    """Make TransactionTestCase delete all rows; truncating the tables takes thirty times as long (measured)."""
     TransactionTestCase._fixture_teardown = _empty  # type: ignore[attr-defined]
 
 
 def _empty(_case: TransactionTestCase) -> None:
-    """Delete all rows on a connection of its own, which stays warm: Django's closes between tests, and a new one
-    reads PostgreSQL's catalogs anew."""
+    """Delete all rows, on a separate connection that stays open.
+
+    Django closes its connection between tests, and a new connection would read PostgreSQL's catalogs again.
+    """
     try:
         _delete_rows(_connection())
-    except psycopg.OperationalError:  # a test of an outage ended all sessions
+    except psycopg.OperationalError:  # a test of an outage has ended all database sessions
         _connection.cache_clear()
         _delete_rows(_connection())
 
 
 def _delete_rows(raw: psycopg.Connection[Any]) -> None:
-    """Delete all rows but those that are KEPT. Who still writes is waited for, as TRUNCATE waits."""
+    """Delete all rows except those of KEPT tables. Waits up to PATIENCE_S for open transactions, as TRUNCATE waits."""
     prepare = (
-        "SET LOCAL session_replication_role = replica",  # neither foreign keys nor triggers are asked
+        "SET LOCAL session_replication_role = replica",  # neither foreign keys nor triggers are checked
         f"SET LOCAL lock_timeout = '{PATIENCE_S}s'",
         f"LOCK TABLE {', '.join(_tables())} IN SHARE ROW EXCLUSIVE MODE",
     )

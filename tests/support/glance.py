@@ -1,6 +1,6 @@
-"""A stand-in Glance on a real socket: images by id and by property, bytes in ranges; it can fail, stall and lie.
+"""A fake Glance on a real socket: images by id and by property, ranged downloads. It can fail, stall and lie.
 
-Just enough of the image API v2 for openstacksdk. The system lane's neighbours have another.
+It implements as much of the image API v2 as openstacksdk needs. The system tests use another fake.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ from uuid import uuid4
 
 @dataclass
 class Glance:
-    """What the stand-in knows. `fails_with` answers everything with that status; `cut` ends a transfer after so many
-    bytes; without `ranges` every transfer begins at 0; `held` keeps the bytes back until it is set."""
+    """Contents and switches of the fake Glance.
+
+    If `fails_with` is set, every request is answered with that status. `cut` ends a transfer after that many bytes.
+    Without `ranges` every transfer begins at byte 0. `held` delays downloads until the event is set, at most 20 s.
+    """
 
     port: int = 0
     documents: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -35,11 +38,11 @@ class Glance:
 
     @property
     def url(self) -> str:
-        """Its endpoint."""
+        """The endpoint of the image API."""
         return f"http://127.0.0.1:{self.port}/v2"
 
     def add(self, content: bytes, **more: Any) -> str:
-        """A new image, active; `more` replaces or adds what it says of itself. Returns its id."""
+        """Add an active, public image and return its id; `more` replaces or adds fields of its document."""
         uuid = str(uuid4())
         digest = hashlib.sha512(content).hexdigest()
         said = {"id": uuid, "name": "an image", "status": "active", "size": len(content), "visibility": "public"}
@@ -50,7 +53,7 @@ class Glance:
 
 @contextmanager
 def glance() -> Iterator[Glance]:
-    """A running one."""
+    """Run a fake Glance on a free port of 127.0.0.1 for the block."""
     known = Glance()
 
     class Handler(_Handler):
@@ -108,4 +111,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body[:cut])
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing."""
+        """Log nothing."""

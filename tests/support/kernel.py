@@ -1,8 +1,8 @@
-"""Simulation level 1: a ModelMachine on umockdev's /sys, whose changes are uevents that libudev hears.
+"""Simulation level 1: a ModelMachine on umockdev's /sys, whose changes send uevents that libudev receives.
 
-Below `umockdev-wrapper` only, in a process of its own (`why_not` says why not): what the process starts sees this /sys
-in place of the real one. Writes must go through `Kernel.write` or the model's hand; a write into the files by another
-process lands there, and nothing answers.
+It works only in a separate process that runs under `umockdev-wrapper`; that process and its children see this /sys
+instead of the real one. Writes must go through `Kernel.write` or the model's host writer: if another process writes
+into the files, the content changes but the model does not react.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LIBRARY = "libumockdev.so.0"
 
 
 def why_not() -> str:
-    """Why there is no level 1 on this machine, '' when there is; said as `tests.conftest` wants it."""
+    """Return why level 1 cannot run on this machine, in the form that `tests.conftest` reports; '' if it can."""
     try:
         ctypes.CDLL(LIBRARY)
     except OSError:
@@ -27,7 +27,7 @@ def why_not() -> str:
 
 
 class Kernel(ModelMachine):
-    """One host. `close` takes its folder away."""
+    """One host on an umockdev testbed. `close` removes the testbed."""
 
     def __init__(self) -> None:
         self._library = ctypes.CDLL(LIBRARY)
@@ -35,7 +35,8 @@ class Kernel(ModelMachine):
         self._library.umockdev_testbed_get_root_dir.restype = ctypes.c_char_p
         self._testbed = ctypes.c_void_p(self._library.umockdev_testbed_new())
         root: bytes = self._library.umockdev_testbed_get_root_dir(self._testbed)
-        os.environ["UMOCKDEV_DIR"] = root.decode()  # the library told only this process
+        # The library sets this variable in C only, so os.environ lacks it, and child processes would not get it.
+        os.environ["UMOCKDEV_DIR"] = root.decode()
         self._root = root.decode()
         super().__init__(Path(self._root), self._uevent)
 
@@ -43,5 +44,5 @@ class Kernel(ModelMachine):
         self._library.umockdev_testbed_uevent(self._testbed, path.removeprefix(self._root).encode(), action.encode())
 
     def close(self) -> None:
-        """No more events."""
+        """Release the testbed; no more uevents are sent."""
         ctypes.CDLL("libgobject-2.0.so.0").g_object_unref(self._testbed)

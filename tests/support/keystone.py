@@ -1,6 +1,6 @@
-"""A stand-in Keystone on real sockets: logging in, validating tokens; it can fail, hang, forget, and counts.
+"""A fake Keystone on real sockets: it logs users in, validates tokens and counts requests. It can fail and hang.
 
-Just enough of Identity v3 for keystoneauth1. The system lane has a real one.
+It implements as much of Identity v3 as keystoneauth1 needs. The system tests use a real Keystone.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SERVICE = {"OS_USERNAME": "cyborg", "OS_PASSWORD": "service-secret", "OS_PROJECT
 
 @dataclass
 class User:
-    """Somebody with a password, and their roles in projects."""
+    """A user with a password and the roles in each project."""
 
     name: str
     password: str
@@ -39,20 +39,24 @@ class User:
 
 @dataclass
 class Keystone:
-    """What the stand-in knows. `fails_with` answers everything with that status; `held` keeps answers back."""
+    """Users, tokens and switches of the fake Keystone.
+
+    If `fails_with` is set, every request is answered with that status. `held` delays answers until the event is set, at
+    most 20 s. `calls` counts the requests by kind: `log in`, `validate`.
+    """
 
     port: int = 0
     users: list[User] = field(default_factory=list)
     tokens: dict[str, dict[str, Any]] = field(default_factory=dict)
     calls: Counter[str] = field(default_factory=Counter)
     seen: list[str] = field(default_factory=list)
-    """Query strings of validations."""
+    """The query strings of all token validations."""
     fails_with: int = 0
     held: threading.Event | None = None
 
     @property
     def url(self) -> str:
-        """Its auth URL, without a version."""
+        """The auth URL, without a version."""
         return f"http://127.0.0.1:{self.port}"
 
     def environment(self) -> dict[str, str]:
@@ -63,7 +67,7 @@ class Keystone:
     def token(
         self, *roles: str, project: str = "p1", lasts_s: float = 3600, user: User | None = None, **scope: Any
     ) -> str:
-        """A new token; `scope` replaces the project: system, domain, or unscoped=True."""
+        """Create a token with these roles. `scope` replaces the project: system, domain or unscoped=True."""
         secret = f"gAAAA{uuid.uuid4().hex}"
         expires_at = datetime.now(UTC) + timedelta(seconds=lasts_s)
         who = user or User("alice", "", {}, id="u-alice")
@@ -85,7 +89,7 @@ class Keystone:
         return secret
 
     def log_in(self, wanted: dict[str, Any]) -> str | None:
-        """A token for name, password, domain and project; None: something is wrong."""
+        """Return a new token for a login request; None if the name, password, domain or project is wrong."""
         asked = wanted["auth"]["identity"]["password"]["user"]
         project = wanted["auth"].get("scope", {}).get("project", {}).get("name", "")
         for user in self.users:
@@ -94,14 +98,14 @@ class Keystone:
         return None
 
     def valid(self, secret: str, query: dict[str, list[str]]) -> bool:
-        """Whether it knows the token, and it has not ended unless that may be."""
+        """Return True if the token is known and has not expired; an expired one counts if `query` has allow_expired."""
         ends = datetime.fromisoformat(self.tokens[secret]["expires_at"]) if secret in self.tokens else None
         return bool(ends and ("allow_expired" in query or ends > datetime.now(UTC)))
 
 
 @contextmanager
 def keystone() -> Iterator[Keystone]:
-    """A running one, with the service user."""
+    """Run a fake Keystone for the block; it has one user, the service user `cyborg`."""
     known = Keystone(users=[User("cyborg", "service-secret", {"service": ["service"]})])
 
     class Handler(_Handler):
@@ -123,7 +127,7 @@ def keystone() -> Iterator[Keystone]:
 
 @contextmanager
 def vouching(**settings: str) -> Iterator[Keystone]:
-    """A running one that this process's identity asks, as configured with `CYBORG_AUTH=keystone` and `settings`."""
+    """Run a fake Keystone and configure this process to use it (`CYBORG_AUTH=keystone` and `settings`)."""
     with keystone() as known, pytest.MonkeyPatch.context() as patch:
         patch.delenv("OS_CLOUD", raising=False)
         for name, value in (known.environment() | {"CYBORG_AUTH": "keystone"} | settings).items():
@@ -134,14 +138,14 @@ def vouching(**settings: str) -> Iterator[Keystone]:
 
 
 def forget() -> None:
-    """This process reads its configuration anew, and remembers no token and no decision."""
+    """Clear the caches of this process: its configuration, the service session, tokens and the policy."""
     for remembered in (keys, service_session, tokens, policy._policy):
         remembered.cache_clear()
 
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    wbufsize = -1  # an answer in one piece, or the other end waits 40 ms to acknowledge its first half
+    wbufsize = -1  # send an answer in one piece; otherwise the client delays its ACK of the first part by 40 ms
     keystone: Keystone
 
     def do_GET(self) -> None:
@@ -177,4 +181,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing."""
+        """Log nothing."""

@@ -1,4 +1,4 @@
-"""The rules of a ModelMachine's mediated devices, firmware uploads and QAT.
+"""Rules with which a ModelMachine answers writes to mediated devices, firmware uploads and QAT devices.
 
 Sources: drivers/vfio/mdev, drivers/base/firmware_loader/sysfs_upload.c, drivers/crypto/intel/qat of Linux 6.12;
 Documentation/ABI/testing/sysfs-{bus-vfio-mdev,class-firmware,driver-qat}.
@@ -23,7 +23,10 @@ UPLOADS = "class/firmware"
 
 
 def mdev_types(host: ModelMachine, card: Path, types: dict[str, int], exclusive: bool = False) -> None:
-    """The card becomes a parent: type → how many fit; `exclusive`: all instances at one time are of one type."""
+    """Make the card a parent of mediated devices. `types` maps a type to how many instances of it fit.
+
+    With `exclusive` all instances that exist at one time must be of the same type.
+    """
     for kind, count in types.items():
         folder = card / "mdev_supported_types" / kind
         texts = {"name": kind, "device_api": "vfio-pci", "available_instances": str(count), "create": ""}
@@ -37,8 +40,11 @@ def mdev_types(host: ModelMachine, card: Path, types: dict[str, int], exclusive:
 
 
 def uploader(host: ModelMachine, name: str, fails: str = "", below: Path | None = None) -> str:
-    """A device that takes firmware, `below` its parent; `fails` such as `programming:hw-error` is how it will end. Its
-    path on the host."""
+    """Add a device that accepts firmware uploads, and return its path on the host.
+
+    `below` is the parent device, if any. `fails`, such as `programming:hw-error`, is the stage and error with which
+    uploads end; '' means that they succeed.
+    """
     folder = (below / "firmware" if below else host.sys / UPLOADS) / name
     if below:
         host.link(host.sys / UPLOADS / name, folder)
@@ -50,13 +56,16 @@ def uploader(host: ModelMachine, name: str, fails: str = "", below: Path | None 
 
 
 def qat(host: ModelMachine, card: Path, services: str = "sym;asym") -> None:
-    """Generation 4: up, with these services."""
+    """Make the card a QAT device of generation 4 in state `up`, configured with these services."""
     host.file(card / "qat/state", "up\n")
     host.file(card / "qat/cfg_services", f"{services}\n")
 
 
 def advance(folder: Path, fails: str) -> str:
-    """The next stage of an upload that runs; called at each look, so that no test waits for a time."""
+    """Move a running upload to its next stage and return that stage; an idle one stays idle.
+
+    A stage ends when this is called, not after some time, so that tests need not wait.
+    """
     stage, _, _ = fails.partition(":")
     before = read(folder / "status")
     if before == "idle":
@@ -72,7 +81,7 @@ def advance(folder: Path, fails: str) -> str:
 
 
 def uploaded(host: ModelMachine, path: str, data: bytes) -> str:
-    """The whole of an upload as a program does it; why it failed, '' when it did not."""
+    """Upload `data` completely, as a program does; return the error, or '' on success. Raises OSError (EBUSY)."""
     folder = host.real(path)
     if read(folder / "status") != "idle":
         raise refuse(errno.EBUSY, path)

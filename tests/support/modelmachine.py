@@ -1,4 +1,4 @@
-"""A host in a directory whose /sys answers writes as the kernel does: simulation level 0, for drivers and executor.
+"""Simulation level 0, for drivers and executor: a host in a directory, whose /sys answers writes as the kernel does.
 
     host = ModelMachine(tmp_path)
     host.load("nvme", "1b36:0010")
@@ -6,8 +6,8 @@
     host.write("/sys/bus/pci/devices/0000:01:00.0/sriov_numvfs", "2")      # or OSError with the kernel's errno
     driver.install(host.machine, settings, ask); await host.hand().write(path, value, timeout_s)
 
-The rules are functions of `modelpci` (functions, drivers, SR-IOV) and `modelkinds` (mdev, firmware upload, QAT); what
-is so lies in the files, so a Machine sees it. A change is complete, with its uevents, when `write` returns.
+The rules are functions in `modelpci` (functions, drivers, SR-IOV) and `modelkinds` (mdev, firmware upload, QAT). The
+state is in the files, so a Machine sees it. A change is complete, including its uevents, when `write` returns.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ WRITE_ONLY = frozenset({"bind", "unbind", "drivers_probe", "rescan", "remove", "
 
 
 class Model(Machine):
-    """The Machine of a model: that a node is open is known to the model, since files do not refuse a second opening."""
+    """The Machine of a model. It asks the model which nodes are open, because plain files can be opened twice."""
 
     def __init__(self, host: ModelMachine, **roots: str) -> None:
         super().__init__("node-1", **roots)
         self._host = host
 
     def read_bytes(self, path: str, limit: int = MAX_READ) -> bytes:
-        """As `Machine.read_bytes`; root may read every file here, but not so in /sys."""
+        """As `Machine.read_bytes`, but raise Denied for write-only attributes: as plain files root can read them."""
         if path.rpartition("/")[2] in WRITE_ONLY:
             raise Denied(f"{path}: Permission denied")
         return super().read_bytes(path, limit)
 
     def is_open(self, path: str) -> bool:
-        """As `Machine.is_open`."""
+        """As `Machine.is_open`, answered from the model's `held` nodes."""
         return path in self._host.held
 
 
 class ModelMachine(Host):
-    """Builds as `Host` does, and then lives.
+    """A `Host` tree that reacts to writes.
 
-    `privileged` False: writes end with EACCES; `read_only`: with EROFS. `writes` has every one that was tried.
-    `event(action, path)` is told of every uevent in the kernel's order.
+    Writes fail with EACCES unless `privileged`, and with EROFS if `read_only`. `writes` lists every attempted write.
+    `event(action, path)` is called for every uevent, in the kernel's order.
     """
 
     def __init__(self, root: Path, event: Callable[[str, str], None] = lambda action, path: None) -> None:
@@ -93,7 +93,10 @@ class ModelMachine(Host):
         offset: int = 1,
         **more: str,
     ) -> Path:
-        """Plug in a function; a kernel driver that takes it binds. `vfs` is how many virtual functions it can have."""
+        """Plug in a PCI function and bind a matching kernel driver. `vfs` is how many virtual functions it can have.
+
+        Return its directory. `group` is its IOMMU group; `offset` is the SR-IOV offset of the first virtual function.
+        """
         path = super().pci(address, vendor, device, pci_class, bus=bus, **{"reset": "", **more})
         modelpci.link_function(self, path)
         if group is not None:
@@ -104,15 +107,15 @@ class ModelMachine(Host):
         return path
 
     def unplug(self, address: str) -> None:
-        """Pull it out; a rescan does not find it."""
+        """Remove a PCI function physically: a rescan does not find it again."""
         modelpci.take_out(self, (self.sys / modelpci.DEVICES / address).resolve(), keep=False)
 
     def driver_of(self, address: str) -> str:
-        """What a function is bound to, ''."""
+        """Return the name of the kernel driver that a function is bound to, or ''."""
         return self.machine.link(f"/sys/bus/pci/devices/{address}/driver")
 
     def load(self, name: str, *takes: str, sriov: bool = True, gives: int = 65535) -> KernelDriver:
-        """A kernel driver's module. Functions that are there stay as they are."""
+        """Load the module of a kernel driver. Functions that exist already are not bound to it."""
         for file in ("bind", "unbind"):
             self.file(self.sys / "bus/pci/drivers" / name / file, "")
         self.drivers[name] = KernelDriver(name, takes, sriov, gives)
@@ -120,7 +123,10 @@ class ModelMachine(Host):
 
     @contextlib.contextmanager
     def holding(self, node: str) -> Iterator[None]:
-        """Somebody (a guest) has `/dev/vfio/N`, or an mdev by its uuid, open: taking it away blocks or is EBUSY."""
+        """Simulate a guest that has a node open: `/dev/vfio/N`, or an mdev by its uuid.
+
+        Unbinding the function blocks until the block ends; removing the mdev fails with EBUSY.
+        """
         self.held.add(node)
         try:
             yield
@@ -129,7 +135,7 @@ class ModelMachine(Host):
 
     @contextlib.contextmanager
     def slow(self, path: str) -> Iterator[None]:
-        """Writes to this path hang in the kernel until the block ends; then they are done."""
+        """Make writes to this path hang in the kernel until the block ends; then they are carried out."""
         self._slow.add(path)
         try:
             yield
@@ -137,7 +143,10 @@ class ModelMachine(Host):
             self._end(self._slow, path)
 
     def write(self, path: str, value: str) -> None:
-        """One os.write into an attribute of /sys: an OSError, or done. Files of /state come and go."""
+        """Simulate one os.write to an attribute of /sys; raises OSError with the kernel's errno.
+
+        A file below /state is created instead, or removed by an empty value.
+        """
         self.writes.append((path, value))
         file = self.real(path)
         if path.startswith("/state/"):
@@ -154,29 +163,29 @@ class ModelMachine(Host):
             rule(self, file.resolve(), value if file.name == "data" else value.strip())
 
     def hand(self) -> ModelHand:
-        """What writes for the executor."""
+        """Return a host writer for the executor."""
         return ModelHand(self)
 
     # What the rules use.
 
     def real(self, path: str) -> Path:
-        """Where a path of the host lies."""
+        """Return the real path of a path on the simulated host."""
         _, top, *rest = path.split("/")
         return {"sys": self.sys, "proc": self.proc, "dev": self.dev, "state": self.state}[top].joinpath(*rest)
 
     def until(self, free: Callable[[], bool]) -> None:
-        """Hang as the kernel does, without a deadline."""
+        """Block without a time limit, as the kernel does, until `free()` is true."""
         with self._free:
             self._free.wait_for(free)
 
     def unlink(self, path: Path) -> None:
-        """What leads to a device, in the places where the kernel puts links."""
+        """Remove all links to a device, in the places where the kernel puts links."""
         for folder in ("bus/*/devices", "bus/pci/drivers/*", "kernel/iommu_groups/*/devices", "class/mdev_bus"):
             for link in self.sys.glob(f"{folder}/{path.name}"):
                 link.unlink()
 
     def relink(self, path: Path, target: Path | None) -> None:
-        """A link anew, or none."""
+        """Replace a link; with target None only remove it."""
         path.unlink(missing_ok=True)
         if target is not None:
             self.link(path, target)
@@ -188,10 +197,9 @@ class ModelMachine(Host):
 
 
 class ModelHand:
-    """`drivers.isolation.host_writer.HostWriter` for a model: the same promises and errors; what hangs, hangs in a
-    thread that nobody joins.
+    """Stands in for `drivers.isolation.host_writer.HostWriter` on a model, with the same guarantees and errors.
 
-    `stuck`: a write outlived its deadline and has not ended.
+    Each write runs in a daemon thread that is never joined, so a write that hangs does not block the test.
     """
 
     def __init__(self, host: ModelMachine) -> None:
@@ -200,22 +208,22 @@ class ModelHand:
 
     @property
     def stuck(self) -> bool:
-        """Whether a write hangs in the kernel."""
+        """Whether a write has not ended yet, such as one that hangs in the kernel after its deadline."""
         return self._running > 0
 
     async def write(self, path: str, value: str, timeout_s: float) -> None:
-        """As `Hand.write`: raises an error of `drivers.errors`."""
+        """As `HostWriter.write`: raises an error of `drivers.errors`."""
         await self._do(path, lambda: self._host.write(path, value), timeout_s)
 
     async def upload(
         self, path: str, kind: str, image: Image, timeout_s: float, progress: Callable[[int], None]
     ) -> None:
-        """As `Hand.upload`; `progress` gets percent."""
+        """As `HostWriter.upload`; `progress` is called once, with 100 percent, after the upload."""
         await self._do(path, lambda: self._upload(path, kind, Path(image.path).read_bytes()), timeout_s)
         progress(100)
 
     async def close(self) -> None:
-        """As `Hand.close`."""
+        """As `HostWriter.close`; does nothing."""
 
     def _upload(self, path: str, kind: str, data: bytes) -> None:
         if kind == "copy":
@@ -250,7 +258,10 @@ class ModelHand:
 
 
 def _meant(refused: OSError, path: str) -> DriverError:
-    """As `Hand`: an attribute that is there and says ENOENT has a driver that cannot do it."""
+    """Convert an OSError as `HostWriter` does.
+
+    ENOENT for an attribute that exists means that the device's kernel driver does not support the operation.
+    """
     if refused.errno == errno.ENOENT and str(refused.filename) != path:
         return Unsupported(f"{path}: the kernel's driver of this device cannot do that")
     return from_os(refused, path)

@@ -1,4 +1,4 @@
-"""The rules of a ModelMachine's PCI core: binding, reset, remove and rescan, virtual functions.
+"""Rules with which a ModelMachine answers writes to the PCI core: binding, reset, remove, rescan, virtual functions.
 
 Sources: drivers/pci/{pci-driver,pci-sysfs,iov}.c, drivers/base/{bus,dd}.c, drivers/vfio of Linux 6.12;
 Documentation/ABI/testing/sysfs-bus-pci.
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
     from tests.support.modelmachine import ModelMachine
 
 Rule = Callable[["ModelMachine", Path, str], None]
-"""What a write of a value into a file does; raises OSError (`refuse`)."""
+"""A function that carries out the write of a value to a file of the model; it raises OSError (`refuse`)."""
 DEVICES = "bus/pci/devices"
 IDS = ("vendor", "device", "class")
 PULLED = "pulled"
-"""Beside /sys: functions that are plugged in but were removed; a rescan finds them."""
+"""Folder beside /sys with functions that were removed but are still plugged in; a rescan finds them."""
 
 
 @dataclass
 class KernelDriver:
     """A PCI driver of the kernel. `takes` are globs over `vendor:device`; with none it binds by `driver_override` only.
 
-    `gives` is the largest number of virtual functions it makes, silently; `sriov` False: it makes none, ENOENT.
-    `refuses` is the errno of its probe.
+    `gives` is the largest number of virtual functions that it makes; more are silently not made. Without `sriov`
+    it makes none, and writing sriov_numvfs fails with ENOENT. `refuses` is the errno with which its probe fails, or 0.
     """
 
     name: str
@@ -42,17 +42,17 @@ class KernelDriver:
 
 
 def refuse(code: int, subject: object) -> OSError:
-    """The kernel's no."""
+    """Return the OSError with which the kernel refuses a write; the caller raises it."""
     return OSError(code, os.strerror(code), str(subject))
 
 
 def read(path: Path) -> str:
-    """An attribute without its newline."""
+    """Return the content of an attribute without its newline."""
     return path.read_text().strip()
 
 
 def link_function(host: ModelMachine, path: Path) -> None:
-    """A function's directory becomes a device: links, its bus's and its IOMMU group's, and the uevent."""
+    """Register a function's directory as a device of the PCI bus: links, attributes, and the uevent `add`."""
     host.relink(host.sys / DEVICES / path.name, path)
     host.relink(path / "subsystem", host.sys / "bus/pci")
     host.file(path / "uevent", f"PCI_SLOT_NAME={path.name}\n")
@@ -62,7 +62,7 @@ def link_function(host: ModelMachine, path: Path) -> None:
 
 
 def join_group(host: ModelMachine, path: Path, group: int) -> None:
-    """What the IOMMU cannot tell apart."""
+    """Put a function into an IOMMU group, creating the group if needed."""
     folder = host.sys / "kernel/iommu_groups" / str(group)
     host.file(folder / "type", "DMA-FQ\n")
     host.link(folder / "devices" / path.name, path)
@@ -70,14 +70,14 @@ def join_group(host: ModelMachine, path: Path, group: int) -> None:
 
 
 def make_physical(host: ModelMachine, path: Path, total: int, vf_device: str, offset: int) -> None:
-    """The function can be divided into `total`."""
+    """Make a function an SR-IOV physical function that can have up to `total` virtual functions."""
     values = {"totalvfs": total, "numvfs": 0, "offset": offset, "stride": 1, "drivers_autoprobe": 1}
     for name, value in {**values, "vf_device": vf_device.removeprefix("0x")}.items():
         host.file(path / f"sriov_{name}", f"{value}\n")
 
 
 def attach(host: ModelMachine, path: Path, driver: KernelDriver) -> None:
-    """Bind; an OSError is what the driver's probe says."""
+    """Bind a function to a driver. Raises OSError if the driver's probe refuses it."""
     parent = path / "physfn"
     override = read(path / "driver_override") != "(null)"
     if parent.is_symlink() and read(parent.resolve() / "sriov_drivers_autoprobe") == "0" and not override:
@@ -94,7 +94,7 @@ def attach(host: ModelMachine, path: Path, driver: KernelDriver) -> None:
 
 
 def detach(host: ModelMachine, path: Path) -> None:
-    """Unbind: hangs while a guest has it."""
+    """Unbind a function from its driver, if it has one; blocks while a guest holds the function."""
     driver = driver_of(host, path)
     if driver is None:
         return
@@ -109,7 +109,7 @@ def detach(host: ModelMachine, path: Path) -> None:
 
 
 def probe(host: ModelMachine, path: Path) -> None:
-    """Have the drivers asked for an unbound function; that none wants it, or that its probe fails, is told nobody."""
+    """Bind an unbound function to the first matching driver whose probe succeeds; if there is none, do nothing."""
     if driver_of(host, path) is None:
         for driver in host.drivers.values():
             if _matches(path, driver):
@@ -121,19 +121,19 @@ def probe(host: ModelMachine, path: Path) -> None:
 
 
 def driver_of(host: ModelMachine, path: Path) -> KernelDriver | None:
-    """What it is bound to."""
+    """Return the driver that a function is bound to, or None."""
     link = path / "driver"
     return host.drivers[link.readlink().name] if link.is_symlink() else None
 
 
 def group_of(path: Path) -> str:
-    """Its IOMMU group, '' without one."""
+    """Return the IOMMU group of a function, '' if it has none."""
     link = path / "iommu_group"
     return link.readlink().name if link.is_symlink() else ""
 
 
 def is_held(host: ModelMachine, path: Path) -> bool:
-    """A guest has it."""
+    """Return True if a guest holds the function through vfio-pci."""
     driver = driver_of(host, path)
     return driver is not None and driver.name == "vfio-pci" and f"/dev/vfio/{group_of(path)}" in host.held
 
@@ -147,7 +147,7 @@ def _matches(path: Path, driver: KernelDriver) -> bool:
 
 
 def take_out(host: ModelMachine, path: Path, keep: bool = True) -> None:
-    """The function goes, with the virtual ones it has; `keep`: it stays plugged in."""
+    """Remove a function and its virtual functions; with `keep` a physical one stays plugged in, for a later rescan."""
     for link in sorted(path.glob("virtfn*")):
         virtual = link.resolve()
         link.unlink()
@@ -259,7 +259,10 @@ def _numvfs(host: ModelMachine, file: Path, value: str) -> None:
 
 
 def _add_virtual(host: ModelMachine, path: Path, number: int) -> None:
-    """Numbered from the physical one by offset and stride (PCIe SR-IOV 2.1.2); each in an IOMMU group of its own."""
+    """Add virtual function `number`, at the address that offset and stride give (PCIe SR-IOV 2.1.2).
+
+    If the physical function has an IOMMU group, the virtual function gets one of its own.
+    """
     domain, bus, slot = path.name.split(":")
     place = (int(bus, 16) << 8) + (int(slot[:2], 16) << 3) + int(slot[3])
     place += int(read(path / "sriov_offset")) + number * int(read(path / "sriov_stride"))

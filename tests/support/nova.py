@@ -1,4 +1,7 @@
-"""A Nova that records the events it is told, and answers as contract section 4.3 says. An HTTP server in a thread."""
+"""A fake Nova that records the external events it receives and answers as contract section 4.3 says.
+
+It is an HTTP server in a thread.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,12 @@ from urllib.parse import SplitResult, parse_qs, urlsplit
 
 @dataclass
 class Nova:
-    """`known`: instance → the code of its entries (200, 422; 404 is who is not there). `status` overrides all.
+    """Contents and switches of the fake Nova.
 
-    `servers` are listed; `shown` are asked for one by one: (status, hypervisor), else ACTIVE and nowhere; all are
-    `project`'s. `tasks`: what is being done with them.
+    `known` maps an instance to the code of its event entries (200 or 422); an instance not in it gets 404. `status`, if
+    set, is the answer to everything. `servers` are the ids listed, in pages of `page`. `shown` maps an id to its
+    (status, hypervisor); a listed server that is not in it is ACTIVE and has no hypervisor. All servers belong to
+    `project`. `tasks` maps an id to its task_state.
     """
 
     known: dict[str, int] = field(default_factory=dict)
@@ -36,7 +41,7 @@ class Nova:
     url: str = ""
 
     def told(self) -> dict[str, list[str]]:
-        """Request → the statuses Nova took notice of, in order."""
+        """Return the event statuses received for each accelerator request, in order, except while `status` was set."""
         found: dict[str, list[str]] = {}
         for call in self.calls:
             for event in call["events"]:
@@ -44,7 +49,7 @@ class Nova:
         return found
 
     def read(self, url: SplitResult) -> tuple[int, Any]:
-        """A listing, in pages, or one server."""
+        """Answer a GET: the listing of servers, in pages, or one server."""
         if self.status:
             return self.status, {}
         if url.path != "/servers":
@@ -66,7 +71,7 @@ class Nova:
         return 200, {"server": {"id": uuid, "status": status} | where}
 
     def answer(self, body: dict[str, Any]) -> tuple[int, Any]:
-        """To one call."""
+        """Answer one POST of events, after `slow_s` seconds, and record it unless `status` is set."""
         time.sleep(self.slow_s)
         if self.status:
             return self.status, {"badRequest": {"message": "told to"}}
@@ -82,7 +87,7 @@ class Nova:
 
 @contextmanager
 def recording() -> Iterator[Nova]:
-    """A Nova at a free port of loopback, gone at the end."""
+    """Run a fake Nova on a free port of 127.0.0.1 for the block."""
     nova = Nova()
 
     class Handler(BaseHTTPRequestHandler):
@@ -106,7 +111,7 @@ def recording() -> Iterator[Nova]:
             self.wfile.write(data)
 
         def log_message(self, *_: Any) -> None:
-            """Nothing to say."""
+            """Log nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True

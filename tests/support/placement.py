@@ -1,4 +1,4 @@
-"""The model of Placement behind real HTTP, for writers that log in nowhere. A test may hold its calls back."""
+"""The model of Placement behind real HTTP, for clients that do not authenticate. A test may delay its answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from tests.placement.session import Session
 
 @dataclass
 class Served:
-    """`environ` is what a host needs to call it. While `gate` is shut every call waits at it, after it was counted."""
+    """A running model of Placement. `environ` has the variables with which a host can call it.
+
+    While `gate` is not set, every call is counted and processed, but its answer waits for the gate, at most 30 s.
+    """
 
     session: Session = field(default_factory=Session)
     gate: threading.Event = field(default_factory=threading.Event)
@@ -23,13 +26,13 @@ class Served:
 
     @property
     def calls(self) -> int:
-        """How many have come."""
+        """The number of calls received."""
         return len(self.session.seen)
 
 
 @contextmanager
 def serving() -> Iterator[Served]:
-    """On a free port of 127.0.0.1, its gate open."""
+    """Run the model on a free port of 127.0.0.1 for the block, with its gate open."""
     served, turn = Served(), threading.Lock()
     served.gate.set()
 
@@ -51,7 +54,7 @@ def serving() -> Iterator[Served]:
         do_GET = do_POST = do_PUT = do_DELETE = answer
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Nothing."""
+            """Log nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True

@@ -1,5 +1,5 @@
-"""Holds what the events say against the tables: what `accelerators.audit.replay` makes of all of them is what is
-stored."""
+"""Two states for comparison: `told` is replayed from all events by `accelerators.audit.replay`, `stored` is read from
+the tables. They must be equal."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from accelerators.models import (
 
 
 def told() -> State:
-    """What all events come to."""
+    """Return the state that results from replaying all events in order."""
     columns = Event.objects.order_by("id").values_list("action", "subject_type", "subject", "host", "changes")
     state = fold(Told(action, kind, str(subject or ""), *rest) for action, kind, subject, *rest in columns)
     return {kind: {uuid: _said(fields) for uuid, fields in found.items()} for kind, found in state.items()}
 
 
 def stored() -> State:
-    """The same of the tables."""
+    """Return the state of the tables, in the same form as `told`."""
     models = (Host, Device, AcceleratorRequest, DeviceProfile, AdmissionRule, Command, Image, Attachment)
     return {
         kind: {str(row.uuid): _said(_fields(kind, row)) for row in model.objects.all()}
@@ -53,5 +53,5 @@ def _fields(kind: str, row: Any) -> Fields:
 
 
 def _said(fields: Fields) -> Fields:
-    """Without what is empty: events of what is new do not name it."""
+    """Return the fields without empty values, because the event of a new object does not name them."""
     return {name: value for name, value in fields.items() if value not in (None, "")}

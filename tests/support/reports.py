@@ -1,4 +1,4 @@
-"""Small inventories for tests."""
+"""Build small inventories and reports for tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from drivers.inventory import AttachHandle, Attribute, Backend, Deployable, Devi
 
 
 def card(n: int = 0, handles: int = 1, **changes: object) -> Device:
-    """A plain FPGA at bus `n`."""
+    """Return a plain FPGA at PCI bus `n` with `handles` attach handles; `changes` replace fields of the device."""
     address = f"0000:{n:02x}:00.0"
     info = '{"bus": "%02x", "device": "00", "domain": "0000", "function": "%x"}'
     units = tuple(AttachHandle("PCI", info % (n, f)) for f in range(handles))
@@ -27,22 +27,22 @@ def card(n: int = 0, handles: int = 1, **changes: object) -> Device:
 def answer(
     *devices: Device, driver: str = "test_driver", error: str = "", backends: tuple[Backend, ...] = ()
 ) -> DriverReport:
-    """What one driver said."""
+    """Return the report of one driver, with its devices or its error."""
     return DriverReport(driver, error, tuple(devices), backends=backends)
 
 
 def report(*drivers: DriverReport, seq: int = 1, epoch: int = 1) -> HostReport:
-    """One report; its hash is its order."""
+    """Return a host report; its hash is made of epoch and sequence number, not of the content."""
     return HostReport(epoch, seq, f"{epoch}.{seq}".rjust(32, "0"), drivers)
 
 
 def a_host(name: str = "cmp1") -> Host:
-    """A host with node = name."""
+    """Create a host, or return the one there is, whose node equals its name."""
     return conductor.ensure_host(name, name, "test")
 
 
 def a_heard_host(name: str, devices: int) -> Host:
-    """A host of so many cards, of one backend, whose agent was just heard, and of whose two drivers one fails."""
+    """Create a host with `devices` cards of one backend and a current lease; one of its two drivers has an error."""
     host = a_host(name)
     cards = [card(bus, handles=2) for bus in range(devices)]
     cards_backend = Backend("cards", "pci", services=(Service("reset", limits={"methods": "flr"}),))
@@ -57,5 +57,5 @@ def a_heard_host(name: str, devices: int) -> Host:
 
 
 def apply(host: Host, *drivers: DriverReport, seq: int = 1) -> int:
-    """Apply one report of `host`."""
+    """Merge one report of `host` into the database."""
     return merge.apply({host.id: [report(*drivers, seq=seq)]})

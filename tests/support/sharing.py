@@ -7,7 +7,7 @@ from xdist.scheduler import LoadFileScheduling
 FOLDERS = ("tests/system/clients", "tests/system/shared")
 """The tests of each of these folders share the product of its conftest.py."""
 OWN_PRODUCT = ("tests/system/clients/test_schemathesis.py",)
-"""Files there that have another one."""
+"""Files in these folders that have a product of their own."""
 
 
 def group_of(nodeid: str) -> str:

@@ -1,4 +1,4 @@
-"""How many statements a page costs."""
+"""Count the SQL statements of a page."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from django.test.utils import CaptureQueriesContext
 
 
 def statements(client: Client, path: str) -> int:
-    """Of a GET that is answered 200: the fewer of two, for what a process reads anew every few seconds may fall into
-    one of them."""
+    """Return how many SQL statements a GET of `path` costs; fails unless it is answered with 200.
+
+    The page is fetched twice and the smaller count is returned, because a cache that expires every few seconds may be
+    refilled during one of the two.
+    """
     counts = []
     for _ in range(2):
         with CaptureQueriesContext(connection) as captured:

@@ -1,4 +1,4 @@
-"""The real ASGI application on a free port, in a thread of the test process."""
+"""Run the real ASGI application on a free port, in a thread of the test process; helpers that wait for conditions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ import uvicorn
 
 @contextmanager
 def serving(application: Any, **options: Any) -> Iterator[int]:
-    """Yield the port; stop the server at the end. WebSockets have the product's settings, with its default limit."""
+    """Run `application` on a free port for the block and yield the port.
+
+    WebSockets have the product's settings, with the default message size limit. `options` are passed to uvicorn.
+    """
     from cyborgweb.server.web import websocket_settings
     from cyborgweb.settings.keys import Keys
 
@@ -38,7 +41,7 @@ PATIENCE = 3
 
 
 def until(condition: Callable[[], Any], deadline_s: float = 20.0) -> Any:
-    """Wait for a condition, never for a time; fails loudly at `PATIENCE` times the deadline."""
+    """Wait until `condition()` is true and return its value; fail after `PATIENCE` times the deadline."""
     end = time.monotonic() + PATIENCE * deadline_s
     while time.monotonic() < end:
         if found := condition():

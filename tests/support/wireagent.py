@@ -1,4 +1,4 @@
-"""The smallest honest agent: real key, real challenge, real socket. For tests that look at the conductor's end."""
+"""A minimal agent with a real key, challenge and socket, for tests of the conductor's side of the wire protocol."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from agents import credentials, wire
 
 @dataclass
 class WireAgent:
-    """`connect()` gives a socket after Welcome, or raises websockets' InvalidStatus with the refusal in its body."""
+    """An agent of one host. `connect` authenticates it at the gateway on `port` of 127.0.0.1."""
 
     port: int
     host: str = "cmp1"
@@ -33,11 +33,11 @@ class WireAgent:
 
     @property
     def public_key(self) -> str:
-        """base64url."""
+        """The public key as base64url text."""
         return credentials.public_text(self.key.public_key())
 
     def challenge(self) -> str:
-        """A nonce of the gateway."""
+        """Fetch a nonce from the gateway."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=10)
         if self.tls:
             connection = http.client.HTTPSConnection("127.0.0.1", self.port, timeout=10, context=self.tls)
@@ -47,7 +47,7 @@ class WireAgent:
         return nonce
 
     def credential(self, nonce: str, **changes: object) -> str:
-        """The Authorization header; `changes` forge single fields after signing."""
+        """Return the Authorization header; `changes` replace single fields after signing, to forge them."""
         signed = credentials.signed_bytes(self.host, self.node, self.epoch, nonce, self.fingerprint)
         signature = credentials.sign(self.key, signed)
         fields = {"host": self.host, "node": self.node, "epoch": self.epoch, "nonce": nonce, "token": self.token}
@@ -55,7 +55,10 @@ class WireAgent:
         return credentials.authorization(credentials.Credential(**values))  # type: ignore[arg-type]
 
     def connect(self, authorization: str | None = None) -> ClientConnection:
-        """Connected and welcomed."""
+        """Open a WebSocket and return it after the gateway's Welcome, which is kept in `welcome`.
+
+        Raises websockets' InvalidStatus, with the refusal in its body, if the gateway refuses the agent.
+        """
         header = authorization if authorization is not None else self.credential(self.challenge())
         socket = connect(
             f"{'wss' if self.tls else 'ws'}://127.0.0.1:{self.port}{wire.PATH}",
@@ -72,13 +75,13 @@ class WireAgent:
         return socket
 
     def speaking(self, ops: tuple[str, ...] = ()) -> ClientConnection:
-        """Connected, welcomed, and its Hello sent; `ops` are the commands it takes."""
+        """Connect, send Hello, and return the socket; `ops` are the command types that the agent accepts."""
         socket = self.connect()
         socket.send(wire.encode(wire.Hello("9.9", self.boot_id, (), ops)))
         return socket
 
     def refused(self, authorization: str | None = None) -> tuple[int, str]:
-        """Status and code of the refusal that connecting meets."""
+        """Connect and return the HTTP status and error code of the refusal; fail if the agent is accepted."""
         try:
             self.connect(authorization).close()
         except InvalidStatus as error:
@@ -87,7 +90,7 @@ class WireAgent:
 
 
 def ask(socket: ClientConnection, message: wire.Message | str) -> wire.Ack | wire.Refuse | wire.Welcome | wire.Unknown:
-    """Send one message and take the next answer."""
+    """Send one message and return the next message from the gateway."""
     socket.send(message if isinstance(message, str) else wire.encode(message))
     return wire.decode_from_gateway(socket.recv(timeout=10))
 
@@ -108,7 +111,7 @@ OPS = (
 
 
 def told(socket: ClientConnection, timeout: float = 10) -> wire.Command:
-    """The next command that arrives; what else comes is dropped."""
+    """Return the next command that arrives; other messages are dropped."""
     while True:
         message = wire.decode_from_gateway(socket.recv(timeout=timeout))
         if isinstance(message, wire.Command):
@@ -116,7 +119,7 @@ def told(socket: ClientConnection, timeout: float = 10) -> wire.Command:
 
 
 def take(socket: ClientConnection, timeout: float = 10) -> wire.Command:
-    """The next command, said to be taken."""
+    """Return the next command, after sending Taken for it."""
     command = told(socket, timeout)
     socket.send(wire.encode(wire.Taken((command.number,))))
     return command
@@ -125,12 +128,12 @@ def take(socket: ClientConnection, timeout: float = 10) -> wire.Command:
 def end(
     socket: ClientConnection, command: wire.Command, outcome: str = "succeeded", text: str = "", **more: Any
 ) -> None:
-    """Answer it; `more` are other fields of Result."""
+    """Send the Result of a command; `more` are further fields of Result."""
     socket.send(wire.encode(wire.Result(command.number, outcome, text, **more)))  # type: ignore[arg-type]
 
 
 def acknowledged(socket: ClientConnection, timeout: float = 10) -> int:
-    """The number of the next command whose Result is acknowledged; what else comes is dropped."""
+    """Return the number of the next command whose Result is acknowledged; other messages are dropped."""
     while True:
         message = wire.decode_from_gateway(socket.recv(timeout=timeout))
         if isinstance(message, wire.Ack) and message.of == "Result":
@@ -138,7 +141,7 @@ def acknowledged(socket: ClientConnection, timeout: float = 10) -> int:
 
 
 def is_closed(socket: ClientConnection) -> bool:
-    """Whether the gateway closes it within 10 s."""
+    """Return True if the gateway closes the socket before it sends anything more; raises TimeoutError after 10 s."""
     try:
         socket.recv(timeout=10)
     except ConnectionClosed:

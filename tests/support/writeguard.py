@@ -1,7 +1,7 @@
-"""The single-writer rule as a wrapper around every statement that Django sends in this process, in whatever thread.
+"""Check the single-writer rule in every statement that Django sends in this process, in every thread.
 
-What Django does not send is not seen: the gateway's own psycopg connection (`agents.gateway.writer` writes its own
-tables), and other processes.
+Statements that Django does not send are not checked: those of other processes, and those of the gateway's own psycopg
+connection (`agents.gateway.writer` writes its own tables).
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ WRITES = re.compile(
 
 
 violations: list[AssertionError] = []
-"""What the guards found since the last test ended. Product code that catches every exception cannot hide it."""
+"""Violations that the guards found since the last test ended, kept here in case product code catches the exception."""
 
 
 class ForbiddenWrite(AssertionError):
-    """Something wrote a table of `accelerators` without `conductor.writing()`."""
+    """A statement wrote a table of `accelerators` outside `conductor.writing()`."""
 
 
 def guard(execute: Callable[..., Any], sql: str, params: Any, many: bool, context: dict[str, Any]) -> Any:
-    """Refuse the statement unless the conductor is writing; the test runner's own TRUNCATE is let through."""
+    """Raise ForbiddenWrite for a write outside `conductor.writing()`; TRUNCATE by the test runner is allowed."""
     found = None if sql.startswith("SELECT") else WRITES.search(sql)
     if found and not conductor.may_write() and not sql.startswith("TRUNCATE"):
         raise note(ForbiddenWrite(f"{found.group(1)} is written outside conductor.writing(): {sql[:200]}"))
@@ -47,18 +47,18 @@ def note(violation: AssertionError) -> AssertionError:
 
 @contextmanager
 def expect_violation(kind: type[AssertionError], match: str | None = None) -> Iterator[None]:
-    """Demand that the block raises this violation, and forget it: the test planted it."""
+    """Fail unless the block raises this violation; then remove it from `violations`: the test caused it on purpose."""
     with pytest.raises(kind, match=match) as raised:
         yield
     violations.remove(raised.value)
 
 
 def wrap_every_connection(*wrappers: Callable[..., Any]) -> None:
-    """Put these around each statement of every connection that Django opens from now on, the first one outermost."""
+    """Wrap every statement of all connections that Django opens from now on; the first wrapper is the outermost one."""
 
     def install(connection: BaseDatabaseWrapper, **_: Any) -> None:
         if wrappers[0] not in connection.execute_wrappers:
-            # In front: `execute_wrapper` of a test takes the last one away when it ends.
+            # At the front, because a test's `execute_wrapper` removes the last wrapper of the list when it ends.
             connection.execute_wrappers[:0] = wrappers
 
     connection_created.connect(install, weak=False)

@@ -1,4 +1,7 @@
-"""Keystone and Placement for all tests of a process, state directories for their products; the order of the files."""
+"""Fixtures of the system tests: one Keystone and one Placement per test process, and folders for state directories.
+
+It also sorts the test files so that the longest begin first.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +37,12 @@ LONGEST_FIRST = (
     "test_places.py",
     "test_start.py",
 )
-"""Each file, or folder whose tests share a product, is run by one process. A long one that begins last would keep the
-others waiting."""
+"""The longest test files and folders, in the order in which they begin. One process runs each file, or folder whose
+tests share a product; a long one that began last would prolong the whole run."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Move the long files of this lane to the front; the order of tests within a file stays."""
+    """Move the tests of the LONGEST_FIRST files to the front; the order of tests within a file stays the same."""
     places = {name: place for place, name in enumerate(LONGEST_FIRST)}
     here = Path(__file__).parent
 
@@ -52,13 +55,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A short, private folder (a test's own name would not fit into a socket's address)."""
+    """A private folder with a short path, because the path of pytest's `tmp_path` is too long for a UNIX socket."""
     with fresh() as path:
         yield path
 
 
 class fresh:
-    """A folder in /tmp, gone at the end with everything PostgreSQL made for a path that was too long."""
+    """A context manager that makes a folder in /tmp and removes it at the end.
+
+    It also removes the socket folders that PostgreSQL servers below it have elsewhere, where the path was too long.
+    """
 
     def __enter__(self) -> Path:
         self.path = Path(tempfile.mkdtemp(prefix="cyborg-sys-"))

@@ -28,7 +28,7 @@ INSTALL_S = 600.0
 
 
 class Unavailable(RuntimeError):
-    """An environment that cannot be made here; the message is one line that says why."""
+    """An environment cannot be made on this machine; the message is one line with the reason."""
 
 
 _failed: dict[str, Unavailable] = {}
@@ -40,9 +40,9 @@ PINNED = re.compile(r"^([A-Za-z0-9._-]+)==([^ ;\\]+)", re.MULTILINE)
 
 
 def python(name: str) -> Path:
-    """The interpreter of environment `name`, made now if it is not there yet.
+    """Return the Python interpreter of environment `name`; make the environment first if needed.
 
-    Raises Unavailable, at once when the same run has already tried in vain.
+    Raises Unavailable; at once if making it has already failed in this run.
     """
     if name in _failed:
         raise _failed[name]
@@ -79,7 +79,7 @@ def _normalize(name: str) -> str:
 
 
 def installed(*names: str) -> bool:
-    """Whether these have been made already."""
+    """Return True if all these environments have been made already."""
     return all((_folder(name) / "complete").exists() for name in names)
 
 
@@ -89,7 +89,7 @@ def _folder(name: str) -> Path:
 
 
 def wanted(config: pytest.Config, *names: str) -> None:
-    """Have the environments; else skip the asking test, with one loud line for each that is missing."""
+    """Make sure the environments exist; else skip the calling test, with one loud line for the first missing one."""
     capture = config.pluginmanager.getplugin("capturemanager")
     with capture.global_and_fixture_disabled() if capture else nullcontext():
         try:
@@ -119,7 +119,7 @@ def _make(name: str, folder: Path, lock: Path) -> None:
 
 
 def _replace_own_path(environment: Path, path: Path) -> None:
-    """Have the scripts of `environment` name the interpreter at `path`, to which it will be renamed."""
+    """Replace the path in the scripts of `environment` by `path`, to which the environment will be renamed."""
     scripts = [one for one in (environment / "bin").iterdir() if one.is_file() and not one.is_symlink()]
     for file in (environment / "pyvenv.cfg", *scripts):
         content = file.read_bytes()
@@ -139,7 +139,7 @@ def _run(command: list[str], name: str) -> None:
 
 
 def main() -> None:
-    """Make them all ahead of the tests; what cannot be had is said, and is no failure."""
+    """Make all environments before the tests. An unavailable one is reported on standard error and is no failure."""
     for lock in sorted(LOCKS.glob("*.txt")):
         try:
             print(f"{lock.stem}: {python(lock.stem)}")

@@ -1,8 +1,8 @@
-"""A real Keystone on loopback: Fernet tokens, users of every kind, a catalogue that knows the product.
+"""A real Keystone on loopback, with Fernet tokens, users of every role, and a catalogue that contains the product.
 
-Used by the tests of this lane that authenticate; the fixture `keystone` gives one for the whole run. A prepared
-installation (database, keys, users) is kept in the cache folder, so a start copies files instead of bootstrapping.
-It dies with the test that started it, also by kill -9.
+The fixture `keystone` runs one for the whole test session. A prepared installation (database, keys, users) is kept in
+the cache folder, so that a start copies files instead of bootstrapping. Keystone ends when the test process that
+started it ends, also by kill -9.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PASSWORD = "correct-horse"
 REGION = "RegionOne"
 START_S = 60.0
 TOKEN_S = scaled(3600, 24 * 3600)
-"""How long tokens of the run's Keystone live: longer than the outages of an hour that one process waits for."""
+"""Lifetime of tokens in seconds. In the long version it is longer than the one-hour outages that are tested there."""
 USERS = {
     "admin": ("demo", "admin"),
     "manager": ("demo", "manager"),
@@ -43,10 +43,10 @@ USERS = {
     "other": ("other", "member"),
     "service": ("service", "service"),
 }
-"""Each user's own project and role there. `observer` is a role no rule knows; `other` is a stranger to `demo`.
+"""Each user's project and role in it. No policy rule names the role `observer`; the user `other` has no role in `demo`.
 
-`admin` also has the role admin on the system and on the default domain. Roles imply each other as Keystone has it
-(admin → manager → member → reader).
+`admin` also has the role admin on the system and on the default domain. Roles imply each other as in Keystone's
+bootstrap (admin → manager → member → reader).
 """
 
 CONFIGURATION = """
@@ -71,12 +71,12 @@ password_hash_rounds = 4
 enabled = true
 backend = dogpile.cache.memory
 """
-"""Cheap password hashes. Its cache lives in its one process, so what is revoked is refused at the next question."""
+"""Password hashes are cheap. The cache is in Keystone's one process, so a revoked token is refused at once."""
 
 
 @dataclass
 class Keystone:
-    """One installation in `folder`; `token_s` is how long its tokens live."""
+    """One installation of Keystone in `folder`; `token_s` is the lifetime of its tokens in seconds."""
 
     folder: Path
     token_s: int = 3600
@@ -86,20 +86,20 @@ class Keystone:
 
     @property
     def url(self) -> str:
-        """What OS_AUTH_URL and `auth_url` want."""
+        """The URL for OS_AUTH_URL and `auth_url`, including /v3."""
         return f"http://127.0.0.1:{self.port}/v3"
 
     def environ(self) -> dict[str, str]:
-        """For Keystone's own commands: where its configuration is."""
+        """Return the environment for Keystone's own commands, which names the folder of its configuration."""
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("OS_", "PYTHON"))}
         return kept | {"OS_KEYSTONE_CONFIG_DIR": str(self.folder), "PYTHONWARNINGS": "ignore"}
 
     def configure(self) -> None:
-        """Write the configuration for where it now stands."""
+        """Write keystone.conf for the current folder."""
         (self.folder / "keystone.conf").write_text(CONFIGURATION.format(folder=self.folder, token_s=self.token_s))
 
     def manage(self, *words: str) -> None:
-        """`keystone-manage …`."""
+        """Run `keystone-manage` with these arguments; fail if it exits with an error."""
         command = Path(environments.python("keystone")).with_name("keystone-manage")
         done = subprocess.run(
             [command, "--config-dir", self.folder, *words],
@@ -111,7 +111,7 @@ class Keystone:
         assert done.returncode == 0, done.stderr[-2000:]
 
     def start(self) -> Keystone:
-        """Start it, again at the same address if it had one, and wait until it answers."""
+        """Start Keystone, on its former port if it had one, and wait until it answers."""
         listener = socket.create_server(("127.0.0.1", self.port), backlog=128)
         self.port = listener.getsockname()[1]
         with sqlite3.connect(self.folder / "keystone.db") as database:
@@ -141,7 +141,7 @@ class Keystone:
             return False
 
     def stop(self) -> None:
-        """Away, as in an outage; `start` brings it back at the same address with all it knew."""
+        """Kill Keystone, to simulate an outage; `start` brings it back on the same port with the same data."""
         if self.process:
             self.process.kill()
             self.process.wait()
@@ -149,7 +149,7 @@ class Keystone:
     def token(
         self, user: str, *, project: str = "", unscoped: bool = False, system: bool = False, domain: bool = False
     ) -> str:
-        """A new token for `user`: in its own project unless told otherwise; AssertionError when Keystone refuses."""
+        """Log `user` in and return a token, scoped to the user's own project by default; fail if Keystone refuses."""
         scope: Any = {"project": {"name": project or USERS[user][0], "domain": {"id": "default"}}}
         if unscoped:
             scope = "unscoped"
@@ -164,19 +164,22 @@ class Keystone:
         return answer.headers["X-Subject-Token"]
 
     def revoke(self, token: str) -> None:
-        """Keystone refuses it from now on."""
+        """Revoke a token, so that Keystone refuses it from now on."""
         headers = {"X-Auth-Token": self._admin, "X-Subject-Token": token}
         assert requests.delete(f"{self.url}/auth/tokens", headers=headers, timeout=START_S).status_code == 204
 
     def call(self, method: str, path: str, body: Any = None) -> Any:
-        """The identity API as admin, below /v3; the decoded answer, {} when there is none."""
+        """Call the identity API (`path` below /v3) as admin; return the decoded answer, {} if it has no body.
+
+        Fails if the status is 400 or more.
+        """
         headers = {"X-Auth-Token": self._admin}
         answer = requests.request(method, f"{self.url}{path}", json=body, headers=headers, timeout=START_S)
         assert answer.ok, f"{method} {path}: {answer.status_code} {answer.text}"
         return answer.json() if answer.content else {}
 
     def publish(self, kind: str, url: str, name: str = "") -> None:
-        """Put a service of type `kind` into the catalogue at `url` (public, internal, admin), or move it there."""
+        """Set the public, internal and admin endpoints of service type `kind` to `url`; create what is missing."""
         services = self.call("GET", f"/services?type={kind}")["services"]
         service = services[0] if services else None
         if service is None:
@@ -189,11 +192,11 @@ class Keystone:
             self.call("PATCH" if at else "POST", f"/endpoints/{at}".rstrip("/"), {"endpoint": endpoint})
 
     def id_of(self, kind: str, name: str) -> str:
-        """The id of a `project` or `user` by its name."""
+        """Return the id of a project or user (`kind`) by its name."""
         return str(self.call("GET", f"/{kind}s?name={name}")[f"{kind}s"][0]["id"])
 
     def credentials(self, user: str, *, system: bool = False) -> dict[str, str]:
-        """`auth` of a clouds.yaml."""
+        """Return the `auth` section of a clouds.yaml for a user."""
         who = {"auth_url": self.url, "username": user, "password": PASSWORD, "user_domain_name": "Default"}
         where = (
             {"system_scope": "all"} if system else {"project_name": USERS[user][0], "project_domain_name": "Default"}
@@ -201,19 +204,19 @@ class Keystone:
         return who | where
 
     def environment(self, user: str, *, system: bool = False) -> dict[str, str]:
-        """The `OS_…` variables of a user, for clients and for the product."""
+        """Return the `OS_…` variables of a user, for clients and for the product."""
         named = {f"OS_{key.upper()}": value for key, value in self.credentials(user, system=system).items()}
         return named | {"OS_REGION_NAME": REGION, "OS_IDENTITY_API_VERSION": "3"}
 
     def clouds(self, **more: Any) -> str:
-        """A clouds.yaml (JSON is YAML) with one cloud per user, and `system-admin`; `more` goes into each of them."""
+        """Return a clouds.yaml (as JSON) with one cloud per user, and `system-admin`; `more` is added to each cloud."""
         clouds = {user: {"auth": self.credentials(user)} for user in USERS}
         clouds["system-admin"] = {"auth": self.credentials("admin", system=True)}
         return json.dumps({"clouds": {name: cloud | {"region_name": REGION} | more for name, cloud in clouds.items()}})
 
 
 def _template() -> Path:
-    """The prepared installation, made once per lock and per way of populating it."""
+    """Return the folder of the prepared installation; make it if the lock file or the source of `_populate` changed."""
     lock = (environments.LOCKS / "keystone.txt").read_bytes()
     recipe = f"{os.getuid()}{USERS}{inspect.getsource(_populate)}".encode()
     folder = cache_folder() / f"keystone-data-{fingerprint(lock, recipe)}"
@@ -260,7 +263,7 @@ def _populate(keystone: Keystone) -> None:
 
 @contextmanager
 def running(token_s: int = 3600) -> Iterator[Keystone]:
-    """A Keystone of its own, at a free port, as prepared; gone at the end. Raises environments.Unavailable."""
+    """Run a separate, prepared Keystone on a free port for the block. Raises environments.Unavailable."""
     environments.python("keystone")
     with tempfile.TemporaryDirectory(prefix="cyborg-keystone-") as made:
         shutil.copytree(_template(), made, dirs_exist_ok=True)
@@ -274,7 +277,7 @@ def running(token_s: int = 3600) -> Iterator[Keystone]:
 
 @pytest.fixture(scope="session")
 def keystone(pytestconfig: pytest.Config) -> Iterator[Keystone]:
-    """One for the whole run; skips loudly where its packages cannot be had."""
+    """Keystone for the whole test session; the test is skipped with one loud line if its packages are unavailable."""
     environments.wanted(pytestconfig, "keystone")
     with running(TOKEN_S) as one:
         yield one

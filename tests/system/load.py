@@ -1,7 +1,7 @@
-"""Hosts that report without pause and remember what was acknowledged: the other half of "nothing is lost".
+"""Hosts that report continuously and remember which reports were acknowledged, to test that none of these is lost.
 
-Each is a `WireAgent` on a thread. It sends one report after the other, each with other devices, and connects again
-when the socket breaks, as the real agent does: a report that was not acknowledged is sent once more with its number.
+Each host is a `WireAgent` on a thread. It sends one report after the other, each with different devices, and reconnects
+when the socket breaks, as the real agent does: an unacknowledged report is sent again with the same number.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ WHERE h.name = %s AND d.state <> 'missing'
 
 
 def devices(seq: int) -> tuple[Device, ...]:
-    """What a host has at its report `seq`: the cards whose bits are set in it, each of them named after it."""
+    """Return the devices in report `seq`: one card for each bit set in `seq`, with `seq` in its vendor_board_info."""
     return tuple(card(n, vendor_board_info=f"seq {seq}") for n in range(CARDS) if seq >> n & 1)
 
 
 @dataclass
 class ReportingHost:
-    """One host; `acked` is its newest acknowledged report, `sent` its newest one that left.
+    """One host. `acked` is the number of its newest acknowledged report, `sent` that of the newest one sent.
 
-    `acked_at` are the moments of all acknowledgements (time.monotonic())."""
+    `acked_at` are the times of all acknowledgements (time.monotonic())."""
 
     product: Product
     name: str
@@ -56,7 +56,10 @@ class ReportingHost:
         self.agent = WireAgent(port=0, host=self.name, node=self.name, token=self.token)
 
     def run(self) -> None:
-        """Report until told to stop; told to hold, stay connected and be quiet after the next acknowledgement."""
+        """Report until `stop` is set. If `hold` is set, stay connected but send nothing after the next acknowledgement.
+
+        `quiet` is set when that state is reached.
+        """
         for event in (self.stop, self.hold, self.quiet):
             event.clear()
         while not self.stop.is_set():
@@ -89,12 +92,15 @@ class ReportingHost:
                 self.stop.wait(0.005)
 
     def longest_wait(self, begin: float, end: float) -> float:
-        """The longest time between two acknowledgements from `begin` to `end`, which count as acknowledgements."""
+        """Return the most seconds between two acknowledgements; `begin` and `end` count as acknowledgements."""
         moments = [begin, *(moment for moment in self.acked_at if begin < moment < end), end]
         return max(later - former for former, later in pairwise(moments))
 
     def lost(self) -> str:
-        """What of the acknowledged is not in the tables; '' when all is. Raises OperationalError without a database."""
+        """Describe how the tables differ from the acknowledged reports; return '' if they do not.
+
+        Raises OperationalError while the database is down.
+        """
         applied = self.product.rows("SELECT applied_seq FROM accelerators_host WHERE name = %s", self.name)
         if not self.sent:
             return ""
@@ -106,7 +112,7 @@ class ReportingHost:
 
 
 class Load:
-    """Some hosts that join `product` with tokens of their own."""
+    """Several reporting hosts, each of which joins `product` with its own join token."""
 
     def __init__(self, product: Product, count: int = 3) -> None:
         self.product = product
@@ -118,7 +124,7 @@ class Load:
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
-        """All of them report meanwhile."""
+        """Let all hosts report during the block."""
         threads = [threading.Thread(target=host.run, name=host.name, daemon=True) for host in self.hosts]
         for thread in threads:
             thread.start()
@@ -131,14 +137,17 @@ class Load:
                 thread.join(15)
 
     def hold(self) -> None:
-        """Return right after the last acknowledgement: what is lost from now on, no later report makes good."""
+        """Make all hosts pause, and return right after their last acknowledgement.
+
+        If a report is lost from then on, no later report can hide the loss.
+        """
         for host in self.hosts:
             host.hold.set()
         for host in self.hosts:
             assert host.quiet.wait(30), f"{host.name}: {host.trouble}"
 
     def until_acknowledged(self, more: int, deadline_s: float = 60.0) -> None:
-        """Wait until each host has had so many more reports acknowledged."""
+        """Wait until each host has had at least `more` further reports acknowledged."""
         wanted = {host.name: host.acked + more for host in self.hosts}
         self.product.until(
             lambda: all(host.acked >= wanted[host.name] for host in self.hosts),
@@ -147,14 +156,14 @@ class Load:
         )
 
     def until_taken(self) -> None:
-        """Wait until the spool is empty: from now on the tables alone hold what was acknowledged."""
+        """Wait until the spool is empty, so that only the tables hold the acknowledged reports."""
         self.product.until(self._spool_is_empty, 60, "the spool is empty")
 
     def _spool_is_empty(self) -> bool:
         return self.product.rows_or_empty("SELECT count(*) FROM spool") == [(0,)]
 
     def until_stored(self, deadline_s: float = 60.0) -> None:
-        """Nothing acknowledged is lost: wait until the tables say what was acknowledged, and the spool is empty."""
+        """Wait until the spool is empty and the tables agree with the acknowledged reports; else a report was lost."""
 
         lost: list[str] = []
 

@@ -1,6 +1,7 @@
-"""A real Placement on loopback, on a PostgreSQL of its own, behind the lane's Keystone.
+"""A real Placement on loopback, with its own PostgreSQL, which authenticates with the Keystone of the system tests.
 
-The fixture `placement` gives one for the whole run. It dies with the test that started it, also by kill -9.
+The fixture `placement` runs one for the whole test session. Placement ends when the test process that started it ends,
+also by kill -9.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ project_domain_name = Default
 
 @dataclass
 class Placement:
-    """One installation in `folder`."""
+    """One installation of Placement in `folder`."""
 
     folder: Path
     keystone: Keystone
@@ -59,16 +60,16 @@ class Placement:
 
     @property
     def url(self) -> str:
-        """Where it is, also in the catalogue."""
+        """The URL of Placement, which is also its endpoint in the catalogue."""
         return f"http://127.0.0.1:{self.port}"
 
     def environ(self) -> dict[str, str]:
-        """For its own commands: where its configuration is."""
+        """Return the environment for Placement's own commands, which names the folder of its configuration."""
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("OS_", "PYTHON"))}
         return kept | {"OS_PLACEMENT_CONFIG_DIR": str(self.folder), "PYTHONWARNINGS": "ignore"}
 
     def prepare(self) -> None:
-        """Write its configuration, and start its database with Placement's own migrations applied."""
+        """Start the database, a copy of one with Placement's migrations applied, and write the configuration."""
         lock = (environments.LOCKS / "placement.txt").read_bytes()
         copy_prepared(self.postgres, "placement-data", lock + inspect.getsource(_migrate).encode(), self._fill)
         self.postgres.start()
@@ -86,7 +87,7 @@ class Placement:
         (self.folder / "placement.conf").write_text(text)
 
     def start(self) -> Placement:
-        """Start it, again at the same address if it had one, and wait until it answers."""
+        """Start Placement, on its former port if it had one, wait until it answers, and publish it in the catalogue."""
         listener = socket.create_server(("127.0.0.1", self.port), backlog=128)
         self.port = listener.getsockname()[1]
         with (self.folder / "said.log").open("ab") as log:
@@ -112,20 +113,23 @@ class Placement:
             return False
 
     def stop(self) -> None:
-        """Away, as in an outage; `start` brings it back at the same address with all it knew."""
+        """Kill Placement, to simulate an outage; `start` brings it back on the same port with the same data."""
         if self.process:
             self.process.kill()
             self.process.wait()
 
     def call(self, method: str, path: str, body: Any = None, version: str = "1.39") -> Any:
-        """Its API as admin; the decoded answer, {} when there is none. AssertionError for what is not 2xx."""
+        """Call Placement's API as admin; return the decoded answer, {} if it has no body.
+
+        Fails if the status is 400 or more.
+        """
         headers = {"X-Auth-Token": self.keystone.token("admin"), "OpenStack-API-Version": f"placement {version}"}
         answer = requests.request(method, self.url + path, json=body, headers=headers, timeout=START_S)
         assert answer.ok, f"{method} {path}: {answer.status_code} {answer.text}"
         return answer.json() if answer.content else {}
 
     def compute(self, name: str) -> str:
-        """A compute provider as Nova makes it; its uuid."""
+        """Create a compute provider as Nova does, and return its uuid."""
         made = str(uuid.uuid4())
         self.call("POST", "/resource_providers", {"uuid": made, "name": name})
         inventories = {"VCPU": {"total": 64}, "MEMORY_MB": {"total": 65536}}
@@ -134,18 +138,18 @@ class Placement:
         return made
 
     def tree(self, root: str) -> dict[str, dict[str, Any]]:
-        """Name → generation, inventories and traits of the providers below `root`."""
+        """Return the providers below `root` by name, each with its generation, inventories and traits."""
         found = self.call("GET", f"/resource_providers?in_tree={root}")["resource_providers"]
         return {entry["name"]: entry | self.inside(entry["uuid"]) for entry in found if entry["uuid"] != root}
 
     def inside(self, provider: str) -> dict[str, Any]:
-        """A provider's inventories and traits."""
+        """Return the inventories and the sorted traits of a provider."""
         path = f"/resource_providers/{provider}"
         inventories = self.call("GET", f"{path}/inventories")["inventories"]
         return {"inventories": inventories, "traits": sorted(self.call("GET", f"{path}/traits")["traits"])}
 
     def allocate(self, provider: str, amount: int, resource_class: str = "FPGA") -> str:
-        """Have a new consumer take some; its uuid."""
+        """Allocate `amount` units of a provider to a new consumer, and return the consumer's uuid."""
         consumer, who = str(uuid.uuid4()), str(uuid.uuid4())
         body = {"allocations": {provider: {"resources": {resource_class: amount}}}, "consumer_generation": None}
         body |= {"project_id": who, "user_id": who, "consumer_type": "INSTANCE"}
@@ -153,7 +157,7 @@ class Placement:
         return consumer
 
     def release(self, consumer: str) -> None:
-        """It has nothing any more."""
+        """Delete all allocations of a consumer."""
         self.call("DELETE", f"/allocations/{consumer}")
 
 
@@ -172,7 +176,7 @@ def _migrate(placement: Placement) -> None:
 
 @contextmanager
 def running(keystone: Keystone) -> Iterator[Placement]:
-    """A Placement of its own, at a free port, empty; gone at the end. Raises environments.Unavailable."""
+    """Run a separate, empty Placement on a free port for the block. Raises environments.Unavailable."""
     environments.python("placement")
     with tempfile.TemporaryDirectory(prefix="cyborg-pl-") as made:
         folder = Path(made)
@@ -189,7 +193,7 @@ def running(keystone: Keystone) -> Iterator[Placement]:
 
 @pytest.fixture(scope="session")
 def placement(pytestconfig: pytest.Config, keystone: Keystone) -> Iterator[Placement]:
-    """One for the whole run; skips loudly where its packages cannot be had."""
+    """Placement for the whole test session; the test is skipped with one loud line if its packages are unavailable."""
     environments.wanted(pytestconfig, "placement")
     with running(keystone) as one:
         yield one

@@ -1,7 +1,7 @@
-"""The product as a user starts it: `python -m cyborgweb.server.supervisor` over a state directory, looked at from
+"""Run the product as a user does (`python -m cyborgweb.server.supervisor` on a state directory), and observe it from
 outside.
 
-Used by every test of this lane. Whatever happens to the test, the supervisor is on a leash and dies with it.
+The supervisor is started with `--leash`, so it ends when the test process ends, however that happens.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ ROOT = Path(__file__).resolve().parents[2]
 START_S = 60.0
 ANSWER_S = 10.0
 STOP_S = 10.0
-"""The promise: how long the supervisor may take to stop everything."""
+"""Seconds that the supervisor may take to stop everything, as promised."""
 SERVES = {
     "web": "cyborgweb.server.web",
     "ingest": "manage.py cluster ingest",
     "work": "manage.py cluster work",
     "agent": "agents.host.main",
 }
-"""What in a child's command tells who it is."""
+"""For each process of the supervisor, the part of its command line that identifies it."""
 
 
 def environment(**more: str) -> dict[str, str]:
-    """The tester's environment without what configures the product, plus `more`."""
+    """Return this process's environment without the variables that configure the product, plus `more`."""
     dropped = ("CYBORG_", "DJANGO_", "Q_CLUSTER", "PYTEST_")
     kept = {k: v for k, v in os.environ.items() if not k.startswith(dropped) or k == "CYBORG_PG_BIN"}
     return kept | {"PYTHONDONTWRITEBYTECODE": "1", "CYBORG_LISTEN": "127.0.0.1:0"} | more
@@ -75,7 +75,7 @@ class Product:
         self.log_file = next(path for path in self.state.parents if path.is_dir()) / "said.log"
 
     def begin(self) -> None:
-        """Start the supervisor in a process group of its own; does not wait."""
+        """Start the supervisor in its own process group; do not wait for it."""
         self._log_from = self.log_file.stat().st_size if self.log_file.exists() else 0
         with self.log_file.open("ab") as log:
             self.process = subprocess.Popen(
@@ -96,14 +96,14 @@ class Product:
             copy_migrated(server)
 
     def start(self) -> Product:
-        """Start it, and wait until it answers with 200."""
+        """Start the product, and wait until /healthz answers with 200."""
         self._prepare_database()
         self.begin()
         self.until_serving()
         return self
 
     def until_serving(self) -> None:
-        """Wait for the console's address on the log, then for /healthz."""
+        """Wait until the log names the console's address, keep its port, then wait until /healthz answers with 200."""
         self.port = int(self.until_said(r"console: http://[^ ]*:(\d+)/admin/", START_S)[1])
         until(lambda: self.get("/healthz")[0] == 200, START_S)
 
@@ -126,22 +126,25 @@ class Product:
 
     @property
     def pid(self) -> int:
-        """The supervisor."""
+        """The process id of the supervisor."""
         assert self.process
         return self.process.pid
 
     def log(self) -> str:
-        """What it has said since its last start."""
+        """Return the log since the last start."""
         with self.log_file.open("rb") as file:
             file.seek(self._log_from)
             return file.read().decode(errors="replace")
 
     def mark(self) -> int:
-        """A place on the log, for `until_said`."""
+        """Return the current position in the log, for the argument `after` of `until_said`."""
         return len(self.log())
 
     def until_said(self, pattern: str, deadline_s: float = 30.0, after: int = 0) -> re.Match[str]:
-        """Wait until the log says it; fails with the log when the supervisor ends first."""
+        """Wait until the log after `after` matches `pattern`; return the match.
+
+        Fails with the end of the log if the supervisor ends first.
+        """
 
         def found() -> re.Match[str] | None:
             said = re.search(pattern, self.log()[after:])
@@ -151,7 +154,7 @@ class Product:
         return self.until(found, deadline_s, pattern)
 
     def until(self, condition: Callable[[], Any], deadline_s: float, what: str | Callable[[], str]) -> Any:
-        """Wait for a condition; a failure says `what` was waited for, and shows the end of the log."""
+        """Wait for a condition and return its value; a failure names `what` and shows the end of the log."""
         try:
             return until(condition, deadline_s)
         except AssertionError as error:
@@ -159,7 +162,7 @@ class Product:
             raise AssertionError(f"{said}: {error}\n{self.log()[-4000:]}") from None
 
     def get(self, path: str, **headers: str) -> tuple[int, bytes]:
-        """Status and body; (0, b"") where nobody answers."""
+        """Send a GET and return status and body; (0, b"") if the connection fails."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
         try:
             connection.request("GET", path, headers={k.replace("_", "-"): v for k, v in headers.items()})
@@ -171,20 +174,20 @@ class Product:
             connection.close()
 
     def json(self, path: str, token: str) -> Any:
-        """A decoded answer; {} unless it is 200."""
+        """Send a GET with a token and return the decoded answer; {} unless the status is 200."""
         status, body = self.get(path, X_Auth_Token=token)
         return json.loads(body) if status == 200 else {}
 
     def rows(self, statement: str, *values: object) -> list[tuple[Any, ...]]:
-        """Run a statement and return its rows; psycopg.OperationalError while the database is away."""
+        """Run a statement and return its rows. Raises psycopg.OperationalError while the database is down."""
         where = str(self.database or socket_folder(self.state / "postgres" / "run"))
         with psycopg.connect(host=where, user="postgres", dbname="cyborg", connect_timeout=5) as connection:
             return connection.execute(statement, values).fetchall()
 
     def rows_or_empty(self, statement: str, *values: object) -> list[tuple[Any, ...]]:
-        """Do the same, but return [] while the database is away.
+        """Run a statement and return its rows; return [] while the database is down.
 
-        Only for a condition that is waited for, that [] does not fulfil, and during which the database may be killed.
+        Use it only in a condition that is polled and that [] does not satisfy, while the database may be killed.
         """
         try:
             return self.rows(statement, *values)
@@ -192,7 +195,7 @@ class Product:
             return []
 
     def manage(self, *words: str) -> list[str]:
-        """`manage.py …`: its lines."""
+        """Run `manage.py` with these arguments and return its output lines; fail if it exits with an error."""
         done = subprocess.run(
             [*self.before, sys.executable, ROOT / "manage.py", *words],
             capture_output=True,
@@ -205,43 +208,49 @@ class Product:
         return done.stdout.splitlines()
 
     def child(self, name: str) -> Process | None:
-        """The process the supervisor started as `name`; None while there is none."""
+        """Return the supervisor's child process `name` (a key of SERVES); None while there is none."""
         found = [p for p in processes.everything() if p.parent == self.pid and SERVES[name] in p.command]
         return found[-1] if found else None
 
     def postmaster(self) -> Process | None:
-        """PostgreSQL's first process."""
+        """Return PostgreSQL's main process; None while there is none."""
         data = f"{self.state}/postgres/data"
         found = [p for p in processes.everything() if p.parent == self.pid and data in p.command]
         return found[-1] if found else None
 
     def workers(self, cluster: str, count: int) -> list[Process]:
-        """The `count` workers of a cluster: django-q2's sentinel starts them before its monitor and its pusher."""
+        """Return the `count` workers of a cluster; [] until all of its processes run.
+
+        django-q2's sentinel starts the workers before its monitor and its pusher, so they are its first children.
+        """
         guard = self.child(cluster)
         sentinels = [p for p in processes.below(guard.pid) if p.parent == guard.pid] if guard else []
         forks = [p for p in processes.below(sentinels[0].pid)] if sentinels else []
         return forks[:count] if len(forks) >= count + 2 else []
 
     def descendants(self, top: Process) -> list[Process]:
-        """Everything below one of its processes."""
+        """Return all descendants of the process `top`."""
         return processes.below(top.pid)
 
     def drivers(self) -> list[Process]:
-        """The agent's driver processes."""
+        """Return the agent's driver processes."""
         agent = self.child("agent")
         return [p for p in processes.below(agent.pid) if "drivers.isolation.driver_main" in p.command] if agent else []
 
     def remember(self) -> set[Process]:
-        """Note all that runs for it now, so that `left` knows also what bears no trace of the state directory."""
+        """Record all processes of the product, so that `left` also finds those not related to the state directory."""
         self.seen |= set(processes.below(self.pid)) | set(processes.touching(self.state))
         return self.seen
 
     def left(self) -> list[Process]:
-        """What still runs of it, the supervisor included."""
+        """Return the processes of the product that still run, including the supervisor."""
         return list(set(processes.touching(self.state)) | set(processes.alive(self.seen)))
 
     def interrupt(self, sig: signal.Signals = signal.SIGTERM) -> int:
-        """Signal the process group as a terminal does; the exit code, within the promised time."""
+        """Send a signal to the process group, as a terminal does, and return the supervisor's exit code.
+
+        Fails if the supervisor has not ended within the promised time (STOP_S).
+        """
         assert self.process
         if self.process.poll() is None:
             self.remember()
@@ -255,19 +264,22 @@ class Product:
         return status
 
     def kill(self) -> None:
-        """SIGKILL to the supervisor alone; nobody gets to say goodbye. `remember` first, which takes a while."""
+        """Kill the supervisor alone with SIGKILL, so that it cannot stop its children.
+
+        Call `remember` first; it is not called here because it takes a while.
+        """
         assert self.process
         self.process.kill()
         self.process.wait()
 
     def nothing_left(self, deadline_s: float = STOP_S) -> None:
-        """Wait until nothing of it runs."""
+        """Wait until no process of the product runs; fail with a list of those that do."""
         self.until(lambda: not self.left(), deadline_s, lambda: f"still running: {self.left()}")
 
 
 @contextmanager
 def running(product: Product) -> Iterator[Product]:
-    """Started; at the end stopped, and nothing left, whatever happened between."""
+    """Start the product for the block; at the end stop it, and fail if any of its processes still runs."""
     try:
         yield product.start()
     finally:
@@ -279,7 +291,7 @@ def running(product: Product) -> Iterator[Product]:
 
 
 def sweep(product: Product) -> None:
-    """See that nothing is left; what is left all the same is killed before the failure is told."""
+    """Wait until no process of the product runs. Kill those that remain, then let the failure propagate."""
     try:
         product.nothing_left()
     finally:

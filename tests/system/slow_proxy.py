@@ -1,4 +1,4 @@
-"""A proxy in front of any service on a TCP port or a UNIX socket, which delays or withholds what the service answers.
+"""A proxy for any service on a TCP port or a UNIX socket, which delays or withholds the service's answers.
 
 It copies bytes and knows no protocol, so that PostgreSQL, Keystone, Placement and Nova can all be made slow with it. It
 runs in a thread of the test process and ends with it.
@@ -24,12 +24,12 @@ class SlowProxy:
     """The proxy's controls, which a test may change at any time, and its counters."""
 
     delay_s: float = 0.0
-    """How long each chunk of an answer is held back."""
+    """How many seconds each chunk of an answer is delayed."""
     silent: bool = False
-    """Whether answers are withheld altogether. Connections stay open, so that only a time-out ends the waiting."""
+    """Whether answers are withheld completely. Connections stay open, so that a client waits until its own time-out."""
     url: str = ""
     delayed: int = 0
-    """How many chunks were held back."""
+    """How many chunks were delayed."""
 
     async def hold_back(self) -> None:
         """Return when the next chunk of an answer may be passed on."""
@@ -95,7 +95,7 @@ async def _connect(
     writer: asyncio.StreamWriter,
     opening: Coroutine[Any, Any, tuple[asyncio.StreamReader, asyncio.StreamWriter]],
 ) -> None:
-    """Copy both ways until the end; close at once where the service cannot be reached."""
+    """Copy both directions until the connection ends; close it at once if the service cannot be reached."""
     try:
         answers, questions = await opening
     except OSError:

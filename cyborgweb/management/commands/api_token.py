@@ -1,4 +1,4 @@
-"""`manage.py api_token NAME`: a token for `X-Auth-Token`."""
+"""`manage.py api_token NAME`: create a token for the header `X-Auth-Token`, and print it once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`manage.py backup FOLDER`: the database and what else cannot be made again, while everything goes on."""
+"""`manage.py backup FOLDER`: back up the database and the secrets that cannot be made again, while the product runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`manage.py cluster NAME`: one django-q2 cluster, with its waiting jobs woken afresh."""
+"""`manage.py cluster NAME`: run one django-q2 cluster, after waking the jobs that wait in it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Command(BaseCommand):
 
     def handle(self, *args: Any, **options: Any) -> None:
         name = options["name"]
-        if os.environ.get("Q_CLUSTER_NAME") != name:  # django_q reads it when it is imported, which is before us
+        if os.environ.get("Q_CLUSTER_NAME") != name:  # django_q has read it already, when it was imported
             os.environ["Q_CLUSTER_NAME"] = name
             os.execv(sys.executable, [sys.executable, *sys.argv])
         from django_q.cluster import Cluster
@@ -32,5 +32,5 @@ class Command(BaseCommand):
             minutely = {"func": "accelerators.runtime.jobs.backstop", "schedule_type": Schedule.MINUTES, "minutes": 1}
             Schedule.objects.update_or_create(name="backstop", defaults=minutely | {"cluster": name})
         jobs.kick_all(name)
-        connection.close()  # a fork must not share it
+        connection.close()  # the worker processes that are forked must not share the connection
         Cluster().start()

@@ -1,4 +1,4 @@
-"""`manage.py configuration_page`: docs/configuration.md, made of the code that reads the keys."""
+"""`manage.py configuration_page`: print docs/configuration.md, generated from the classes that read the keys."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HEAD = """\
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page as Markdown: one table of keys for the conductor, one for the agent."""
     return "\n".join([HEAD, "## The conductor\n", _table(Keys), "\n## The agent\n", _table(AgentSettings), ""])
 
 

@@ -1,4 +1,4 @@
-"""`manage.py manual FOLDER`: the manual as files that need no server. Called by `make manual`."""
+"""`manage.py manual FOLDER`: write the manual as HTML files that need no server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`manage.py openapi_page`: prints the OpenAPI document of `/api/`. `make docs` keeps it in `docs/openapi.yaml`."""
+"""`manage.py openapi_page`: print the OpenAPI document of `/api/`, which `make docs` stores as `docs/openapi.yaml`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from django.core.management.base import BaseCommand
 
 
 class Command(BaseCommand):
-    """Write YAML to standard output; fail when drf-spectacular had to guess anything, or the document is invalid."""
+    """Write YAML to standard output; fail if drf-spectacular had to guess anything or the document is invalid."""
 
     help = "Print the OpenAPI document of /api/."
     requires_system_checks = ()
 
     def handle(self, *args: Any, **options: Any) -> None:
-        """The whole document."""
+        """Validate the document, then print it."""
         from cyborgweb.api.openapi import as_yaml, validate
 
         validate()

@@ -1,4 +1,4 @@
-"""`manage.py policy_sample`: every policy rule with its default, commented out; the start of a `policy.yaml`."""
+"""`manage.py policy_sample`: print a sample `policy.yaml` with every policy rule and its default, commented out."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PARTS = {
 
 
 def sample() -> str:
-    """The whole file."""
+    """Return the whole sample file."""
     parts = [[f"# {title}", *map(_entry, rules)] for title, rules in PARTS.items()]
     return "\n\n".join([_comment(HEAD), *(entry for part in parts for entry in part)]) + "\n"
 

@@ -1,4 +1,7 @@
-"""`manage.py prepare`: bring the database up to date and make what a first start needs; asked for by the supervisor."""
+"""`manage.py prepare`: migrate the database, and create the first login and a join token.
+
+The supervisor runs it at every start.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,10 @@ from drivers.configuration import load
 
 MIGRATION_LOCK = 0x6D696772
 TRIES, PAUSE_S = 60, 1.0
-"""How often a migration is tried that cannot get its lock: who serves meanwhile is never kept waiting for long."""
+"""How often a migration that cannot get its locks is retried, and the seconds between tries.
+
+Waiting longer for a lock instead would block the requests that are being served meanwhile.
+"""
 
 
 class Command(BaseCommand):
@@ -64,9 +70,12 @@ class Command(BaseCommand):
 
 
 def _migrate() -> None:
-    """One process at a time, until it ends: nobody makes another first login meanwhile.
+    """Run the migrations under an advisory lock that this process keeps until it ends.
 
-    Who waits holds no snapshot: an index that is built beside writers would wait for it.
+    The lock also prevents two processes from creating a first login. Waiting is done by retrying, not inside a
+    statement: a waiting statement holds a snapshot, and an index built concurrently would wait for that snapshot.
+    Raises CommandError if another process holds the lock for TRIES × PAUSE_S seconds, OperationalError if a migration
+    cannot get its locks or fails otherwise.
     """
     for tries in range(TRIES, -1, -1):
         with connection.cursor() as cursor:
@@ -84,7 +93,10 @@ def _migrate() -> None:
 
 
 def _first_login(path: Path) -> str:
-    """`admin / password`, made when there is no user yet; afterwards what the file says, or that somebody has one."""
+    """Create the user `admin` if there is no user yet, and return `admin / password`, which is also written to `path`.
+
+    If the file exists, return its content; if only users exist, return a text that says so.
+    """
     if path.exists():
         return path.read_text().strip()
     users = get_user_model()
@@ -100,7 +112,10 @@ def _first_login(path: Path) -> str:
 
 
 def _sample_rules() -> None:
-    """`fake_driver → ready`, unless there ever was a rule or a host: who deletes it does not get it back."""
+    """Create an admission rule that makes devices of `fake_driver` ready, if the installation is new.
+
+    Does nothing if there is a rule or a host, or if a rule was ever deleted, so that a deleted rule does not come back.
+    """
     if AdmissionRule.objects.exists() or Host.objects.exists() or Event.objects.filter(action="rule.deleted").exists():
         return
     values = {"name": "fake-devices", "driver": "fake_driver", "action": "ready"}

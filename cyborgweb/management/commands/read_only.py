@@ -1,4 +1,4 @@
-"""`manage.py read_only`: whether anything can be changed, and whether it is to be."""
+"""`manage.py read_only`: show whether the product is in read-only mode, or switch that mode on or off."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`manage.py restore FOLDER`: a backup into an empty database, made ready for a start that harms nobody."""
+"""`manage.py restore FOLDER`: restore a backup into an empty database, and make it safe to start (read only)."""
 
 from __future__ import annotations
 
