@@ -123,7 +123,8 @@ def rotate(host_id: int, old: str, new: str) -> None:
     """Replace a host's key `old` by `new`, in one transaction; do nothing if that is done already.
 
     The caller must have checked the agent's proof that it has both keys. Tokens bound to the old key expire. Raise
-    Refused CONFLICT if `old` is not the host's key any more, if the agent is barred, or if another host uses `new`.
+    RefusedError CONFLICT if `old` is not the host's key any more, if the agent is barred, or if another host uses
+    `new`.
     """
     with conductor.writing():
         row = _locked(host_id)

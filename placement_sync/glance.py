@@ -28,8 +28,8 @@ class Glance:
         self._made: Any = None
 
     def image(self, uuid: str) -> Offer:
-        """Return the image with this id. Raises ImageUnusableError if there is none or it has no bytes; Away to retry
-        later."""
+        """Return the image with this id. Raises ImageUnusableError if there is none or it has no bytes;
+        ImageServiceUnavailableError to retry later."""
         with _answering():
             answer = self._proxy().get(f"/images/{uuid}")
             if answer.status_code == 404:

@@ -60,7 +60,8 @@ def bring(
     With `dry_run`, only read, and return the writes that would be sent. A provider with allocations is not deleted, and
     an allocated resource class is not removed; each becomes a problem in the Outcome.
 
-    Raises ProviderMissingError; Away, Rejected and Stopped of the client; Conflict after the last of TRIES attempts.
+    Raises ProviderMissingError; PlacementUnavailableError, PlacementRejectedError, WriterStoppedError;
+    PlacementConflictError after the last of TRIES attempts.
     Writes that were sent before an error are found by the next call.
     """
     outcome = Outcome(written=dict(written))

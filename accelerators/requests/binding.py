@@ -280,9 +280,10 @@ def run_deadlines() -> None:
 def _bind(wanted: Sequence[Bind], caller: Caller, beside: bool) -> RefusedError | None:
     """Try the bind once, in the caller's transaction.
 
-    Returns None on success. Returns (does not raise) a Refused if the requests were moved to BindFailed: the caller
-    must commit that and then raise it. A raised Refused or _ContendedError means that the transaction must be rolled
-    back.
+    Returns None on success. Returns (does not raise) a RefusedError if the requests were moved to BindFailed: the
+    caller
+    must commit that and then raise it. A raised RefusedError or _ContendedError means that the transaction must be
+    rolled back.
     """
     instances = sorted({one.instance_uuid for one in wanted})
     _execute(sql.LOCK_INSTANCES, {"lock": INSTANCE_LOCK, "instances": instances})

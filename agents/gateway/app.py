@@ -326,7 +326,7 @@ class Gateway:
         """Store the result of a command and acknowledge it once the report that belongs to it is applied.
 
         If the command is settled by this write, the Ack is sent here; otherwise `Courier` sends it later. Raise
-        Expelled for a text with a NUL character.
+        SessionClosedError for a text with a NUL character.
         """
         if "\0" in "".join((told.text, told.hash, *told.detail, *told.detail.values())):
             raise SessionClosedError("malformed", "a text with a NUL character cannot be stored")
@@ -382,7 +382,8 @@ class Gateway:
         """Acknowledge a report when it is durable, when its content is applied already, or when it is old.
 
         The socket is not read while this waits, so that a host never has more than one message in memory. Raise
-        Expelled if the epoch is out of range, the report has a NUL character, or too many reports wait for a commit.
+        SessionClosedError if the epoch is out of range, the report has a NUL character, or too many reports wait for
+        a commit.
         """
         self.spread.reported()
         host_id = session.identity.host_id
@@ -431,7 +432,7 @@ async def _in_time(receive: Any) -> Any:
 
 
 def _text(data: str | bytes) -> str:
-    """Return the text of a text or binary frame; raise Malformed if it is not UTF-8."""
+    """Return the text of a text or binary frame; raise MalformedMessageError if it is not UTF-8."""
     try:
         return data if isinstance(data, str) else data.decode()
     except UnicodeDecodeError:

@@ -137,7 +137,7 @@ class Board:
         """Keep the samples of a host that `takes` has accepted, instead of its last ones.
 
         They are encoded again, so that they hold only fields this release knows, and can be passed on as text. Raise
-        Expelled if `takes` was not asked, because the message did not begin with BEGINNING.
+        SessionClosedError if `takes` was not asked, because the message did not begin with BEGINNING.
         """
         line = self._line(session)
         if not line.looked_at:

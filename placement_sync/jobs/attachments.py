@@ -178,8 +178,8 @@ def _claim(row: Attachment) -> None:
     """Claim the shares in Placement; without Placement, go on without a claim.
 
     One step records the write and the next one sends it. When Placement shows the shares, the attachment is `claimed`.
-    Raises RefusedError CONFLICT if the instance has no allocations or Placement rejects the write; Conflict if another
-    writer was faster; Waits.
+    Raises RefusedError CONFLICT if the instance has no allocations or Placement rejects the write;
+    PlacementConflictError if another writer was faster; Waits.
     """
     if (placement := _placement()) is None:
         return attachments.advance(row, AttachmentState.ATTACHING, "claimed", OFF)

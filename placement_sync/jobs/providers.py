@@ -104,7 +104,7 @@ def sync_hosts(cloud: Any, hosts: Sequence[Host], dry_run: bool = False) -> list
     """Synchronize these hosts now, for a person who asked for it; return the results in the order of `hosts`.
 
     With `dry_run` nothing is written. Otherwise, where an agent writes, the conductor raises an intent instead, and the
-    result is LeftToAgent.
+    result is AgentWritesError.
     """
     turns = {} if dry_run else writer_election.turns(dict.fromkeys((host.id for host in hosts), False))
     theirs = [host for host in hosts if turns.get(host.id, Turn.CONDUCTOR) is not Turn.CONDUCTOR]

@@ -155,7 +155,8 @@ def servers(
 ) -> dict[str, Server | NovaUnavailableError | None]:
     """Return several instances, read in parallel (AT_ONCE threads).
 
-    An instance is Unusable if Nova has not answered for it within `deadline_s`, which is for all together.
+    An instance maps to NovaUnavailableError if Nova has not answered for it within `deadline_s`, which is for all
+    together.
     """
     threads = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="servers")
     asked = {uuid: threads.submit(partial(server, session, endpoint, uuid, deadline_s)) for uuid in uuids}

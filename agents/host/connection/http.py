@@ -101,7 +101,8 @@ async def challenge(
 
     A nonce is valid only at the server that issued it, so the connection must go to the same address. Raises
     HttpStatusError,
-    also when the two sides have no wire version in common, OSError (unreachable, TLS, time-out) or wire.Malformed.
+    also when the two sides have no wire version in common, OSError (unreachable, TLS, time-out) or
+    wire.MalformedMessageError.
     """
     async with asyncio.timeout(timeout):
         (status, headers, body), at = await _get(gateway, wire.CHALLENGE_PATH, context)
@@ -143,7 +144,7 @@ async def download(
     """Download `path` and pass each piece to `take`, up to the end of the connection.
 
     The length is not checked: the caller must do that. Raises HttpStatusError when the status is not 200, OSError
-    (also when nothing comes for SILENCE_S seconds), wire.Malformed, and whatever `take` raises.
+    (also when nothing comes for SILENCE_S seconds), wire.MalformedMessageError, and whatever `take` raises.
     """
     header = f"Authorization: {authorization}\r\n"
     # An HTTP/1.0 answer is never chunked: its body ends where the connection ends.
@@ -211,7 +212,7 @@ def _parsed(data: bytes, address: str) -> tuple[int, Any, bytes]:
 
 
 def _begun(data: bytes, address: str) -> http.client.HTTPResponse:
-    """Parse the status line and the headers of an answer. Raises wire.Malformed when it is not HTTP."""
+    """Parse the status line and the headers of an answer. Raises wire.MalformedMessageError when it is not HTTP."""
 
     class Bytes:
         def makefile(self, _mode: str) -> io.BytesIO:

@@ -150,7 +150,8 @@ class Link:
     async def _connect(self) -> None:
         """Authenticate, open the WebSocket and serve it until it ends.
 
-        Raises http.Refused, SessionRefusedError, ConnectionLostError, wire.Malformed, OSError or WebSocketException.
+        Raises http.HttpStatusError, SessionRefusedError, ConnectionLostError, wire.MalformedMessageError, OSError or
+        WebSocketException.
         """
         challenge, gateway = await http.challenge(self.gateway, self._tls, self.pace.open)
         secret = self.gateway.secret if self._with_token else ""

@@ -76,7 +76,7 @@ class Session:
         """Receive and handle messages until the connection ends.
 
         Raises SessionRefusedError when the gateway sends Refuse, ConnectionLostError when the connection is closed,
-        and wire.Malformed.
+        and wire.MalformedMessageError.
         """
         while True:
             message = await next_message(self._socket)
@@ -270,7 +270,7 @@ def statuses(report: wire.Report) -> dict[tuple[str, str], Health]:
 
 async def next_message(socket: ClientConnection) -> wire.FromGateway | wire.Unknown:
     """Wait for the next message of the gateway. Raises ConnectionLostError when the connection is closed, and
-    wire.Malformed."""
+    wire.MalformedMessageError."""
     try:
         return wire.decode_from_gateway(await socket.recv())
     except ConnectionClosed as error:

@@ -108,7 +108,7 @@ class Images:
     async def _download(self, ref: wire.ImageRef, path: Path, progress: Callable[[int], None]) -> None:
         """Download once into a temporary file, check size and SHA-256, and rename it to `path`.
 
-        Raises Invalid, Failed, http.Refused, OSError and wire.Malformed.
+        Raises Invalid, Failed, http.HttpStatusError, OSError and wire.MalformedMessageError.
         """
         context = http.tls(self._gateway)
         challenge, gateway = await http.challenge(self._gateway, context, CHALLENGE_S)

@@ -246,7 +246,7 @@ class PlanRun:
         return plan.said
 
     async def _over(self, reason: str) -> PlanFailedError:
-        """Undo the steps that were done, the last one first. Return the Ended for the caller to raise.
+        """Undo the steps that were done, the last one first. Return the PlanFailedError for the caller to raise.
 
         It is *refused* when no write was begun, else *failed*; its text lists what was undone and what was not.
         """

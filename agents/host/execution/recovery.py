@@ -58,8 +58,8 @@ def lost(site: Site) -> dict[tuple[str, str], list[Applied]]:
 async def put_back(site: Site, made: list[Applied]) -> None:
     """Restore these entries of one device, in order; an entry that still holds costs no step.
 
-    Images are not restored: Ended is raised if the device has lost its image. Raises PlanFailedError at the first
-    entry that fails; the later ones are not tried.
+    Images are not restored: PlanFailedError is raised if the device has lost its image. Raises PlanFailedError at the
+    first entry that fails; the later ones are not tried.
     """
     for one in made:
         act = one.slot.partition(":")[0]
