@@ -155,6 +155,7 @@ def test_everything_is_found_from_everywhere(desk: Desk) -> None:
     page.keyboard.type(CARDS[1])
     page.keyboard.press("Enter")
     expect(page.get_by_role("heading", level=1)).to_contain_text(CARDS[1])
+    page.wait_for_load_state()  # the script that listens for keys is deferred: it runs after the heading is there
     page.keyboard.press("g")
     page.keyboard.press("d")
     page.wait_for_url(f"**{DEVICES}")
