@@ -23,6 +23,9 @@ MAX_MESSAGE = 1024 * 1024
 """Default of `CYBORG_MAX_MESSAGE_BYTES`, the maximum size of one message in bytes."""
 MAX_SAMPLES = 128 * 1024
 """Maximum size of one Samples message in bytes: enough for a thousand devices."""
+MESSAGE_ERROR = "cyborg_message_error"
+"""Key of `scope["state"]` where the web server stores (close code, reason) when it rejects a message.
+The application never sees that message, and can no longer send a Refuse to the peer."""
 MAX_PAYLOAD = 512 * 1024
 """Maximum length of a command's payload in characters."""
 PATH = "/ws/agent"

@@ -46,9 +46,6 @@ MANY = "(many)"
 event a minute instead of one per host."""
 MAX_PROGRESS = 256
 """Maximum number of commands of one agent whose progress waits to be written. Progress of further ones is dropped."""
-MESSAGE_ERROR = "cyborg_message_error"
-"""Key of `scope["state"]` where the web server stores (close code, reason) when it rejects a message.
-The application never sees that message, and can no longer send a Refuse to the peer."""
 TOO_LARGE = 1009
 """WebSocket close code for a message that is larger than the web server accepts."""
 
@@ -201,8 +198,8 @@ class Gateway:
             await self._refuse(session, session.expelled)
 
     def _count_message_error(self, host: str, scope: Any) -> None:
-        """Add a refusal if the web server closed this connection because it rejected a message (see MESSAGE_ERROR)."""
-        code, reason = scope.get("state", {}).get(MESSAGE_ERROR, (0, ""))
+        """Add a refusal if the web server closed this connection because it rejected a message (see wire.MESSAGE_ERROR)."""
+        code, reason = scope.get("state", {}).get(wire.MESSAGE_ERROR, (0, ""))
         if code == TOO_LARGE:
             sentence = (
                 f"the message is larger than {self.limits.max_message_bytes} bytes ({reason}): agents of this product"

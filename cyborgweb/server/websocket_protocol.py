@@ -6,7 +6,7 @@ from typing import Any
 
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
-from agents.gateway.app import MESSAGE_ERROR
+from agents.wire import MESSAGE_ERROR
 
 
 class WebSocketProtocol(WebSocketsSansIOProtocol):
