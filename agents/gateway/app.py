@@ -198,7 +198,7 @@ class Gateway:
             await self._refuse(session, session.expelled)
 
     def _count_message_error(self, host: str, scope: Any) -> None:
-        """Add a refusal if the web server closed this connection because it rejected a message (see wire.MESSAGE_ERROR)."""
+        """Add a refusal if the web server closed this connection over a message (see wire.MESSAGE_ERROR)."""
         code, reason = scope.get("state", {}).get(wire.MESSAGE_ERROR, (0, ""))
         if code == TOO_LARGE:
             sentence = (
