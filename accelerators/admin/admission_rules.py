@@ -19,15 +19,15 @@ from unfold.decorators import display
 
 from accelerators.admin import device_actions
 from accelerators.devices import admission_rules
-from accelerators.domain.errors import RefusedError
 from accelerators.domain.states import Source
 from accelerators.models import AdmissionRule
 from accelerators.ui import badges, permissions
 from accelerators.ui.changelist import Listing
+from accelerators.ui.refusals import RefusalAsMessage
 
 
 @admin.register(AdmissionRule)
-class AdmissionRuleAdmin(Listing):
+class AdmissionRuleAdmin(RefusalAsMessage, Listing):
     """List of admission rules in the order in which they are tried, the form of one, and the page that applies them."""
 
     list_display = ("order", "name", "shown_enabled", "shown_action", "shown_fits", "updated")
@@ -74,20 +74,6 @@ class AdmissionRuleAdmin(Listing):
     def delete_queryset(self, request: HttpRequest, queryset: QuerySet[AdmissionRule]) -> None:
         for rule in queryset:
             self.delete_model(request, rule)
-
-    def changeform_view(
-        self,
-        request: HttpRequest,
-        object_id: str | None = None,
-        form_url: str = "",
-        extra_context: dict[str, Any] | None = None,
-    ) -> HttpResponse:
-        """Show the form, or save it; a refusal, for example after a change by somebody else, becomes a message."""
-        try:
-            return super().changeform_view(request, object_id, form_url, extra_context)
-        except RefusedError as refused:
-            messages.error(request, refused.text)
-            return HttpResponseRedirect(request.get_full_path())
 
     def get_urls(self) -> list[Any]:
         apply = self.admin_site.admin_view(self.apply_view)

@@ -23,6 +23,7 @@ from accelerators.domain.errors import RefusedError
 from accelerators.domain.states import Source
 from accelerators.ui import badges
 from accelerators.ui.changelist import Listing, ReadOnly
+from accelerators.ui.refusals import RefusalAsMessage
 from cyborgweb.auth import policy
 from cyborgweb.auth.roles import caller_of
 from cyborgweb.models.event_types import MEANINGS, Kind, Progress, Scope, Standing, Way, sentence
@@ -85,7 +86,7 @@ class SubscriptionForm(forms.ModelForm):
         return data
 
 
-class SubscriptionAdmin(Listing):
+class SubscriptionAdmin(RefusalAsMessage, Listing):
     """List and page of subscriptions. A subscription created here belongs to its user personally."""
 
     form = SubscriptionForm
@@ -199,14 +200,6 @@ class SubscriptionAdmin(Listing):
     def delete_queryset(self, request: HttpRequest, queryset: QuerySet[Subscription]) -> None:
         for row in queryset:
             self.delete_model(request, row)
-
-    def changeform_view(self, request: HttpRequest, *args: Any, **options: Any) -> HttpResponseBase:
-        """Show a refusal, such as a change by somebody else meanwhile, as a message instead of an error page."""
-        try:
-            return super().changeform_view(request, *args, **options)
-        except RefusedError as refused:
-            messages.error(request, refused.text)
-            return HttpResponseRedirect(request.get_full_path())
 
     def render_change_form(self, request: HttpRequest, context: dict[str, Any], **options: Any) -> Any:
         row = options.get("obj")

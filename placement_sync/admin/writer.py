@@ -5,19 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 from django import forms
-from django.contrib import messages
 from django.db.models import Model
 from django.http import HttpRequest, HttpResponse, HttpResponseRedirect
+from django.http.response import HttpResponseBase
 from django.urls import reverse
 from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
-from unfold.admin import ModelAdmin
 from unfold.decorators import display
 
 from accelerators.admin import device_actions
-from accelerators.domain.errors import RefusedError
 from accelerators.models import Host
 from accelerators.ui import badges
+from accelerators.ui.refusals import RefusalAsMessage
 from placement_sync.jobs import writer_election
 from placement_sync.models import Writer
 
@@ -44,7 +43,7 @@ class WriterForm(forms.ModelForm):
         }
 
 
-class WriterAdmin(ModelAdmin):
+class WriterAdmin(RefusalAsMessage):
     """The page of the single writer row. Users who may change hosts may change it."""
 
     form = WriterForm
@@ -79,14 +78,10 @@ class WriterAdmin(ModelAdmin):
         object_id: str | None = None,
         form_url: str = "",
         extra_context: dict[str, Any] | None = None,
-    ) -> HttpResponse:
-        """Show the form; a refused change becomes an error message on the page."""
+    ) -> HttpResponseBase:
+        """Show or save the form, under a title of its own and without the buttons that a single row does not need."""
         context = {"title": "Who writes to Placement", "show_save_and_continue": False, "show_delete": False}
-        try:
-            return super().changeform_view(request, object_id, form_url, context | (extra_context or {}))
-        except RefusedError as refused:
-            messages.error(request, refused.text)
-            return HttpResponseRedirect(request.get_full_path())
+        return super().changeform_view(request, object_id, form_url, context | (extra_context or {}))
 
     @display(description="Now")
     def shown_since(self, writer: Writer) -> SafeString | str:

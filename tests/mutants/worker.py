@@ -165,10 +165,11 @@ def _try(session: pytest.Session, job: dict[str, Any], functions: dict[str, list
         if not killer:
             return answer
         if "::" not in killer or answer.get("timeout"):
-            if not _runs_without_mutant(session, job, cold, tests):
+            # What breaks this runner must not count as a kill.
+            if not _passes_without_mutant(session, tests, job["limits"], job["limit_s"], cold=cold):
                 raise RuntimeError(f"{killer}, without the mutant too: {mutant['path']}")
             return answer
-        if _passes(session, killer, job["limit_s"]):
+        if _passes_without_mutant(session, [killer], {}, job["limit_s"]):
             return answer
         unsteady.append(killer)
         tests.remove(killer)
@@ -198,24 +199,16 @@ def _planted(
     return {"failed": failed, "ran": len(watcher.seconds), "seconds": seconds, "clean": not failed}
 
 
-def _runs_without_mutant(session: pytest.Session, job: dict[str, Any], cold: bool, tests: list[str]) -> bool:
-    """Whether the tests come to their end in their time: what breaks this runner must not count as a kill."""
+def _passes_without_mutant(
+    session: pytest.Session, tests: list[str], limits: dict[str, float], limit_s: float, *, cold: bool = False
+) -> bool:
+    """Run the tests with the product as it is; return whether they pass within their limits."""
 
     def child() -> dict[str, Any]:
         if cold:
-            _start_anew(tests, job["limits"])
-        watcher = Watcher(limits=job["limits"])
+            _start_anew(tests, limits)
+        watcher = Watcher(limits=limits)
         run_items(session, tests, watcher, until_failure=True)
-        return {"failed": watcher.failed, "clean": not watcher.failed}
-
-    answer = in_fork(child, job["limit_s"])
-    return not answer.get("failed") and not answer.get("timeout")
-
-
-def _passes(session: pytest.Session, test: str, limit_s: float) -> bool:
-    def child() -> dict[str, Any]:
-        watcher = Watcher()
-        run_items(session, [test], watcher, until_failure=True)
         return {"failed": watcher.failed, "clean": not watcher.failed}
 
     answer = in_fork(child, limit_s)

@@ -55,7 +55,9 @@ def copy_migrated(server: Postgres) -> Path:
 
 def _shapes_database(path: Path) -> bool:
     """Tell whether `manage.py migrate` runs this file, or makes rows of what it says (groups and their permissions)."""
-    return path.name in ("apps.py", "roles.py", "base.py") or bool({"migrations", "models"} & {*path.parts})
+    return path.name in ("apps.py", "models.py", "roles.py", "base.py") or bool(
+        {"migrations", "models"} & {*path.parts}
+    )
 
 
 def copy_prepared(server: Postgres, name: str, content: bytes, fill: Callable[[Postgres], None]) -> Path:

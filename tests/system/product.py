@@ -107,6 +107,13 @@ class Product:
         self.port = int(self.until_said(r"console: http://[^ ]*:(\d+)/admin/", START_S)[1])
         until(lambda: self.get("/healthz")[0] == 200, START_S)
 
+    @contextmanager
+    def required_during_test(self) -> Iterator[None]:
+        """Fail a test that finds the product dead, and one during which it died."""
+        self.require_running("before this test began")
+        yield
+        self.require_running("while this test ran")
+
     def require_running(self, when: str) -> None:
         """Fail the test, and say that the product died `when`, unless its supervisor runs and it answers."""
         assert self.process

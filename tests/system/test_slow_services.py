@@ -8,8 +8,6 @@ time-outs (2 to 10 s); the long version takes an hour for each.
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 import time
 import uuid
@@ -31,8 +29,9 @@ from tests.system.conftest import fresh
 from tests.system.idle_transactions import watch_for_idle_transactions
 from tests.system.keystone import Keystone
 from tests.system.load import Load
+from tests.system.machine import fake
 from tests.system.placement import Placement
-from tests.system.product import ROOT, Product, environment, running
+from tests.system.product import Product, running
 from tests.system.slow_proxy import SlowProxy, http_proxy, postgres_proxy
 
 pytestmark = pytest.mark.system
@@ -245,7 +244,7 @@ class Site:
     def plug(self, word: str, state: str) -> None:
         """`plug` or `unplug` the card, and wait until the agent's report is stored."""
         product, begin = self.cloud.product, time.monotonic()
-        run_fake(product, word)
+        fake(product, word, "0")
         product.until(lambda: product.rows(FAKE) == [(state,)], 20, f"a report that the card is {state}")
         self.longest_report_s = max(self.longest_report_s, time.monotonic() - begin)
 
@@ -258,18 +257,12 @@ class Site:
         """Whatever has happened: services answer, the card is plugged and enabled, and nothing is left to be told."""
         self.make_services_fast()
         product = self.cloud.product
-        run_fake(product, "plug")
+        fake(product, "plug", "0")
         there = [("ready",)], [("maintenance",)]
         product.until(lambda: product.rows(FAKE) in there, 30, lambda: f"the card is back: {product.rows(FAKE)}")
         if product.rows(FAKE) == [("maintenance",)]:
             self.offer("enable")
         product.until(lambda: not self.waiting() and self.reserved() == 0, 90, lambda: f"left: {self.waiting()}")
-
-
-def run_fake(product: Product, word: str) -> None:
-    """`plug` or `unplug` the fake card."""
-    fake = [sys.executable, "-m", "drivers.fake", word, "0"]
-    subprocess.run(fake, check=True, cwd=ROOT, env=environment(CYBORG_STATE_DIR=str(product.state)))
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -36,12 +37,9 @@ def cloud(keystone: Keystone, place: Path) -> Iterator[Cloud]:
 @pytest.fixture(autouse=True)
 def _product_is_running(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that finds the product dead, and one during which it died."""
-    product = request.getfixturevalue("cloud").product if "cloud" in request.fixturenames else None
-    if product:
-        product.require_running("before this test began")
-    yield
-    if product:
-        product.require_running("while this test ran")
+    shared = "cloud" in request.fixturenames
+    with request.getfixturevalue("cloud").product.required_during_test() if shared else nullcontext():
+        yield
 
 
 @pytest.fixture

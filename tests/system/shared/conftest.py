@@ -35,6 +35,5 @@ def product() -> Iterator[Product]:
 @pytest.fixture(autouse=True)
 def _product_is_running(product: Product) -> Iterator[None]:
     """Fail a test that finds the product dead, and one during which it died."""
-    product.require_running("before this test began")
-    yield
-    product.require_running("while this test ran")
+    with product.required_during_test():
+        yield
