@@ -89,7 +89,7 @@ def _folder(name: str) -> Path:
 
 
 def wanted(config: pytest.Config, *names: str) -> None:
-    """Make sure the environments exist; else skip the calling test, with one loud line for the first missing one."""
+    """Make sure the environments exist; else skip the calling test as a skipped level, with one loud line for the first missing one."""
     capture = config.pluginmanager.getplugin("capturemanager")
     with capture.global_and_fixture_disabled() if capture else nullcontext():
         try:
@@ -97,8 +97,8 @@ def wanted(config: pytest.Config, *names: str) -> None:
                 python(name)
             return
         except Unavailable as error:
-            why = str(error)
-            print(f"\nSKIPPED: {why}", file=sys.stderr)
+            why = f"SKIPPED LEVEL other projects' software: {error}"
+            print(f"\n{why}", file=sys.stderr)
     pytest.skip(why)
 
 
@@ -138,14 +138,17 @@ def _run(command: list[str], name: str) -> None:
         raise Unavailable(f"environment {name}: its packages cannot be installed here: {why}")
 
 
-def main() -> None:
-    """Make all environments before the tests. An unavailable one is reported on standard error and is no failure."""
+def main() -> int:
+    """Make all environments before the tests. Return 1 if one is unavailable; its reason is written to standard error."""
+    status = 0
     for lock in sorted(LOCKS.glob("*.txt")):
         try:
             print(f"{lock.stem}: {python(lock.stem)}")
         except Unavailable as error:
-            print(f"SKIPPED: {error}", file=sys.stderr)
+            print(f"NOT AVAILABLE: {error}", file=sys.stderr)
+            status = 1
+    return status
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

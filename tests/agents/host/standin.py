@@ -70,6 +70,8 @@ class StandIn:
     beats: list[wire.Beat] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
     sockets: list[ServerConnection] = field(default_factory=list)
+    errors: list[Exception] = field(default_factory=list)
+    """What failed in sessions. `open` raises the first one at its end: websockets itself only logs it."""
     address: str = ""
     at: str = "127.0.0.1"
     port: int = 0
@@ -77,10 +79,10 @@ class StandIn:
 
     @asynccontextmanager
     async def open(self, tls: ssl.SSLContext | None = None) -> AsyncIterator[StandIn]:
-        """Listen on a free port (the same one again after a restart)."""
+        """Listen on a free port (the same one again after a restart). Raises the first error of a session at the end."""
         server: Server
         async with serve(
-            self._session,
+            self._run_session,
             self.at,
             self.port,
             subprotocols=list(wire.VERSIONS),  # type: ignore[arg-type]
@@ -91,6 +93,8 @@ class StandIn:
             self.port = next(iter(server.sockets)).getsockname()[1]
             self.address = f"{'https' if tls else 'http'}://{self.at}:{self.port}"
             yield self
+        if self.errors:
+            raise self.errors[0]
 
     def gateway(self, secret: str = "") -> Gateway:
         """As a join token names it."""
@@ -141,6 +145,16 @@ class StandIn:
         assert credentials.is_signed(by.public_key, told.signature, data)
         assert credentials.is_signed(told.public_key, told.proof, data)
 
+    async def _run_session(self, socket: ServerConnection) -> None:
+        """Run one session and keep its error, also that of a failed assertion."""
+        try:
+            await self._session(socket)
+        except ConnectionClosed:
+            return
+        except Exception as error:
+            self.errors.append(error)
+            raise
+
     async def _session(self, socket: ServerConnection) -> None:
         self.sockets.append(socket)
         welcome = wire.Welcome(
@@ -150,14 +164,11 @@ class StandIn:
             max_bytes=self.max_bytes,
             jitter_s=self.jitter_s,
         )
-        try:
-            await socket.send(wire.encode(welcome))
-            for text in self.after_welcome:
-                await socket.send(text)
-            async for data in socket:
-                await self._take(socket, data)
-        except ConnectionClosed:
-            return
+        await socket.send(wire.encode(welcome))
+        for text in self.after_welcome:
+            await socket.send(text)
+        async for data in socket:
+            await self._take(socket, data)
 
     async def _take(self, socket: ServerConnection, data: str | bytes) -> None:
         message = wire.decode_from_agent(data)
