@@ -29,6 +29,8 @@ from typing import Any
 
 import msgspec
 
+from tests.support.environment import without_settings
+
 TRANSCRIPTS = Path(__file__).parent / "transcripts"
 ROOT = Path(__file__).parents[2]
 UUID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -178,9 +180,8 @@ def stage(directory: Path, story: Callable[[Recorder], None]) -> list[Line]:
                 "CYBORG_DRIVER_SETTINGS": str(settings),
                 "CYBORG_UEVENT_DEBOUNCE_MS": "20",
             }
-            clean = {name: value for name, value in os.environ.items() if not name.startswith("CYBORG_")}
             command = [sys.executable, "-m", "agents.host.main", "--die-with-parent"]
-            process = subprocess.Popen(command, cwd=ROOT, env=clean | agent)
+            process = subprocess.Popen(command, cwd=ROOT, env=without_settings(**agent))
             try:
                 story(recorder)
             finally:

@@ -21,6 +21,7 @@ from drivers.inventory import Sample
 from drivers.isolation.runner import DriverProcess
 from drivers.plan import Ask
 from tests.support import kernel
+from tests.support.environment import without_settings
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"^```\w+ (?P<name>\S+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -47,9 +48,6 @@ class Stranger:
 
     def run(self, script: str) -> str:
         """What one of the document's scripts prints, as a shell in that environment runs it."""
-        kept = {
-            name: value for name, value in os.environ.items() if not name.startswith(("CYBORG_", "PYTEST", "DJANGO"))
-        }
         more = {
             "PATH": f"{self.bin}:{os.environ['PATH']}",
             "PIP_NO_INDEX": "1",
@@ -60,7 +58,7 @@ class Stranger:
         done = subprocess.run(
             ["sh", "-e", script],
             cwd=self.folder,
-            env=kept | more,
+            env=without_settings(**more),
             capture_output=True,
             text=True,
             timeout=120,

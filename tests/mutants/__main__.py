@@ -23,7 +23,8 @@ from tests.mutants import state
 from tests.mutants.areas import ROOT
 from tests.mutants.choosing import Recorded
 from tests.mutants.figures import Run, survivors, table, verdict
-from tests.mutants.mutating import Mutant, all_mutants, diff_of, drawn, mutated_source
+from tests.mutants.mutant import Mutant
+from tests.mutants.mutating import all_mutants, diff_of, drawn, mutated_source
 from tests.mutants.workers import Worker, WorkerError, prepared
 
 WANTED = 0.9

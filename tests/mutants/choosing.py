@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from tests.mutants.areas import AREAS, PRODUCT, ROOT
-from tests.mutants.mutating import Mutant
+from tests.mutants.mutant import Mutant
 
 MOST_TESTS, MOST_S = 150, 40.0
 """For one mutant. Where more tests execute it, those left out are counted in the report (`capped`)."""

@@ -6,7 +6,6 @@ import difflib
 import random
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -14,29 +13,12 @@ import libcst as cst
 from libcst.metadata import MetadataWrapper, PositionProvider
 
 from tests.mutants.areas import AREAS, ROOT
+from tests.mutants.mutant import Mutant
 from tests.mutants.operators import OPERATORS, is_sql
 
 LOGGERS = {"log", "logger", "logging"}
 LEAST = 10
 """Mutants of each area, if it has as many."""
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """One place and one operator. `number` counts the nodes of the file, `variant` the changes of that node."""
-
-    area: str
-    path: str
-    line: int
-    end_line: int
-    operator: str
-    number: int
-    variant: int
-
-    @property
-    def key(self) -> str:
-        """Its identity in the state file."""
-        return f"{self.path}:{self.line}:{self.number}:{self.operator}:{self.variant}"
 
 
 @cache

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from tests.mutants.areas import ROOT
+from tests.support.environment import without_settings
 
 LEFT_OUT = ("tests/test_house.py", "tests/test_docs.py", "tests/system", "tests/qemu", "tests/browser", "tests/bench")
 """Tests of the sources themselves would see a mutant by its text; the rest is not the fast lane."""
@@ -62,8 +63,9 @@ class Worker:
         (self.folder / "t").mkdir()
         jobs, ours = os.pipe()
         theirs, answers = os.pipe()
-        environment = {k: v for k, v in os.environ.items() if not k.startswith(("CYBORG_", "COVERAGE_", "PYTEST_"))}
-        environment |= {"MUTANTS_JOBS": str(jobs), "MUTANTS_ANSWERS": str(answers), "TMPDIR": str(self.folder / "t")}
+        environment = without_settings(
+            MUTANTS_JOBS=str(jobs), MUTANTS_ANSWERS=str(answers), TMPDIR=str(self.folder / "t")
+        )
         environment |= {"MUTANTS_TRACE_IMPORT": "yes" if trace_import else "", "PYTHONDONTWRITEBYTECODE": ""}
         left_out = [f"--ignore={name}" for name in LEFT_OUT]
         command = [self.folder / "venv" / "bin" / "python", "-m", "pytest", "-s", "-p", "no:cacheprovider", *left_out]

@@ -21,6 +21,7 @@ import psycopg
 from cyborgweb.database import postgres as embedded
 from cyborgweb.database.postgres import Postgres, PostgresError, socket_folder
 from tests.support.cache import KEPT_ENTRIES, ROOT, cache_folder, delete_old_entries, fingerprint, locked, mark_used
+from tests.support.environment import without_settings
 
 TEST_DATABASE = "test_cyborg"
 PACKAGES = ("accelerators", "agents", "placement_sync", "cyborgweb")
@@ -102,10 +103,9 @@ def _make(entry: Path, pg_bin: str, fill: Callable[[Postgres], None]) -> None:
 def _migrate(server: Postgres) -> None:
     """Make the two databases and run all migrations in them, as `manage.py migrate` does."""
     server.ensure_database("cyborg")
-    known = {k: v for k, v in os.environ.items() if not k.startswith(("CYBORG_", "DJANGO_", "PYTEST_"))}
     chosen = {"CYBORG_STATE_DIR": str(server.home.parent)} | ({"CYBORG_PG_BIN": server.pg_bin} if server.pg_bin else {})
     command = [sys.executable, ROOT / "manage.py", "migrate", "--verbosity=0"]
-    subprocess.run(command, check=True, cwd=ROOT, env=known | chosen)
+    subprocess.run(command, check=True, cwd=ROOT, env=without_settings(**chosen))
     where = f"host={server.socket} user=postgres dbname=postgres"
     with psycopg.connect(where, autocommit=True) as connection:
         connection.execute(f"CREATE DATABASE {TEST_DATABASE} TEMPLATE cyborg")

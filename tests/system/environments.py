@@ -89,7 +89,7 @@ def _folder(name: str) -> Path:
 
 
 def wanted(config: pytest.Config, *names: str) -> None:
-    """Make sure the environments exist; else skip the calling test as a skipped level, with one loud line for the first missing one."""
+    """Make sure the environments exist; else skip the calling test as a skipped level and name the missing one."""
     capture = config.pluginmanager.getplugin("capturemanager")
     with capture.global_and_fixture_disabled() if capture else nullcontext():
         try:
@@ -139,7 +139,7 @@ def _run(command: list[str], name: str) -> None:
 
 
 def main() -> int:
-    """Make all environments before the tests. Return 1 if one is unavailable; its reason is written to standard error."""
+    """Make all environments before the tests. Return 1 if one is unavailable; standard error says why."""
     status = 0
     for lock in sorted(LOCKS.glob("*.txt")):
         try:

@@ -24,6 +24,7 @@ import psycopg
 import pytest
 
 from cyborgweb.database.postgres import Postgres, socket_folder
+from tests.support.environment import without_settings
 from tests.support.migrated import copy_migrated
 from tests.support.webserver import until
 from tests.system import processes
@@ -45,9 +46,7 @@ SERVES = {
 
 def environment(**more: str) -> dict[str, str]:
     """Return this process's environment without the variables that configure the product, plus `more`."""
-    dropped = ("CYBORG_", "DJANGO_", "Q_CLUSTER", "PYTEST_")
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(dropped) or k == "CYBORG_PG_BIN"}
-    return kept | {"PYTHONDONTWRITEBYTECODE": "1", "CYBORG_LISTEN": "127.0.0.1:0"} | more
+    return without_settings() | {"PYTHONDONTWRITEBYTECODE": "1", "CYBORG_LISTEN": "127.0.0.1:0"} | more
 
 
 @dataclass

@@ -79,7 +79,7 @@ class StandIn:
 
     @asynccontextmanager
     async def open(self, tls: ssl.SSLContext | None = None) -> AsyncIterator[StandIn]:
-        """Listen on a free port (the same one again after a restart). Raises the first error of a session at the end."""
+        """Listen on a free port (the same one after a restart). At its end, raise the first error of a session."""
         server: Server
         async with serve(
             self._run_session,

@@ -19,6 +19,7 @@ from agents.host.connection.identity import FILE as KEY
 from agents.host.main import claim
 from drivers.configuration import ConfigurationError
 from tests.agents.host.standin import StandIn, until
+from tests.support.environment import without_settings
 from tests.support.webserver import PATIENCE
 
 COMMAND = [sys.executable, "-m", "agents.host.main"]
@@ -28,13 +29,12 @@ STOP_S = 2.0
 
 
 def environment(directory: Path, **more: str) -> dict[str, str]:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("CYBORG_")}
     keys = {
         "CYBORG_AGENT_STATE_DIR": str(directory / "state"),
         "CYBORG_HOST_NODE": "cmp1",
         "CYBORG_UEVENT_DEBOUNCE_MS": "20",
     }
-    return clean | keys | more
+    return without_settings() | keys | more
 
 
 def run(directory: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:

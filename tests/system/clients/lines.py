@@ -10,10 +10,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from tests.support.environment import without_settings
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -45,7 +47,6 @@ class Partner:
 @contextmanager
 def partner(python: Path, module: str, folder: Path, **environ: str) -> Iterator[Partner]:
     """Run `module`, which calls `serve`, by another environment's interpreter, in `folder`; it dies with us."""
-    kept: Mapping[str, str] = {k: v for k, v in os.environ.items() if not k.startswith(("OS_", "CYBORG_", "PYTHON"))}
     told = {"PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore", "PYTHONDONTWRITEBYTECODE": "1", "HOME": str(folder)}
     log = folder / f"{module}.log"
     with log.open("w") as errors:
@@ -56,7 +57,7 @@ def partner(python: Path, module: str, folder: Path, **environ: str) -> Iterator
             stderr=errors,
             text=True,
             cwd=folder,
-            env={**kept, **told, **environ, "CYBORG_PARENT": str(os.getpid())},
+            env=without_settings(**told, **environ, CYBORG_PARENT=str(os.getpid())),
         )
     with process:
         try:
