@@ -1,9 +1,12 @@
-"""Django application of the console: registers jobs and checks, and makes the groups of the roles after migrate."""
+"""Django application of the console: registers jobs and checks, and prepares the database with each `migrate`."""
 
 from typing import Any
 
 from django.apps import AppConfig
-from django.db.models.signals import post_migrate
+from django.db.models.signals import post_migrate, pre_migrate
+
+DEVELOPMENT_MIGRATION = ("accelerators", "0002_events")
+"""A migration of the versions before the first release. No release has it."""
 
 
 class CyborgwebConfig(AppConfig):
@@ -15,10 +18,24 @@ class CyborgwebConfig(AppConfig):
         from accelerators.runtime import jobs
         from cyborgweb.server import deploy_checks  # noqa: F401  (registers its checks)
 
+        pre_migrate.connect(_refuse_development_database, sender=self)
         post_migrate.connect(_migrated, sender=self)
         jobs.register("messages", "cyborgweb.notify.fanout.run", cluster="work", timely=True)
         jobs.register("deliveries", "cyborgweb.notify.sender.run", cluster="work", timely=True)
         jobs.register("mails", "cyborgweb.notify.sender.run_mails", cluster="work", timely=True)
+
+
+def _refuse_development_database(using: str, **about: Any) -> None:
+    """Raise CommandError before `migrate` changes a database that was made before the first release."""
+    from django.core.management.base import CommandError
+    from django.db import connections
+    from django.db.migrations.recorder import MigrationRecorder
+
+    if DEVELOPMENT_MIGRATION in MigrationRecorder(connections[using]).applied_migrations():
+        raise CommandError(
+            "This database was made by a version from before the first release and cannot be upgraded: "
+            "start with an empty database, or keep using the version that made it."
+        )
 
 
 def _migrated(**about: Any) -> None:

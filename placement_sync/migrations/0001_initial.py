@@ -1,4 +1,6 @@
-"""What this room remembers."""
+"""What was written to Placement, who writes to it, and discrepancies."""
+
+import uuid
 
 import django.db.models.deletion
 import django.db.models.functions.datetime
@@ -9,7 +11,7 @@ class Migration(migrations.Migration):
     initial = True
 
     dependencies = [
-        ("accelerators", "0006_images"),
+        ("accelerators", "0001_initial"),
     ]
 
     operations = [
@@ -40,7 +42,19 @@ class Migration(migrations.Migration):
                 ),
                 ("synced_at", models.DateTimeField(help_text="When all was as it should be.", null=True)),
                 ("problems", models.JSONField(default=list, help_text="What could not be done, in sentences.")),
+                (
+                    "compared_at",
+                    models.DateTimeField(help_text="The look after which `faults` compared it last.", null=True),
+                ),
+                (
+                    "compare_at",
+                    models.DateTimeField(help_text="When it is compared again although nothing moved.", null=True),
+                ),
             ],
+            options={
+                "verbose_name": "host in Placement",
+                "verbose_name_plural": "hosts in Placement",
+            },
         ),
         migrations.CreateModel(
             name="Vanished",
@@ -56,12 +70,48 @@ class Migration(migrations.Migration):
             ],
         ),
         migrations.CreateModel(
+            name="Writer",
+            fields=[
+                ("id", models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name="ID")),
+                (
+                    "who",
+                    models.CharField(
+                        choices=[("conductor", "Conductor"), ("agents", "Agents")], default="conductor", max_length=16
+                    ),
+                ),
+                (
+                    "epoch",
+                    models.BigIntegerField(
+                        default=0, help_text="Grows by one with every change; an older one writes no more."
+                    ),
+                ),
+                ("since", models.DateTimeField(db_default=django.db.models.functions.datetime.Now())),
+                ("by", models.CharField(blank=True, default="", max_length=255)),
+                ("reason", models.CharField(blank=True, default="", max_length=500)),
+            ],
+            options={
+                "verbose_name_plural": "writer",
+                "constraints": [
+                    models.CheckConstraint(condition=models.Q(("id", 1)), name="writer_is_one_row"),
+                    models.CheckConstraint(
+                        condition=models.Q(("who__in", ["conductor", "agents"])), name="writer_known"
+                    ),
+                ],
+            },
+        ),
+        migrations.CreateModel(
             name="WrittenProvider",
             fields=[
                 ("uuid", models.UUIDField(primary_key=True, serialize=False)),
                 ("classes", models.JSONField(default=list)),
                 ("traits", models.JSONField(default=list)),
                 ("seen", models.JSONField(help_text="name, parent, generation, inventories, traits.", null=True)),
+                (
+                    "claims",
+                    models.JSONField(
+                        help_text="Who has allocations there, as of which generation (`faults`).", null=True
+                    ),
+                ),
                 (
                     "host",
                     models.ForeignKey(
@@ -71,5 +121,63 @@ class Migration(migrations.Migration):
                     ),
                 ),
             ],
+        ),
+        migrations.CreateModel(
+            name="Discrepancy",
+            fields=[
+                ("id", models.BigAutoField(auto_created=True, primary_key=True, serialize=False, verbose_name="ID")),
+                ("uuid", models.UUIDField(default=uuid.uuid4, editable=False, unique=True)),
+                (
+                    "created_at",
+                    models.DateTimeField(db_default=django.db.models.functions.datetime.Now(), editable=False),
+                ),
+                ("updated_at", models.DateTimeField(editable=False, null=True)),
+                (
+                    "kind",
+                    models.CharField(
+                        choices=[
+                            ("unclaimed", "attached but unclaimed"),
+                            ("unattached", "claimed but not attached"),
+                            ("without_device", "instance without its device"),
+                        ],
+                        max_length=16,
+                    ),
+                ),
+                ("provider", models.UUIDField()),
+                ("provider_name", models.CharField(db_collation="C", max_length=255)),
+                ("instance", models.UUIDField(help_text="The instance, or whatever else is Placement's consumer.")),
+                ("since", models.DateTimeField(help_text="When it was seen first.")),
+                ("seen_at", models.DateTimeField(help_text="When it was seen last.")),
+                ("said", models.TextField(help_text="What is wrong, and what to do.")),
+                (
+                    "device",
+                    models.ForeignKey(
+                        blank=True,
+                        null=True,
+                        on_delete=django.db.models.deletion.CASCADE,
+                        related_name="discrepancies",
+                        to="accelerators.device",
+                    ),
+                ),
+                (
+                    "host",
+                    models.ForeignKey(
+                        on_delete=django.db.models.deletion.CASCADE,
+                        related_name="discrepancies",
+                        to="accelerators.host",
+                    ),
+                ),
+            ],
+            options={
+                "verbose_name_plural": "discrepancies",
+                "ordering": ["-id"],
+                "constraints": [
+                    models.UniqueConstraint(fields=("kind", "provider", "instance"), name="discrepancy_once"),
+                    models.CheckConstraint(
+                        condition=models.Q(("kind__in", ["unclaimed", "unattached", "without_device"])),
+                        name="discrepancy_kind_known",
+                    ),
+                ],
+            },
         ),
     ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from importlib import import_module
 
 import pytest
 from django.contrib.auth.models import User
@@ -153,17 +152,3 @@ def test_whom_a_person_lets_in_is_an_event_without_secrets(operator: Client) -> 
     assert [event.action for event in told] == actions and {event.source for event in told} == {"person"}
     assert told[1].changes["is_staff"] == [False, True] and told[2].changes == {"password": [None, "another one"]}
     assert "secret" not in str([event.changes for event in told])
-
-
-@pytest.mark.django_db(transaction=True)
-def test_the_index_of_words_is_built_anew_where_it_was_broken_off() -> None:
-    built = import_module("accelerators.migrations.0013_event_words")
-    whole = "SELECT indisvalid FROM pg_index WHERE indexrelid = 'event_words'::regclass"
-    with connection.schema_editor(atomic=False) as editor, connection.cursor() as cursor:
-        built.drop(None, editor)
-        cursor.execute(built.WORDS)
-        cursor.execute("CREATE INDEX accelerators_event_rest_words ON accelerators_event_rest (id)")
-        built.build(None, editor)
-        built.build(None, editor)
-        cursor.execute(whole)
-        assert cursor.fetchall() == [(True,)]

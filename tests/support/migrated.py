@@ -46,7 +46,8 @@ def start_migrated(server: Postgres) -> None:
 
 def copy_migrated(server: Postgres) -> Path:
     """Put a copy of the migrated data directory where `server` expects its own; return the entry it was copied from."""
-    sources = sorted(path for name in PACKAGES for path in (ROOT / name).rglob("*.py") if _shapes_database(path))
+    files = (path for name in PACKAGES for kind in ("*.py", "*.sql") for path in (ROOT / name).rglob(kind))
+    sources = sorted(path for path in files if _shapes_database(path))
     content = [part for path in sources for part in (str(path.relative_to(ROOT)).encode(), path.read_bytes())]
     lock = (ROOT / "requirements" / "server.txt").read_bytes()
     this_month = time.strftime("%Y-%m").encode()  # migrations make the partitions of the current month
