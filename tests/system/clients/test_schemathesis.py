@@ -127,7 +127,7 @@ API = (
     Exempt(
         "positive_data_acceptance",
         r"(POST|PATCH) /api/subscriptions/",
-        "sends no mail|A webhook's URL|no e-mail address|needs no target|needs the scope cloud",
+        "sends no mail|A webhook's URL|no e-mail address|takes no target|needs the scope cloud",
         "Where a target may lead depends on the way, on the installation and, of a PATCH, on what is stored.",
     ),
 )
