@@ -47,7 +47,7 @@ def test_the_signature_is_the_standards() -> None:
 )
 def test_a_name_that_leads_inside_is_refused_when_it_is_sent(address: str) -> None:
     outcome = post("https://hook.example/x", {}, b"{}", PUBLIC, lambda host, port: ["93.184.216.34", address])
-    assert "which is not public" in outcome.error
+    assert "that is not public" in outcome.error
     assert address.partition("%")[0] not in outcome.error, "what a name means inside is nobody's"
     literal = address.partition("%")[0]
     url = f"https://[{literal}]/" if ":" in literal else f"https://{literal}/"
