@@ -17,7 +17,8 @@ within a second. A file that cannot be parsed changes nothing, and the log says 
 Tokens that have no project, such as those of a domain or of the system, are refused before any rule is checked. The
 owner of a request, and the service token for binding, are checked in addition to the rule, whatever the rule says.
 
-"Legacy" is a second rule beside the default. Until CYBORG_ENFORCE_NEW_DEFAULTS is on, it allows as well."""
+"Legacy" is a second rule beside a default. Callers that satisfy it are allowed as well, until
+CYBORG_ENFORCE_NEW_DEFAULTS is on."""
 PARTS = {
     "Building blocks, for use in other rules": BLOCKS,
     "The Accelerator API, /v2": UPSTREAM,
