@@ -144,7 +144,7 @@ def verify(credential: credentials.Credential, challenges: Challenges, fingerpri
         ):
             return fingerprint
     raise ConnectionRejectedError(
-        401, "signature", "the signature is not this key's over our challenge and our certificate"
+        401, "signature", "the signature does not fit this key, our challenge and our certificate"
     )
 
 
@@ -237,7 +237,7 @@ def _lift(agent: Agent | None, token: JoinToken, credential: credentials.Credent
             403, agent.barred, key_revocation.why(agent.barred, agent.barred_reason, credential.host)
         )
     if Agent.objects.filter(public_key=credential.public_key).exclude(barred="").exists():
-        sentence = "the token is good, but this key is barred: join with a new key (move identity.key away)"
+        sentence = "the token is valid, but this key is barred: move identity.key away and join with a new key"
         raise ConnectionRejectedError(403, wire.KEY_BARRED, sentence)
 
 

@@ -98,7 +98,9 @@ def admit(agent: Agent, by: str, source: Source = Source.PERSON) -> bool:
         row = _locked(agent.host_id)
         if row.barred == Bar.REVOKED:
             again = f"make a token with `manage.py join_token {row.host}`"
-            raise RefusedError(Reason.CONFLICT, f"the agent of {row.host} was revoked, and its key stays out: {again}")
+            raise RefusedError(
+                Reason.CONFLICT, f"the agent of {row.host} was revoked, and its key stays barred: {again}"
+            )
         if not row.barred:
             return False
         Agent.objects.filter(pk=row.pk).update(barred="", barred_reason="", changed_at=Now())
@@ -131,7 +133,7 @@ def rotate(host_id: int, old: str, new: str) -> None:
         if row.public_key == new and not row.barred:
             return
         if row.public_key != old or row.barred:
-            raise RefusedError(Reason.CONFLICT, "this key may not name its successor any more")
+            raise RefusedError(Reason.CONFLICT, "this key is barred or replaced and cannot be rotated")
         try:
             with transaction.atomic():
                 Agent.objects.filter(pk=row.pk).update(
@@ -170,8 +172,8 @@ def why(barred: str, reason: str, host: str) -> str:
     """Return the sentence for a barred agent: why it is barred, and how an operator lifts the bar."""
     token = f"make a token with `manage.py join_token {host}`"
     if barred == Bar.CLONE:
-        decide = f"see which is right, then {token}, or run `manage.py agents --admit {host}`"
-        return f"two machines hold the key of {host} ({reason}): {decide}"
+        decide = f"find out which one is right, then {token}, or run `manage.py agents --admit {host}`"
+        return f"two machines use the key of {host} ({reason}): {decide}"
     return f"the agent of {host} was revoked ({reason}): to have it back, {token}"
 
 

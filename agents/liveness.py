@@ -81,7 +81,7 @@ def lacks(agent: Agent) -> str:
     if _is_silent(agent):
         return "its agent is down"
     if agent.writes is None:
-        return f"its agent (release {agent.version or 'unknown'}) knows nothing of it: update it"
+        return f"its agent (release {agent.version or 'unknown'}) does not support Placement writes: update it"
     return agent.writes
 
 

@@ -77,7 +77,9 @@ def merge_batch() -> bool:
         with transaction.atomic():
             apply(batch)
     except (DataError, IntegrityError) as error:
-        log.warning("a batch of %d hosts was refused, going host by host: %s", len(batch), error)
+        log.warning(
+            "the database rejected the reports of %d hosts; they are applied host by host: %s", len(batch), error
+        )
         _one_by_one(batch)
     transaction.on_commit(placing.wake, robust=True)
     return True
@@ -103,5 +105,5 @@ def _one_by_one(batch: Batch) -> None:
 def _drop(host_id: int, error: Exception) -> None:
     """Record the event `report.refused` for a report that cannot be stored."""
     host = Host.objects.filter(id=host_id).first()
-    reason = f"its report cannot be stored: {str(error).splitlines()[0]}"
+    reason = f"the host's report cannot be stored: {str(error).splitlines()[0]}"
     conductor.record("report.refused", Source.SYSTEM, "merge", host=host, reason=reason)

@@ -150,7 +150,7 @@ class Everybody:
             except TooManyCensusesError:  # no free thread here, or too many censuses there: the gateway itself is well
                 silent.add(name)
             except GatewayUnreachableError as error:
-                log.warning("gateway %s at %s does not answer: %s", name, others[name], error)
+                log.warning("gateway %s at %s cannot be asked for samples: %s", name, others[name], error)
                 self._quiet[name] = time.monotonic() + QUIET_S
                 silent.add(name)
         return Loads(_newest(held), tuple(sorted(silent)))
@@ -175,13 +175,13 @@ def _answered(answer: Future[Answer], boards: Collection[str]) -> list[Held]:
     """Return the samples in a gateway's answer. Raise TooManyCensusesError if no thread was free to ask it, or
     GatewayUnreachableError."""
     if answer.cancel():
-        raise TooManyCensusesError("it was never asked")
+        raise TooManyCensusesError("no thread was free to ask it")
     if not answer.done():
-        raise GatewayUnreachableError(f"not within {DEADLINE_S:.0f} s")
+        raise GatewayUnreachableError(f"no answer within {DEADLINE_S:.0f} s")
     said = answer.result()
     if said.gateway in boards:
         raise GatewayUnreachableError(
-            "this address is our own: set CYBORG_GATEWAY_URL where gateways run on several machines"
+            "the address leads to the process that asks: set CYBORG_GATEWAY_URL if gateways run on several machines"
         )
     return said.hosts
 
@@ -221,7 +221,7 @@ def _say_once(host: int, why: str) -> None:
 
     A gateway of another release may send them, and every page that shows load would log it again.
     """
-    log.warning("the samples of host %d cannot be read, it is left out: %s", host, why)
+    log.warning("the samples of host %d cannot be read and are left out: %s", host, why)
 
 
 _everybody = Everybody()

@@ -123,7 +123,7 @@ class Gateway:
         """
         try:
             if scope["method"] != "GET":
-                raise ConnectionRejectedError(405, "method", "GET only")
+                raise ConnectionRejectedError(405, "method", "only GET is allowed")
             self._let_in(self.admission.ask(client_address(scope)))
         except ConnectionRejectedError as refused:
             status, (headers, body) = refused.status, enrolment.denial(refused)
@@ -137,9 +137,10 @@ class Gateway:
         """Count and raise a 503 Refused with Retry-After `wait`, the seconds `Admission` returned; do nothing for 0."""
         if wait:
             full = self.connected >= self.limits.agent_connections
-            reason = "no more agents than CYBORG_AGENT_CONNECTIONS are taken" if full else "many agents connect at once"
-            refused = ConnectionRejectedError(503, "busy", f"{reason}: come back when Retry-After says", wait)
-            self.refusals.add(MANY, refused.code, "too many agents at once: each is told when to come back")
+            limit = "CYBORG_AGENT_CONNECTIONS agents are connected already"
+            reason = limit if full else "too many agents connect at once"
+            refused = ConnectionRejectedError(503, "busy", f"{reason}: try again after Retry-After seconds", wait)
+            self.refusals.add(MANY, refused.code, "too many agents connected at once: each was told when to try again")
             raise refused
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -163,7 +164,7 @@ class Gateway:
                 identity = await self._admit(credential)
             if credential.epoch > enrolment.highest_epoch(identity.epoch):
                 raise ConnectionRejectedError(
-                    403, "epoch", f"epoch {credential.epoch} is out of range: is the journal damaged?"
+                    403, "epoch", f"epoch {credential.epoch} is out of range: the agent's journal may be damaged"
                 )
         except ConnectionRejectedError as refused:
             if refused.code != "busy":
@@ -207,7 +208,7 @@ class Gateway:
             )
             self.refusals.add(host, "too-large", sentence)
         elif code:
-            self.refusals.add(host, "malformed", f"no WebSocket message (close code {code}): {reason}")
+            self.refusals.add(host, "malformed", f"the WebSocket data is invalid (close code {code}): {reason}")
 
     async def _admit(self, credential: credentials.Credential) -> Identity:
         """Have the writer thread look up or enrol the agent. Raise ConnectionRejectedError, a 503 if that takes
@@ -218,8 +219,8 @@ class Gateway:
             async with asyncio.timeout(ADMIT_S):
                 return await future
         except TimeoutError:
-            reason = "the database does not answer: come back later"
-            database_outage.log_outage(f"an agent that connects waited {ADMIT_S:g} s in vain")
+            reason = "the database does not answer: try again later"
+            database_outage.log_outage(f"a connecting agent got no answer within {ADMIT_S:g} s")
             raise ConnectionRejectedError(503, "database", reason, self.admission.place()) from None
 
     async def _welcome(self, session: Session) -> bool:
@@ -356,7 +357,7 @@ class Gateway:
         if not session.rotating:
             raise SessionClosedError("rotation", "no new key was asked for")
         if not (credentials.is_signed(old, told.signature, data) and credentials.is_signed(new, told.proof, data)):
-            raise SessionClosedError("rotation", "the new key is not signed by the present one and by itself")
+            raise SessionClosedError("rotation", "the new key must be signed by the present key and by itself")
         session.next_key = new
         try:
             await self._ask(lambda: key_revocation.rotate(host.host_id, old, new))
@@ -386,13 +387,13 @@ class Gateway:
         host_id = session.identity.host_id
         metrics.tally["reports"] += 1
         if order[0] > session.highest_epoch:
-            raise SessionClosedError("epoch", f"epoch {order[0]} is out of range: is the journal damaged?")
+            raise SessionClosedError("epoch", f"epoch {order[0]} is out of range: the agent's journal may be damaged")
         self.leases.seen(host_id, order[0])
         if order > session.last and session.applied != content:
             if "\\u0000" in data:
                 raise SessionClosedError("malformed", "a text with a NUL character cannot be stored")
             if self._pending_bytes > self.limits.pending_report_bytes:
-                raise SessionClosedError("busy", "too many reports wait to be stored: come back")
+                raise SessionClosedError("busy", "too many reports wait to be stored: connect again later")
             job = SpoolJob(asyncio.get_running_loop().create_future(), host_id, order, content, data, urgent)
             session.applied = "" if await self._durable(job) else content
         session.last = max(session.last, order)
@@ -416,7 +417,7 @@ class Gateway:
                 await session.send({"type": "websocket.send", "text": text})
                 await session.send({"type": "websocket.close", "code": 1008, "reason": expelled.code})
         except (TimeoutError, RuntimeError, OSError) as error:
-            log.debug("%s was gone before it was refused: %s", session.identity.host, error)
+            log.debug("%s disconnected before it could be told the refusal: %s", session.identity.host, error)
 
 
 async def _in_time(receive: Any) -> Any:
@@ -425,7 +426,7 @@ async def _in_time(receive: Any) -> Any:
         async with asyncio.timeout(FIRST_S):
             return await receive()
     except TimeoutError:
-        raise SessionClosedError("silent", f"nothing was said within {FIRST_S:.0f} s") from None
+        raise SessionClosedError("silent", f"the agent sent no message within {FIRST_S:.0f} s") from None
 
 
 def _text(data: str | bytes) -> str:
@@ -433,4 +434,4 @@ def _text(data: str | bytes) -> str:
     try:
         return data if isinstance(data, str) else data.decode()
     except UnicodeDecodeError:
-        raise wire.MalformedMessageError("it is not UTF-8") from None
+        raise wire.MalformedMessageError("the message is not UTF-8") from None

@@ -97,7 +97,7 @@ def reach(host: Host) -> str:
 
 def _deaf(host: str, release: str) -> str:
     """Return the sentence for an agent that accepts no commands."""
-    return f"the agent of {host} (release {release or 'unknown'}) takes no commands: update it"
+    return f"the agent of {host} (release {release or 'unknown'}) accepts no commands: update it"
 
 
 class Courier(threading.Thread):
@@ -312,7 +312,7 @@ async def _send(session: Session) -> None:
             del session.outbox[0]
     except (RuntimeError, OSError) as error:
         session.outbox.clear()
-        log.debug("%s was gone before it was told: %s", session.identity.host, error)
+        log.debug("%s disconnected before a message could be sent: %s", session.identity.host, error)
 
 
 async def _tell(session: Session, text: str) -> None:
@@ -320,7 +320,7 @@ async def _tell(session: Session, text: str) -> None:
     try:
         await session.send({"type": "websocket.send", "text": text})
     except (RuntimeError, OSError) as error:
-        log.debug("%s was gone before it was told who writes: %s", session.identity.host, error)
+        log.debug("%s disconnected before the writer's epoch could be sent: %s", session.identity.host, error)
 
 
 def _frame(id: int, uuid: str, op: str, arguments: str, start_s: float, end_s: float) -> str:

@@ -105,7 +105,7 @@ class Leases:
                 try:
                     cursor.execute(FACTS, [msgspec.json.encode(list(facts.values())).decode()])
                 except DataError:  # bad Hello data must not prevent leases from being renewed
-                    log.exception("what %d agents said of themselves cannot be stored", len(facts))
+                    log.exception("the Hello data of %d agents cannot be stored", len(facts))
 
 
 def watch() -> bool:

@@ -124,9 +124,11 @@ class Board:
         line.counted = now
         if line.credit < 0:
             line.credit += 1
-            self._refuse(session, f"more than {PER_S:.0f} samples a second: those beyond it are dropped")
+            self._refuse(session, f"more than {PER_S:.0f} Samples messages a second: the excess was dropped")
         elif size > wire.MAX_SAMPLES:
-            self._refuse(session, f"samples of {size} bytes: at most {wire.MAX_SAMPLES} are taken, these were dropped")
+            self._refuse(
+                session, f"a Samples message of {size} bytes was dropped: at most {wire.MAX_SAMPLES} are allowed"
+            )
         elif not (self._late or self._pressed() or self._bytes + size > MAX_TOTAL_BYTES):
             line.looked_at = True
             return True
@@ -142,7 +144,7 @@ class Board:
         line = self._line(session)
         if not line.looked_at:
             raise SessionClosedError(
-                "malformed", f"samples begin with {BEGINNING} in a text frame, so that they can be dropped"
+                "malformed", f"a Samples message must be a text frame that begins with {BEGINNING}"
             )
         line.looked_at, said = False, msgspec.json.encode(samples)
         self._bytes += len(said) - len(line.said)
@@ -285,7 +287,7 @@ class Board:
         try:
             await line.session.send({"type": "websocket.send", "text": text})
         except (RuntimeError, OSError) as error:
-            log.debug("%s was gone before it was asked: %s", line.session.identity.host, error)
+            log.debug("%s disconnected before it could be asked for samples: %s", line.session.identity.host, error)
         finally:
             line.sending = False
 

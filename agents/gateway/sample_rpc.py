@@ -87,15 +87,15 @@ class Door:
         """
         digest = _signed(scope)
         if scope["method"] != "POST" or digest is None:
-            await _refuse(send, 403, "This is for the gateways' own processes.")
+            await _refuse(send, 403, "Only processes of this installation may send this request.")
             return
         body = await _body(receive)
         if body is None:
-            await _refuse(send, 413, f"More than {MAX_ASK_BYTES} bytes.")
+            await _refuse(send, 413, f"The request is longer than {MAX_ASK_BYTES} bytes.")
             return
         try:
             if _digest(body) != digest:
-                raise ValueError("the signature is not over this body")
+                raise ValueError("the signature does not match this body")
             asked = _ask.decode(body)
         except ValueError as error:
             await _refuse(send, 400, str(error))
@@ -184,7 +184,7 @@ def ask(url: str, asked: Ask, timeout_s: float) -> Answer:
         kind = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
         connection = kind(address.hostname or "", address.port, timeout=timeout_s)
     except (ValueError, http.client.HTTPException) as error:
-        raise GatewayUnreachableError(f"{url[:200]!r} is no address: {error}") from None
+        raise GatewayUnreachableError(f"{url[:200]!r} is not a valid address: {error}") from None
     try:
         connection.request("POST", PATH, body, {HEADER: _signer().sign(_digest(body))})
         response = connection.getresponse()

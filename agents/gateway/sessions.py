@@ -138,7 +138,7 @@ class Holders:
             waiting = self._coming.setdefault(host, [])
             waiting.append(session)
             if len(waiting) > MAX_COMING:
-                waiting.pop(0).expel("superseded", "this host has connected again")
+                waiting.pop(0).expel("superseded", "a newer connection of this host has replaced this one")
 
     def leave(self, session: Session) -> None:
         """Remove a connection that has ended; its open probes count as not answered."""
@@ -160,7 +160,7 @@ class Holders:
             if older is None:
                 self.by_host[host] = session
             elif older.identity.number > session.identity.number:
-                raise SessionClosedError("superseded", "this host has connected again")
+                raise SessionClosedError("superseded", "a newer connection of this host has replaced this one")
             elif _same_process(older.connection(), session.connection()):
                 self._supersede(older)
             elif await self.answers(older):
@@ -206,7 +206,7 @@ class Holders:
         if now.barred:
             session.expel(now.barred, key_revocation.why(now.barred, now.reason, session.identity.host))
         elif now.public_key not in (session.key, session.next_key):
-            session.expel("replaced", "another key speaks for this host now")
+            session.expel("replaced", "this host has a different key now")
         elif now.number > session.identity.number:
             if not session.contested:
                 session.contested = True
@@ -224,7 +224,7 @@ class Holders:
 
     def _supersede(self, session: Session) -> None:
         """Expel a session because a newer connection takes over its host."""
-        session.expel("superseded", "this host has connected again")
+        session.expel("superseded", "a newer connection of this host has replaced this one")
         if self.by_host.get(session.identity.host_id) is session:
             del self.by_host[session.identity.host_id]
 
@@ -270,6 +270,6 @@ async def send_text(session: Session, text: str) -> bool:
     try:
         await session.send({"type": "websocket.send", "text": text})
     except (RuntimeError, OSError) as error:
-        log.debug("%s was gone before it was told: %s", session.identity.host, error)
+        log.debug("%s disconnected before a message could be sent: %s", session.identity.host, error)
         return False
     return True

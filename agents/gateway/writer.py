@@ -165,7 +165,7 @@ class Writer(threading.Thread):
                 self._turn()
                 self._until_done(self._housekeeping)
             except Exception:  # all agents depend on this thread, so it must not end
-                log.exception("the writer of what agents say met what nobody expected")
+                log.exception("unexpected error in the thread that stores agents' messages; it goes on")
                 time.sleep(PAUSE_S)
         connection.close()
 
@@ -397,15 +397,15 @@ def _apart(serve: Callable[[list[T]], Results], jobs: list[T], refused: Callable
     except (DatabaseError, psycopg.Error) as error:
         if len(jobs) > 1:
             return [result for job in jobs for result in _apart(serve, [job], refused)]
-        log.warning("what an agent said cannot be stored: %s", str(error).splitlines()[0])
+        log.warning("an agent's message cannot be stored: %s", str(error).splitlines()[0])
         return [(jobs[0].future, refused(jobs[0]))]
 
 
 def _unserved(job: Job) -> Exception:
     """Return the exception for the future of a job that could not be served."""
     if isinstance(job, AdmitJob):
-        return ConnectionRejectedError(503, "database", "the database refuses this: see the gateway's log")
-    return SessionClosedError("database", "the database cannot store this: see the gateway's log")
+        return ConnectionRejectedError(503, "database", "the database rejected this connection: see the gateway's log")
+    return SessionClosedError("database", "the database cannot store this message: see the gateway's log")
 
 
 def _resolve(results: Results) -> None:

@@ -124,7 +124,7 @@ def test_C2_our_gateway_and_the_agent_of_another_release(path: Path, gateway: Ga
                 key_revocation.revoke(key_revocation.find("cmp1"), "olga", "")
                 hear(socket, head, message, inbox)
     command.refresh_from_db()
-    assert (command.state == "refused" and "takes no commands" in command.text) != takes_commands
+    assert (command.state == "refused" and "accepts no commands" in command.text) != takes_commands
     known = {name for line in lines if line["from"] == "agent" for name in [line["message"]["type"]]}
     assert gateway.counters["unknown_types"] == len([name for name in known if not hasattr(wire, name)])
     reported = [line["message"] for line in lines if line["message"]["type"] == "Report"][-1]["drivers"]
