@@ -153,7 +153,7 @@ class DeviceUsageView(Collection):
         return dict.fromkeys(("GET", "HEAD"), "cyborg:device:get_usage")
 
     def perform_content_negotiation(self, request: Request, force: bool = False) -> tuple[BaseRenderer, str]:
-        """Choose the renderer. Raise Refused 406 if the client wants the event stream, which is not served here."""
+        """Choose the renderer. Raise ApiError 406 if the client wants the event stream, which is not served here."""
         renderer, media = super().perform_content_negotiation(request, force)
         if renderer.format != Events.format:
             return renderer, media

@@ -134,10 +134,10 @@ class Gateway:
         await send({"type": "http.response.body", "body": body})
 
     def _let_in(self, wait: int) -> None:
-        """Count and raise a 503 Refused with Retry-After `wait`, the seconds `Admission` returned; do nothing for 0."""
+        """Count and raise a 503 with Retry-After `wait`, the seconds that `Admission` returned; do nothing for 0."""
         if wait:
             full = self.connected >= self.limits.agent_connections
-            limit = "CYBORG_AGENT_CONNECTIONS agents are connected already"
+            limit = "as many agents are connected as CYBORG_AGENT_CONNECTIONS allows"
             reason = limit if full else "too many agents connect at once"
             refused = ConnectionRejectedError(503, "busy", f"{reason}: try again after Retry-After seconds", wait)
             self.refusals.add(MANY, refused.code, "too many agents connected at once: each was told when to try again")
@@ -234,7 +234,7 @@ class Gateway:
         return there
 
     async def _receive(self, session: Session, receive: Any) -> None:
-        """Receive and handle messages until the peer closes. The first one settles which connection holds the host.
+        """Receive and handle messages until the peer closes. The first one decides which connection holds the host.
 
         Raise SessionClosedError for a message that is malformed or not allowed.
         """

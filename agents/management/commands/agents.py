@@ -22,7 +22,7 @@ COLUMNS = ("host", "state", "version", "wire", "since", "note")
 class Command(BaseCommand):
     help = (
         "List agents and their state: up, late or down by when they were last heard; revoked; or clone, if two "
-        "machines used one key. --admit and --rotate change one agent. See also the commands `join_token` and `revoke_agent`."
+        "machines used one key. --admit and --rotate change one agent; see also `join_token` and `revoke_agent`."
     )
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
