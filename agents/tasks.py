@@ -25,8 +25,8 @@ BATCH_BYTES = 8 * 1024 * 1024
 BATCH_ROWS = 500
 """Maximum number of reports in a batch."""
 BY_AGE = 4
-"""Every BY_AGE-th batch takes the oldest reports without regard to faults, so that hosts with faults cannot block the
-others for ever."""
+"""Every OLDEST_FIRST_EVERY-th batch takes the oldest reports without regard to faults, so that hosts with faults cannot
+block the others for ever."""
 TAKE = """
 WITH oldest AS (
        SELECT id, octet_length(payload) AS size FROM spool {which} ORDER BY id LIMIT %s FOR UPDATE SKIP LOCKED),

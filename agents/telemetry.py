@@ -108,7 +108,7 @@ def forget() -> None:
 
 
 class Everybody:
-    """Asks all gateways: the boards of this process directly, the registered gateways of others by HTTP."""
+    """Asks all gateways: the caches of this process directly, the registered gateways of others by HTTP."""
 
     def __init__(self) -> None:
         self._quick, self._slow = ThreadPoolExecutor(AT_ONCE, "load"), ThreadPoolExecutor(AT_ONCE, "census")
@@ -156,9 +156,10 @@ class Everybody:
         return Loads(_newest(held), tuple(sorted(silent)))
 
     def _registered(self) -> dict[str, str]:
-        """Return the addresses of the live gateways, by name. Raise DatabaseError, at the latest after PATIENCE_MS.
+        """Return the addresses of the live gateways, by name. Raise DatabaseError, at the latest after
+        STATEMENT_TIMEOUT_MS.
 
-        The rows are read at most every REGISTRY_S.
+        The rows are read at most every REGISTRY_INTERVAL_S.
         """
         if time.monotonic() - self._read_at >= REGISTRY_S:
             live = datetime.now(UTC) - timedelta(seconds=2 * (settings.KEYS.beat_s + settings.KEYS.lease_flush_s) + 10)
@@ -187,8 +188,10 @@ def _answered(answer: Future[Answer], boards: Collection[str]) -> list[Held]:
 
 
 def _here(board: Board, asked: Ask, deadline: float) -> list[Held]:
-    """Return the samples of a board of this process, after asking agents if the request says so. Raise
-    TooManyCensusesError."""
+    """Return the samples of a cache of this process, after asking agents if the request says so.
+
+    Raise TooManyCensusesError.
+    """
     since = time.monotonic() if asked.within_s else 0.0
     if board.loop and not board.loop.is_closed() and (asked.within_s or asked.for_s):
         with suppress(RuntimeError, TimeoutError):  # its event loop has ended, or is too slow

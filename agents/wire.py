@@ -114,7 +114,7 @@ class Alive(Message, frozen=True):
 class NewKey(Message, frozen=True):
     """Answer to Rotate: the host's new public key in base64url.
 
-    `signature` is made with the present key and `proof` with the new one, both over `rotation_bytes`. The gateway
+    `signature` is made with the present key and `proof` with the new one, both over `build_rotation_bytes`. The gateway
     answers with an Ack whose `of` is NewKey after the commit; until then the agent keeps both keys.
     """
 
@@ -338,7 +338,7 @@ def decode_from_gateway(data: bytes | str) -> FromGateway | Unknown:
 
 
 def _unknown(data: bytes | str, error: Exception, side: str) -> Unknown:
-    """Return Unknown if `data` has a type that `side` does not know; otherwise raise MalformedMessageError with
+    """Return Unknown if `data` has a type that `sender` does not know; otherwise raise MalformedMessageError with
     `error`."""
     try:
         name: Any = msgspec.json.decode(_type_only.decode(data).get("type", msgspec.Raw(b"null")))

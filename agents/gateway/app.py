@@ -1,8 +1,8 @@
 """ASGI application that serves agents' WebSocket connections: authenticate, decode messages, acknowledge them.
 
 It runs on the event loop and never blocks it; work that needs the database is queued for the thread
-`agents.gateway.writer.Writer`. It has its own receive loop, because channels' consumers cost six times as much per
-message (measured).
+`agents.gateway.writer.DatabaseWriter`. It has its own receive loop, because channels' consumers cost six times as much
+per message (measured).
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Gateway:
         )
 
     def stop(self) -> None:
-        """Stop the sample board and the threads. Only tests need this: a real process just ends."""
+        """Stop the sample cache and the threads. Only tests need this: a real process just ends."""
         self.board.stop()
         self._courier.stop()
         self._writer.stop()
@@ -134,7 +134,7 @@ class Gateway:
         await send({"type": "http.response.body", "body": body})
 
     def _let_in(self, wait: int) -> None:
-        """Count and raise a 503 with Retry-After `wait`, the seconds that `Admission` returned; do nothing for 0."""
+        """Count and raise a 503 with Retry-After `retry_after_s`; do nothing for 0 (see `HandshakeThrottle`)."""
         if wait:
             full = self.connected >= self.limits.agent_connections
             limit = "as many agents are connected as CYBORG_AGENT_CONNECTIONS allows"
@@ -199,7 +199,7 @@ class Gateway:
             await self._refuse(session, session.expelled)
 
     def _count_message_error(self, host: str, scope: Any) -> None:
-        """Add a refusal if the web server closed this connection over a message (see wire.MESSAGE_ERROR)."""
+        """Add a refusal if the web server closed this connection over a message (see wire.MESSAGE_ERROR_KEY)."""
         code, reason = scope.get("state", {}).get(wire.MESSAGE_ERROR, (0, ""))
         if code == TOO_LARGE:
             sentence = (
@@ -212,7 +212,7 @@ class Gateway:
 
     async def _admit(self, credential: credentials.Credential) -> Identity:
         """Have the writer thread look up or enrol the agent. Raise ConnectionRejectedError, a 503 if that takes
-        longer than ADMIT_S."""
+        longer than ADMISSION_TIMEOUT_S."""
         future: asyncio.Future[Identity] = asyncio.get_running_loop().create_future()
         self._writer.put(AdmitJob(future, credential))
         try:
@@ -243,7 +243,7 @@ class Gateway:
             data = event.get("text") or event.get("bytes") or b""
             try:
                 samples = isinstance(data, str) and data.startswith(BEGINNING)
-                # No sample is decoded before `settle`: until then another connection may still hold this host.
+                # No sample is decoded before `claim_host`: until then another connection may still hold this host.
                 if samples and not (settled and self.board.takes(session, len(data))):
                     del event, data
                     continue
@@ -296,7 +296,7 @@ class Gateway:
             self.counters["unknown_types"] += 1
 
     def _progress(self, session: Session, message: wire.Progress) -> None:
-        """Keep the newest progress of each command and schedule its write: now, or PROGRESS_S after the last one."""
+        """Keep the newest progress of each command and schedule its write, PROGRESS_INTERVAL_S after the last one."""
         loop = asyncio.get_running_loop()
         if not session.progress:
             loop.call_at(max(loop.time(), session.progress_at + PROGRESS_S), self._tell_progress, session)
@@ -306,8 +306,8 @@ class Gateway:
     def _tell_progress(self, session: Session) -> None:
         """Queue the collected progress for the writer thread.
 
-        If the previous batch is not stored yet, try again after PROGRESS_S: progress must not pile up while the
-        database is down.
+        If the previous batch is not stored yet, try again after PROGRESS_INTERVAL_S: progress must not pile up while
+        the database is down.
         """
         loop = asyncio.get_running_loop()
         if not all(told.done() for told in session.telling):
@@ -323,8 +323,8 @@ class Gateway:
     async def _result(self, session: Session, told: wire.Result) -> None:
         """Store the result of a command and acknowledge it once the report that belongs to it is applied.
 
-        If the command is settled by this write, the Ack is sent here; otherwise `Courier` sends it later. Raise
-        SessionClosedError for a text with a NUL character.
+        If the command is settled by this write, the Ack is sent here; otherwise `CommandDispatcher` sends it later.
+        Raise SessionClosedError for a text with a NUL character.
         """
         if "\0" in "".join((told.text, told.hash, *told.detail, *told.detail.values())):
             raise SessionClosedError("malformed", "a text with a NUL character cannot be stored")
@@ -409,7 +409,7 @@ class Gateway:
             self._pending_bytes -= len(job.payload)
 
     async def _refuse(self, session: Session, expelled: SessionClosedError) -> None:
-        """Record the refusal, send Refuse and close. Wait at most FAREWELL_S for a peer that reads nothing."""
+        """Record the refusal, send Refuse and close. Wait at most CLOSE_TIMEOUT_S for a peer that reads nothing."""
         self.refusals.add(session.identity.host, expelled.code, expelled.reason)
         text = wire.encode(wire.Refuse(expelled.code, expelled.reason[:4096]))
         try:
@@ -421,7 +421,7 @@ class Gateway:
 
 
 async def _in_time(receive: Any) -> Any:
-    """Receive the first event of a connection, or raise SessionClosedError after FIRST_S."""
+    """Receive the first event of a connection, or raise SessionClosedError after FIRST_MESSAGE_TIMEOUT_S."""
     try:
         async with asyncio.timeout(FIRST_S):
             return await receive()

@@ -82,7 +82,7 @@ class Imagery:
 
     async def _find(self, credential: credentials.Credential, image: str) -> tuple[BinaryIO, int]:
         """Open the image in a thread. Raise ConnectionRejectedError, a 503 if the database is down or slower than
-        ANSWER_S."""
+        LOOKUP_TIMEOUT_S."""
         try:
             async with asyncio.timeout(ANSWER_S):
                 return await self._on_thread(lambda: _opened(credential, image))
@@ -93,7 +93,7 @@ class Imagery:
     async def _stream(self, file: BinaryIO, size: int, receive: Any, send: Any) -> None:
         """Send the file in chunks as fast as the agent reads.
 
-        Stop when it disconnects, or reads nothing for STALLED_S. Raise OSError if the file ends early.
+        Stop when it disconnects, or reads nothing for STALL_TIMEOUT_S. Raise OSError if the file ends early.
         """
         headers = [(b"content-type", b"application/octet-stream"), (b"content-length", str(size).encode())]
         gone = asyncio.ensure_future(_until_gone(receive))

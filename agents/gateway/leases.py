@@ -44,7 +44,8 @@ WHERE a.host_id = x.host AND a.connection <= x.number
 class Leases:
     """Collects heartbeats and Hello messages until they are flushed.
 
-    The event loop calls `seen` and `hello`, the writer thread calls `flush`. `seen` costs a dictionary write.
+    The event loop calls `note_heartbeat` and `note_hello`, the writer thread calls `flush`. `note_heartbeat` costs a
+    dictionary write.
     """
 
     def __init__(self, flush_s: float) -> None:

@@ -7,7 +7,7 @@ connection with its key is still open, the gateway compares the two:
 * Otherwise it is a restart, a reboot, or a copy of the key on another machine. What distinguishes them is whether a
   process still holds the older connection. After the first message on the new connection, the gateway therefore sends a
   Probe with a fresh nonce on the older one. An answer proves that two processes use the key at once: both connections
-  are ended, and the key is barred until a person decides. No answer within `PROBE_S` (a dead host's half-open
+  are ended, and the key is barred until a person decides. No answer within `PROBE_TIMEOUT_S` (a dead host's half-open
   connection), or the end of the older connection, proves nothing against the new one, which takes over. A message that
   was already on its way is not an answer, because it does not contain the nonce.
 """
@@ -44,8 +44,8 @@ class SessionClosedError(Exception):
 class Session:
     """The state of one connected agent.
 
-    `applied` is the hash of the report known to be applied for its host, '' if unknown; `last` the newest (epoch, seq)
-    that this connection has acknowledged: durable, or found applied.
+    `applied_hash` is the hash of the report known to be applied for its host, '' if unknown; `last_acknowledged` the
+    newest (epoch, seq) that this connection has acknowledged: durable, or found applied.
     """
 
     __slots__ = (
@@ -119,7 +119,7 @@ class Session:
 class Holders:
     """The sessions of one gateway: per host the one that holds it, and those that wait for their first message.
 
-    `bar` is called to store that two connections hold one key.
+    `bar_clone` is called to store that two connections hold one key.
     """
 
     def __init__(self, bar: Bar) -> None:
@@ -129,9 +129,10 @@ class Holders:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def enter(self, session: Session) -> None:
-        """Add a new connection. If its host has one already, the new one must wait for its first message and `settle`.
+        """Add a new connection. If its host has one already, the new one must wait for its first message and
+        `claim_host`.
 
-        The oldest waiting connection is expelled if there are more than MAX_COMING.
+        The oldest waiting connection is expelled if there are more than MAX_WAITING_CONNECTIONS.
         """
         host = session.identity.host_id
         if self.by_host.setdefault(host, session) is not session:
@@ -153,7 +154,7 @@ class Holders:
     async def settle(self, session: Session) -> None:
         """Make this session, which has sent its first message, the holder of its host, or raise SessionClosedError.
 
-        See the rule in the module's docstring. It may take PROBE_S.
+        See the rule in the module's docstring. It may take PROBE_TIMEOUT_S.
         """
         host = session.identity.host_id
         while (older := self.by_host.get(host)) is not session:
@@ -170,7 +171,7 @@ class Holders:
         self._arrived(session)
 
     async def answers(self, session: Session) -> bool:
-        """Send a Probe with a fresh nonce; return True if a process answers it within PROBE_S."""
+        """Send a Probe with a fresh nonce; return True if a process answers it within PROBE_TIMEOUT_S."""
         nonce = secrets.token_urlsafe(12)
         asked = session.probes[nonce] = asyncio.get_running_loop().create_future()
         try:
@@ -202,7 +203,7 @@ class Holders:
             self._start(tell(session, wire.Rotate()))
 
     def _judge(self, session: Session, now: News) -> None:
-        """Expel, probe or ask one session for a new key, as the agent's row `now` requires."""
+        """Expel, probe or ask one session for a new key, as the agent's row `change` requires."""
         if now.barred:
             session.expel(now.barred, key_revocation.why(now.barred, now.reason, session.identity.host))
         elif now.public_key not in (session.key, session.next_key):
