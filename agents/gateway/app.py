@@ -417,7 +417,7 @@ class Gateway:
                 await session.send({"type": "websocket.send", "text": text})
                 await session.send({"type": "websocket.close", "code": 1008, "reason": expelled.code})
         except (TimeoutError, RuntimeError, OSError) as error:
-            log.debug("%s disconnected before it could be told the refusal: %s", session.identity.host, error)
+            log.debug("%s disconnected before the refusal could be sent: %s", session.identity.host, error)
 
 
 async def _in_time(receive: Any) -> Any:
