@@ -78,7 +78,7 @@ def merge_batch() -> bool:
             apply(batch)
     except (DataError, IntegrityError) as error:
         log.warning(
-            "the database rejected the reports of %d hosts; they are applied host by host: %s", len(batch), error
+            "the database rejected a batch of reports (hosts: %d); applying it host by host: %s", len(batch), error
         )
         _one_by_one(batch)
     transaction.on_commit(placing.wake, robust=True)

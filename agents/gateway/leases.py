@@ -106,7 +106,7 @@ class Leases:
                 try:
                     cursor.execute(FACTS, [msgspec.json.encode(list(facts.values())).decode()])
                 except DataError:  # bad Hello data must not prevent leases from being renewed
-                    log.exception("the Hello data of %d agents cannot be stored", len(facts))
+                    log.exception("Hello data cannot be stored (agents: %d)", len(facts))
 
 
 def watch() -> bool:

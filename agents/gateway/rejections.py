@@ -81,7 +81,7 @@ class Refusals:
         except (OperationalError, InterfaceError):
             raise
         except DatabaseError:
-            log.exception("refusals of %d agents cannot be recorded", len(due))
+            log.exception("refusals cannot be recorded (agents: %d)", len(due))
 
     def _event(self, host: str, code: str, count: int) -> dict[str, Any]:
         """Return the event `agent.refused` for one tally."""

@@ -49,7 +49,6 @@ class Command(BaseCommand):
             fingerprint=fingerprint,
         )
         pinned = f", pins certificate sha256:{fingerprint}" if fingerprint else ""
-        self.stdout.write(
-            f"Join token for {options['host']}, valid for {options['hours']} hours, at {address}{pinned}:"
-        )
+        valid = f"valid for {options['hours']} hour{'' if options['hours'] == 1 else 's'}"
+        self.stdout.write(f"Join token for {options['host']}, {valid}, at {address}{pinned}:")
         self.stdout.write(token)
