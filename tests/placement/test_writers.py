@@ -138,7 +138,7 @@ def test_what_an_agent_could_not_do_the_conductor_mends(host: Host) -> None:
     ("changes", "why"),
     [
         ({"writes": "the host has no credentials"}, "the host has no credentials"),
-        ({"writes": None}, "its agent (release 0.2) knows nothing of it: update it"),
+        ({"writes": None}, "its agent (release 0.2) does not support Placement writes: update it"),
         ({"barred": "revoked"}, "its agent may not connect: revoked"),
         ({}, "its agent is down"),
     ],
