@@ -176,8 +176,8 @@ def allowed_acts(tables: dict[str, dict[str, Any]]) -> dict[str, frozenset[str]]
     """Take the `acts` out of the drivers' tables and return driver → the acts that are allowed on this host.
 
     For a driver that is not in the result the entry ALL_DRIVERS applies, and without that entry all acts are allowed.
-    Changes `tables`: `acts` is removed from each, so that only the driver's own settings are left, and the table
-    ALL_DRIVERS is removed. Raises ConfigurationError.
+    Changes `driver_settings`: `acts` is removed from each table, so that only the driver's own settings are left, and
+    the table ALL_DRIVERS is removed. Raises ConfigurationError.
     """
     allowed = {}
     for name, table in tables.items():

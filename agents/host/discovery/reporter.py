@@ -84,9 +84,10 @@ class Reporter:
         self._news = asyncio.Event()
 
     def look(self, names: Iterable[str]) -> None:
-        """Make these drivers look again; return at once. A driver that is looking now looks once more afterwards.
+        """Request that these drivers look for devices again, and return at once.
 
-        A driver that was started since is included from now on; one that was stopped is removed from the report.
+        A driver that is looking for devices now does so once more afterwards. A driver that was started
+        since is included from now on; one that was stopped is removed from the report.
         """
         for name in names:
             if name not in self._wanted:
@@ -98,9 +99,9 @@ class Reporter:
     async def looked(self, name: str) -> wire.Report:
         """Make a driver look again, wait until the journal has the answer, and return the journal's report.
 
-        Waits without a time limit, also while the disk takes no write.
+        Waits without a time limit, also while the journal cannot be written.
         """
-        wanted = self._looks.get(name, 0) + 1  # a look that runs now may have begun before the change
+        wanted = self._looks.get(name, 0) + 1  # a discovery that runs now may have begun before the change
         self.look([name])
         while self._told.get(name, 0) < wanted or (report := self._journal.report) is None:
             await self._news.wait()

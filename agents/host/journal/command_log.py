@@ -67,8 +67,8 @@ State = Literal["new", "received", "started", "done"]
 class Applied:
     """An act whose effect must last: after a reboot the driver is asked for it again, in the order of the list.
 
-    `boot_id` is that under which the act was last done. It is '' for an attachment that was begun and is not known
-    to be completed: an attachment counts as existing from before its first step until it is surely gone (promise S3).
+    `boot_id` is that under which the act was last done. It is '' for an attachment that was begun and is not known to
+    be completed: an attachment counts as existing from before its first step until it is surely gone (promise S3).
     """
 
     driver: str

@@ -1,4 +1,4 @@
-"""The journal's table of wishes: which drivers the conductor wants on this host, and with which settings.
+"""The journal's table of wishes (`wire.Wish`): which drivers the conductor wants on this host, with which settings.
 
 A wish stays in force while the conductor is away. It is durable before the driver runs according to it.
 """
