@@ -49,7 +49,7 @@ class Roster:
     def told(self, reports: Iterable[DriverReport]) -> tuple[DriverReport, ...]:
         """Add to each report the driver's version, quarantine and generation, and append the drivers without a report.
 
-        An empty report is appended for each driver that is installed, enabled or has a wish, and is not among `reports`.
+        An empty report is appended for each driver that is installed, enabled or has a wish, and is not in `reports`.
         """
         said = [self._stamped(report) for report in reports]
         wished = self._wishes.drivers() if self._wishes else ()

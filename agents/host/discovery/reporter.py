@@ -192,9 +192,7 @@ class Reporter:
                 async with asyncio.timeout(self._together_s):
                     await self._idle.wait()
             except TimeoutError:
-                log.info(
-                    "still waiting for %s: the other drivers are reported meanwhile", ", ".join(sorted(self._busy))
-                )
+                log.info("the report does not wait longer for new answers of %s", ", ".join(sorted(self._busy)))
             self._answered.clear()
             while not self._record():
                 await asyncio.sleep(self._retry_s)

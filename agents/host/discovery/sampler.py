@@ -161,7 +161,7 @@ class Meter:
         return newest
 
     def frame(self, samples: wire.Samples, max_bytes: int) -> str:
-        """Encode the samples in at most `max_bytes` bytes (and wire.MAX_SAMPLES_BYTES); leave out the last devices to fit.
+        """Encode the samples in at most `max_bytes` bytes (and wire.MAX_SAMPLES_BYTES); drop the last devices to fit.
 
         Logs a warning when devices are cut off and none were the last time.
         """
