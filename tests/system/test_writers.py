@@ -105,5 +105,5 @@ def test_writers_are_switched_live_and_killed_and_placement_is_right(
     finally:
         gate.set()
     in_step(cloud, placement, root, 0)
-    assert told(cloud)[-1][1].startswith("interrupted, since the agent stopped while it ran")
+    assert told(cloud)[-1][1].startswith("interrupted, because the agent stopped while it ran")
     assert len(placement.tree(root)) == 1

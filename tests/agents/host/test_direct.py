@@ -78,7 +78,9 @@ def test_a_writer_of_an_older_epoch_stops_before_its_next_call(tmp_path: Path, p
         placement.gate.set()
         await until(lambda: server.results)
         assert server.results[0].outcome == "refused"
-        assert server.results[0].text.startswith("there is another writer (epoch 4) than the one this was asked for")
+        assert server.results[0].text.startswith(
+            "the command was made for writer epoch 3, and the present writer epoch is 4"
+        )
         await server.order(placed(2, 3), placed(3, 4))
         await until(lambda: len(server.results) == 3)
         assert {one.number: one.outcome for one in server.results} == {1: "refused", 2: "refused", 3: "succeeded"}
