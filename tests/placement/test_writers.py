@@ -207,7 +207,7 @@ def test_the_commands_say_who_writes(host: Host) -> None:
     out = StringIO()
     with pytest.raises(SystemExit):
         call_command("placement_sync", stdout=out)
-    assert "left to its agent, which is told what differs" in out.getvalue()
+    assert "its agent writes for this host and is sent the differences" in out.getvalue()
     assert wrote() == 0
     providers.step()
     assert len(placed()) == 1
