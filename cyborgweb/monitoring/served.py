@@ -25,12 +25,14 @@ _requests = metrics.counter(
 )
 _seconds = metrics.histogram(
     "cyborg_http_request_seconds",
-    "How long HTTP requests took until the answer began.",
+    "Time until the answer to an HTTP request began.",
     (0.005, 0.02, 0.1, 0.5, 2.0, 10.0),
     "route",
     "method",
 )
-busy = metrics.counter("cyborg_http_busy_total", "HTTP requests that found no free thread and no place to wait: 503.")
+busy = metrics.counter(
+    "cyborg_http_busy_total", "HTTP requests that were answered with 503, because all threads and the queue were full."
+)
 
 
 class ServedMiddleware:

@@ -55,7 +55,7 @@ def read_only() -> SafeString | str:
 def manual(context: Context) -> SafeString:
     """Return a link to the part of the manual about this page."""
     url = SERVED.address(place(context["request"]))
-    title = "What the manual says of this page"
+    title = "Read about this page in the manual"
     return format_html(
         '<a class="manual-link" href="{}" title="{}" aria-label="{}"><span aria-hidden="true">?</span></a>',
         url,

@@ -192,7 +192,7 @@ def test_a_switch_is_an_event_raises_the_epoch_and_withdraws_what_nobody_took(ho
         conductor.providers_changed([host])
         providers.step()
     assert (wrote(), len(placed())) == (0, 1), "a switch writes nothing"
-    with pytest.raises(RefusedError, match="say conductor or agents"):
+    with pytest.raises(RefusedError, match="name conductor or agents"):
         writer_election.switch("nova", "olga")
 
 

@@ -104,8 +104,8 @@ def test_a_token_without_a_project_gets_nothing_even_from_a_file_that_lets_every
 @pytest.mark.parametrize("scope", WITHOUT_A_PROJECT, ids=["unscoped", "system", "domain"])
 def test_a_denied_token_without_a_project_is_told_to_be_of_a_project(scope: dict[str, str]) -> None:
     member = somebody(*PERSONAS["member"])
-    assert policy.remedy(replace(member, **scope), "cyborg:device:disable") == "Ask with a token of a project."
-    assert policy.remedy(member, "cyborg:device:disable") == "The role admin would do."
+    assert policy.remedy(replace(member, **scope), "cyborg:device:disable") == "Use a project-scoped token."
+    assert policy.remedy(member, "cyborg:device:disable") == "The role admin would be sufficient."
 
 
 @pytest.fixture
