@@ -75,8 +75,8 @@ class Glance:
 def offer(document: Mapping[str, Any]) -> Offer:
     """Convert Glance's image document into an Offer.
 
-    Raises ImageServiceUnavailableError if the image is still being uploaded, ImageUnusableError if it has another
-    state or no size.
+    Raises ImageServiceUnavailableError if the image is still being uploaded, ImageUnusableError if it has another state
+    or no size.
     """
     uuid, status = str(document["id"]), str(document.get("status"))
     if status in COMING:

@@ -61,8 +61,8 @@ def bring(
     an allocated resource class is not removed; each becomes a problem in the SyncOutcome.
 
     Raises ProviderMissingError; PlacementUnavailableError, PlacementRejectedError, WriterStoppedError;
-    PlacementConflictError after MAX_ATTEMPTS attempts.
-    Writes that were sent before an error are found by the next call.
+    PlacementConflictError after MAX_ATTEMPTS attempts. Writes that were sent before an error are found by the next
+    call.
     """
     outcome = Outcome(written=dict(written))
     for attempt in range(TRIES):
@@ -179,8 +179,8 @@ def _apply(
 def _create(placement: Placement, write: Create) -> Observed:
     """Create a provider and return its state, or move the provider that already has this uuid.
 
-    That one may be in another tree or have another name. Raises PlacementConflictError if a provider with another
-    uuid has the name.
+    That one may be in another tree or have another name. Raises PlacementConflictError if a provider with another uuid
+    has the name.
     """
     try:
         generation = placement.create(write.uuid, write.name, write.parent)

@@ -1,5 +1,5 @@
-"""Ask Keystone about tokens and passwords, and make the service user's session, which is used for all other services
-of the cloud, too.
+"""Ask Keystone about tokens and passwords, and make the service user's session, which is used for all other services of
+the cloud, too.
 
 openstacksdk and keystoneauth1 take as long to import as all of Django, so they are imported only when they are needed.
 """

@@ -38,8 +38,8 @@ RANKS = ("reader", "member", "manager", "admin")
 ROLES = {role: frozenset(RANKS[: n + 1]) for n, role in enumerate(RANKS)}
 ROLES[OPERATOR] = frozenset({OPERATOR, *RANKS[:2]})
 ROLES[AUDITOR] = frozenset({AUDITOR, *RANKS[:1]})
-"""Each usual role with the roles that it implies in Keystone. The operator's role implies member, the auditor's
-implies reader."""
+"""Each usual role with the roles that it implies in Keystone. The operator's role implies member, the auditor's implies
+reader."""
 
 
 class PolicyDeniedError(PermissionDenied):

@@ -64,8 +64,8 @@ def _counting(ask: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_counted(error: BaseException | None, since: float) -> bool:
-    """Return whether the error comes from an inner call, such as a login, that was already counted since `since`:
-    then the outer call was never made.
+    """Return whether the error comes from an inner call, such as a login, that was already counted since `since`: then
+    the outer call was never made.
     """
     while error is not None:
         if vars(error).get(COUNTED_AT, float("-inf")) >= since:

@@ -27,8 +27,7 @@ KEPT_S = 3.0
 STALE_S = 60.0
 """A request that arrives during a collection waits for it if the previous one is older than this, in seconds."""
 FORWARDED = re.compile(r"forwarded|x-forwarded-.*|x-real-ip|via", re.IGNORECASE)
-"""Headers of requests that came through a proxy. The address of a proxy on this machine says nothing about the
-client.
+"""Headers of requests that came through a proxy. The address of a proxy on this machine says nothing about the client.
 """
 OPENMETRICS = "application/openmetrics-text"
 REFUSED = (

@@ -36,9 +36,7 @@ busy = metrics.counter(
 
 
 class ServedMiddleware:
-    """Count and time every request. It must be the outermost middleware, so that it counts the answers of the
-    others.
-    """
+    """Count and time every request. It must be the outermost middleware, so that it counts the answers of the others."""
 
     def __init__(self, get_response: Callable[[HttpRequest], HttpResponse]) -> None:
         self.get_response = get_response
@@ -56,8 +54,8 @@ class ServedMiddleware:
 
 @lru_cache(maxsize=1024)
 def template(route: str) -> str:
-    r"""Return a route in readable form: `^api(?:/|$)\Ahosts/(?P<uuid>…)/?\Z` becomes `/api/hosts/{uuid}`. Both
-    mounts of v2 give the same.
+    r"""Return a route in readable form: `^api(?:/|$)\Ahosts/(?P<uuid>…)/?\Z` becomes `/api/hosts/{uuid}`. Both mounts
+    of v2 give the same.
     """
     _, anchored, rest = route.rpartition(r"\A")
     if route.startswith("^api"):

@@ -39,8 +39,8 @@ NAME = re.compile(
     r"|busy_seconds_total|errors_(?:correctable|nonfatal|fatal)_total",
     re.ASCII,
 )
-"""Metric names that our drivers use (`drivers.inventory.Sample`, `drivers.pci.pci_health`). Names that a host makes
-up are not exported.
+"""Metric names that our drivers use (`drivers.inventory.Sample`, `drivers.pci.pci_health`). Names that a host makes up
+are not exported.
 """
 
 COUNTED = """
@@ -194,8 +194,8 @@ def _work(into: Families) -> None:
 
 
 def _loads(loads: telemetry.Loads, into: Families) -> None:
-    """Add the loads of devices from their hosts' last samples, which are not stored. Values that are too many,
-    unknown by name or of an unknown device are counted and left out.
+    """Add the loads of devices from their hosts' last samples, which are not stored. Values that are too many, unknown
+    by name or of an unknown device are counted and left out.
     """
     since = time.time() - OLD_S
     fresh = {host: said.devices for host, said in sorted(loads.hosts.items()) if said.at >= since}

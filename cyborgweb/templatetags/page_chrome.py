@@ -25,8 +25,7 @@ from cyborgweb.settings.keys import keys
 register = template.Library()
 
 TONES = {"prod": "bad", "production": "bad", "live": "bad", "staging": "warn", "preprod": "warn", "test": "busy"}
-"""Colour of each environment's strip: production is red, because mistakes there affect people. Any other word is
-calm.
+"""Colour of each environment's strip: production is red, because mistakes there affect people. Any other word is calm.
 """
 
 

@@ -150,8 +150,8 @@ def _forward(row: Attachment) -> None:
     """Take the next step of an attachment.
 
     Raises PlacementUnavailableError, ConcurrentUpdateError, RetryLaterError, PlacementConflictError,
-    PlacementRejectedError and RefusedError AWAY if the step has to be retried. Any other refusal
-    fails the attachment or starts its undo.
+    PlacementRejectedError and RefusedError AWAY if the step has to be retried. Any other refusal fails the attachment
+    or starts its undo.
     """
     try:
         match row.state, row.step:

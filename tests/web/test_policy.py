@@ -251,7 +251,7 @@ def test_a_rule_nobody_asks_for_is_named_in_the_log(
 ) -> None:
     clock.edit('"cyborg:device:getall": "!"\n"my_own_word": "role:x"')
     assert edited.allows(somebody("admin"), RULE)
-    assert "do not exist here: cyborg:device:getall" in caplog.text and "my_own_word" not in caplog.text
+    assert "do not exist: cyborg:device:getall" in caplog.text and "my_own_word" not in caplog.text
 
 
 def test_decisions_are_remembered_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
