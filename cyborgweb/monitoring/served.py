@@ -36,7 +36,10 @@ busy = metrics.counter(
 
 
 class ServedMiddleware:
-    """Count and time every request. It must be the outermost middleware, so that it counts the answers of the others."""
+    """Count and time every request.
+
+    It must be the outermost middleware, so that it counts the answers of the others.
+    """
 
     def __init__(self, get_response: Callable[[HttpRequest], HttpResponse]) -> None:
         self.get_response = get_response

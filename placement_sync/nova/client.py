@@ -1,8 +1,9 @@
 """Read instances from Nova through a keystoneauth1 session. Free of Django.
 
 `InstanceStateCache` answers for many instances with one listing per project, within 2 s, and caches the states for ten
-seconds; `placement_sync.apps` registers it as the source of `accelerators.api.own.instances`. After a failed listing it makes
-no call for 10 s; meanwhile, and while Nova is off or not configured, states that are not cached are unknown.
+seconds; `placement_sync.apps` registers it as the source of `accelerators.api.own.instances`. After a failed listing it
+makes no call for ten seconds; meanwhile, and while Nova is off or not configured, states that are not cached are
+unknown.
 
 `get_servers` asks for single instances, for holder checks and discrepancies. `send_get` sends any GET request.
 """
