@@ -90,7 +90,7 @@ def write(host: str, payload: str, environ: Mapping[str, str], refused: Callable
         counted = "1 write" if writes == 1 else f"{writes} writes"
         said = f"{error}, after {counted}" if writes else f"{error}; nothing was written"
         return "failed" if writes else "refused", said
-    return "succeeded", "; ".join([f"{placement.writes} writes, {placement.reads} reads", *outcome.problems])[:4096]
+    return "succeeded", "; ".join([f"writes: {placement.writes}, reads: {placement.reads}", *outcome.problems])[:4096]
 
 
 class _CredentialsError(Exception):

@@ -125,7 +125,7 @@ def tell(host: Host, seen: Outcome) -> int:
         return 0
     arguments = {"writer": epoch(), "payload": payload.decode()}
     order = Order(
-        placement_delegation.OP, host=host.id, arguments=arguments, actor=JOB, reason=f"{len(seen.writes)} writes"
+        placement_delegation.OP, host=host.id, arguments=arguments, actor=JOB, reason=f"writes: {len(seen.writes)}"
     )
     with conductor.writing():
         number: int = placing.place([order])[0].pk

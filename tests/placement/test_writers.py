@@ -90,7 +90,7 @@ def test_what_differs_goes_to_the_agent_and_the_conductor_looks_and_notes(host: 
     providers.step()
     (command,) = placed()
     assert (wrote(), intent().last_error, intent().attempts) == (0, "its agent is writing", 0)
-    assert (command.arguments["writer"], command.actor, command.reason) == (1, "placement", "3 writes")
+    assert (command.arguments["writer"], command.actor, command.reason) == (1, "placement", "writes: 3")
     due_now()
     providers.step()
     assert (len(placed()), wrote()) == (1, 0), "one at a time"

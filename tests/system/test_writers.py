@@ -77,7 +77,7 @@ def test_writers_are_switched_live_and_killed_and_placement_is_right(
     assert said[1:] == ["the agent of every host can write"]
     offer("disable")
     in_step(cloud, placement, root, HANDLES)
-    assert told(cloud) == [("succeeded", "1 writes, 1 reads")]
+    assert told(cloud) == [("succeeded", "writes: 1, reads: 1")]
 
     for n in range(6):
         offer("enable" if n % 2 == 0 else "disable")

@@ -60,8 +60,8 @@ def test_it_writes_what_it_is_told_with_the_hosts_own_credentials(tmp_path: Path
         await server.order(placed(1, 3), placed(2, 3))
         await until(lambda: len(server.results) == 2)
         assert [(one.outcome, one.text) for one in server.results] == [
-            ("succeeded", "10 writes, 2 reads"),
-            ("succeeded", "0 writes, 8 reads"),
+            ("succeeded", "writes: 10, reads: 2"),
+            ("succeeded", "writes: 0, reads: 8"),
         ]
         assert {one.name for one in placement.session.model.providers.values()} == {HOST, *CARDS.values()}
 
