@@ -206,7 +206,7 @@ def _inventories(placement: Placement, write: SetInventories, now: Observed, out
         }
         inventories |= kept
         classes = ", ".join(sorted(held))
-        outcome.problems.append(f"{write.name} keeps {classes}, fully reserved, because it is still allocated")
+        outcome.problems.append(f"{write.name} keeps {classes}, fully reserved, because of its allocations")
     if inventories == now.inventories:
         return now
     generation = placement.set_inventories(write.uuid, now.generation, inventories)

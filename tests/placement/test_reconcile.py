@@ -73,7 +73,7 @@ def test_a_class_that_is_allocated_stays_reserved_until_it_is_free() -> None:
     outcome = sync(placement, [part(rc="PGPU")], written)
     inventories = placement.providers[UUID].inventories
     assert (inventories["FPGA"]["reserved"], inventories["PGPU"]["total"]) == (16, 16)
-    assert outcome.problems == ["cmp1_FakeDevice keeps FPGA, fully reserved, because it is still allocated"]
+    assert outcome.problems == ["cmp1_FakeDevice keeps FPGA, fully reserved, because of its allocations"]
     placement.allocated.clear()
     sync(placement, [part(rc="PGPU")], outcome.written)
     assert list(placement.providers[UUID].inventories) == ["PGPU"]
