@@ -30,8 +30,8 @@ OFFERED = {
 ACCESS = {"API tokens", "Users", "Maintenance"}
 TENANTS = {"Overview", "Requests", "Device profiles", "Inbox", "Subscriptions", "Deliveries", "Manual"}
 NOT_SEEN = "Your account may not see this. An administrator can put it into a group that may."
-TAKES_ADMIN = "It takes the role admin, or a place in the group role:administrator; yours: {}."
-TAKES_OPERATOR = "It takes the role accelerator_operator, or a place in the group role:operator; yours: {}."
+TAKES_ADMIN = "You need the role admin or membership in the group role:administrator. Your roles: {}."
+TAKES_OPERATOR = "You need the role accelerator_operator or membership in the group role:operator. Your roles: {}."
 
 
 @dataclass(frozen=True)

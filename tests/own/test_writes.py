@@ -89,7 +89,7 @@ def test_only_admins_write_profiles(ask: Ask) -> None:
     for method, verb in (("POST", "create"), ("PATCH", "update"), ("DELETE", "delete")):
         where = "/api/profiles/" if method == "POST" else path
         denied = message(ask(where, "manager", method=method, data=SMALL), 403)
-        assert denied.endswith(f"cyborg:device_profile:{verb}. The role admin would do.")
+        assert denied.endswith(f"cyborg:device_profile:{verb}. The role admin would be sufficient.")
 
 
 def test_a_member_labels_its_own_accelerators(ask: Ask, fill: Fill) -> None:
