@@ -142,7 +142,7 @@ def _here(kind: str, value: str) -> Image | None:
         try:
             image = Image.objects.filter(uuid=UUID(value)).first()
         except ValueError:
-            raise ImageUnusableError(f"{value[:64]!r} is no image's id") from None
+            raise ImageUnusableError(f"{value[:64]!r} is not the id of an image") from None
         return image if image and store.is_here(image) else None
     if kind != "function_id":
         raise ImageUnusableError("the command does not say which image it wants")
@@ -222,12 +222,11 @@ def _offered(service: ImageService, kind: str, value: str) -> Offer:
 
 
 def _fetch(service: ImageService, offer: Offer, end: float) -> tuple[str, int]:
-    """Fetch an image, or continue to, until the time `end`; returns its SHA-256 and the number of bytes that are here.
+    """Fetch an image until the deadline, starting where an earlier fetch ended. Uses no database.
 
-    The SHA-256 is '' if time is up before the image is complete. Uses no database. Raises
-    ImageServiceUnavailableError if the transfer breaks
-    off, ImageUnusableError if size or digest are wrong (the file is deleted then), RefusedError AWAY if the file
-    cannot be written.
+    Returns the image's SHA-256 and the number of bytes that are stored. The SHA-256 is '' if the deadline passes before
+    the image is complete. Raises ImageServiceUnavailableError if the transfer breaks off, ImageUnusableError if the
+    size or the digest is wrong (the file is deleted then), and RefusedError AWAY if the file cannot be written.
     """
     with store.stored(offer.uuid, "r+b") as file:
         digests = [hashlib.sha256(), hashlib.new(offer.algorithm if offer.algorithm in ALGORITHMS else "sha256")]

@@ -171,7 +171,7 @@ def test_a_cursor_of_another_order_is_refused(ask: Ask, fill: Fill) -> None:
         "/api/hosts/?cursor=x",
         "/api/hosts/?cursor=%00",
     ):
-        assert "cursor: this is no cursor of this list in this order" in message(ask(path), 404)
+        assert "cursor: it does not belong to this list in this order" in message(ask(path), 404)
 
 
 def test_chosen_fields_are_all_there_is(ask: Ask, fill: Fill) -> None:

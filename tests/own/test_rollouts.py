@@ -108,7 +108,7 @@ def test_one_host_is_refused_at_once_many_each_for_itself(ask: Ask, fill: Fill) 
         ({"op": "explode", "hosts": ["cmp1"]}, '"explode" is not a valid choice'),
         ({"op": "update", "hosts": ["cmp1"]}, "Say what is to be other than it is"),
         ({"op": "uninstall", "hosts": ["cmp1"], "enabled": False}, "Uninstalling takes neither"),
-        ({"op": "install", "hosts": ["cmp1"], "settings": []}, "Settings are an object"),
+        ({"op": "install", "hosts": ["cmp1"], "settings": []}, "Settings must be an object"),
         ({"op": "install", "hosts": ["cmp1"], "settings": {"token": "x"}}, "settings.token looks like a secret"),
         ({"op": "install", "hosts": ["cmp1"], "max_parallel": 0}, "greater than or equal to 1"),
         ({"op": "install", "hosts": ["cmp1"], "max_parallel": 101}, "less than or equal to 100"),

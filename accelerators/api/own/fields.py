@@ -147,7 +147,7 @@ class Why(Closed):
     """The body of an action: an optional reason."""
 
     reason = Text(
-        max_length=MAX_REASON, allow_blank=True, required=False, help_text="Shown with it, and with its event."
+        max_length=MAX_REASON, allow_blank=True, required=False, help_text="Shown with the result and in its event."
     )
 
 

@@ -51,7 +51,7 @@ class JsonBody(BaseParser):
         try:
             return orjson.loads(body)
         except orjson.JSONDecodeError as error:
-            raise ParseError(f"The body is no JSON: {error}.") from error
+            raise ParseError(f"The body is not valid JSON: {error}.") from error
 
 
 class Filters(DjangoFilterBackend):

@@ -125,7 +125,7 @@ def explain(error: Exception) -> tuple[int, str]:
             database_outage.log_outage(error)
             answer = 503, "The database does not answer; try again in a moment."
         case _:
-            log.error("a request failed", exc_info=error)
+            log.error("a request failed with an unexpected error", exc_info=error)
             answer = 500, "The service failed on this request; its log says why, under this answer's request id."
     return answer
 
