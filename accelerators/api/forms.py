@@ -46,7 +46,7 @@ class Form:
     """One action. With `body` the form sends that JSON after editing, with `fields` an object of their values,
     otherwise no body.
 
-    `then` is the address to open afterwards; empty means the same page.
+    `next_url` is the address to open afterwards; empty means the same page.
     """
 
     label: str

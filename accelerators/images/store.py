@@ -55,7 +55,7 @@ def path(uuid: UUID | str) -> Path:
 
 
 def is_here(image: Image) -> bool:
-    """Whether the image's file exists on this machine and has the right size."""
+    """Return whether the image's file exists on this machine and has the right size."""
     try:
         return path(image.uuid).stat().st_size == image.size
     except OSError:
@@ -136,7 +136,7 @@ def remove(uuid: UUID, caller: Caller, source: Source) -> None:
 def add_copy(uuid: UUID, name: str, size: int, sha256: str, properties: Mapping[str, str]) -> Image:
     """Write the row of an image that was copied from Glance, and delete older copies that exceed the limits.
 
-    Returns the row. The file must be in place already (`keep`). Also deletes abandoned files (ABANDONED_S).
+    Returns the row. The file must be in place already (`finalize_file`). Also deletes abandoned files (ABANDONED_S).
     """
     values = {"name": name, "size": size, "sha256": sha256, "properties": dict(properties), "by": "glance"}
     with conductor.writing():
@@ -155,7 +155,7 @@ def add_copy(uuid: UUID, name: str, size: int, sha256: str, properties: Mapping[
 
 
 def _longest_unused(newest: Image) -> list[Image]:
-    """Return the copies of Glance's images to delete, so that MAX_COPIES and COPIES_BYTES hold.
+    """Return the copies of Glance's images to delete, so that MAX_COPIES and MAX_COPIES_BYTES hold.
 
     The longest unused are deleted first. The newest copy and copies that an open command uses are never among them.
     """
@@ -187,7 +187,7 @@ def part(uuid: UUID | str) -> Path:
 
 @contextmanager
 def stored(uuid: UUID | str, mode: str) -> Iterator[IO[bytes]]:
-    """Open an image's incomplete file (`part`) for writing: mode "wb" empties it, "r+b" continues an earlier transfer.
+    """Open an image's incomplete file for writing: mode "wb" empties it, "r+b" continues an earlier transfer.
 
     If an OSError occurs inside the block, deletes the file and raises RefusedError AWAY.
     """

@@ -161,8 +161,8 @@ class Combined(OpenApiSerializerExtension):
     match_subclasses = True
 
     def map_serializer(self, auto_schema: AutoSchema, direction: str) -> dict[str, Any]:
-        """Return the schema of its fields. For a request it also has the serializer's `combinations`, which
-        `complete` moves into `allOf`.
+        """Return the schema of its fields. For a request it also has the serializer's `field_conditions`, which
+        `complete_document` moves into `allOf`.
         """
         schema: dict[str, Any] = auto_schema._map_serializer(self.target, direction, bypass_extensions=True)
         said = self.target.combinations

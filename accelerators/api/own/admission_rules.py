@@ -27,7 +27,7 @@ class RuleFilter(filters.FilterSet):
 
 
 def pattern(length: int, about: str) -> Text:
-    """Return an optional pattern field of at most `length` characters; an empty pattern matches everything."""
+    """Return an optional pattern field of at most `max_length` characters; an empty pattern matches everything."""
     return Text(max_length=length, allow_blank=True, required=False, help_text=about)
 
 

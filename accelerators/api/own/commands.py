@@ -91,9 +91,9 @@ NEEDED: Mapping[str, Mapping[str, Any]] = {"layout": {"minProperties": 1}, "imag
 
 
 def _form(ops: Sequence[str], about: str, *takes: str) -> dict[str, Any]:
-    """Return the JSON Schema of a body that orders one of `ops` for a `device` or a `host` (`about`).
+    """Return the JSON Schema of a body that orders one of `ops` for a `device` or a `host` (`subject`).
 
-    `takes` names the further fields that these commands accept. Empty values count as left out.
+    `accepted` names the further fields that these commands accept. Empty values count as left out.
     """
     others = {name: empty for name, empty in EMPTY.items() if name not in (about, *takes)}
     named = {"op": {"enum": list(ops)}, about: {"type": "string"}}

@@ -139,4 +139,4 @@ def _pieces(request: Request) -> Iterator[bytes]:
         while piece := request._request.read(store.CHUNK):
             yield piece
     except OSError:
-        return  # the client disconnected: `store.upload` sees too few bytes
+        return  # the client disconnected: the store then sees too few bytes and refuses the image

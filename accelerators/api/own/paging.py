@@ -25,7 +25,7 @@ MAX_CURSOR = 1024
 
 
 class Cursor(msgspec.Struct, frozen=True, array_like=True):
-    """A position after the row with this `value` of the order's field and this `id`; if `back`, before that row."""
+    """A position after the row with this `value` of the sort field and this `id`; if `backwards`, before that row."""
 
     order: str
     back: bool
@@ -93,7 +93,7 @@ class Pages(CursorPagination):
         self.cursor = Cursor.read(text, self.order) if text else None
 
     def paginate_queryset(self, queryset: QuerySet[Any], request: Request, view: Any = None) -> list[Any]:
-        """Return the rows of the page that `read` has parsed. Every page takes one statement."""
+        """Return the rows of the page that `parse_request` has read. Every page takes one statement."""
         cursor, size = self.cursor, self.size
         back = cursor is not None and cursor.back
         downwards = self.order.startswith("-") != back

@@ -170,8 +170,8 @@ class Collection(GenericViewSet):
         return self.caller.is_admin
 
     def order(self, request: Request) -> str:
-        """Return the requested order: a word of `orders`, with a leading `-` for descending. Raise 400 for any other
-        word."""
+        """Return the requested order: a key of `sort_fields`, with a leading `-` for descending. Raise 400 for any
+        other value."""
         asked = request.query_params.get("ordering", self.default_order)
         if asked.removeprefix("-") not in self.orders:
             raise ParseError(f"ordering: say one of {', '.join(self.orders)}, or one with a - before it.")
@@ -197,14 +197,14 @@ class Collection(GenericViewSet):
         return self.get_paginated_response(self.get_serializer(self.prepare(rows), many=True).data).data
 
     def body(self) -> dict[str, Any]:
-        """Validate and return the body of an action that is declared in `bodies`; raise 400 if it is invalid."""
+        """Validate and return the body of an action with an entry in `body_serializers`; raise 400 if it is invalid."""
         body = self.bodies[self.action](data=self.request.data, context=self.get_serializer_context())
         body.is_valid(raise_exception=True)
         return dict(body.validated_data)
 
     def said(self, request: Request) -> dict[str, Any]:
-        """Validate and return the body of an action that is declared in `verbs`; raise 400 if it is invalid. The body
-        may be empty."""
+        """Validate and return the body of an action that is declared in `member_actions`; raise 400 if it is invalid.
+        The body may be empty."""
         body = self.verbs[self.action](data=request.data, context=self.get_serializer_context())
         body.is_valid(raise_exception=True)
         return dict(body.validated_data)
@@ -214,7 +214,8 @@ class Collection(GenericViewSet):
         return self.verbs.keys()
 
     def prepare(self, rows: list[Any]) -> list[Any]:
-        """Add to the rows of a page what is not in the database, and return them. The default adds nothing."""
+        """Add to the rows of a page the details that are not in the database, and return the rows. The default adds
+        nothing."""
         return rows
 
     def _tagged(self, request: Request, produce: Callable[[], Any]) -> Response:

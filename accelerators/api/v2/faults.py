@@ -63,8 +63,8 @@ class RouterError(Exception):
         self._reason, self._detail = reason, detail
 
     def body(self, accept: str | None, page: bool, silent: bool) -> dict[str, str]:
-        """Return the wrapped text: an HTML page if `page`, plain text otherwise, and empty for HEAD (`silent`, form
-        D)."""
+        """Return the wrapped text: an HTML page if `as_html`, plain text otherwise, and empty for HEAD (`is_head`,
+        form D)."""
         return {"error_message": "" if silent else self._page(accept) if page else self._text(accept)}
 
     def _fill(self, accept: str | None, detail: str) -> str:
