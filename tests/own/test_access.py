@@ -100,7 +100,7 @@ def test_a_token_without_a_project_gets_nothing(ask: Ask, fill: Fill) -> None:
         ("/api/profiles/", {"method": "POST", "data": []}, 400, "Invalid data"),
         ("/api/profiles/", {"method": "POST", "data": b"[" * 5000}, 400, "The body is not valid JSON"),
         ("/api/profiles/", {"method": "POST", "data": b'"' + b"a" * 1_048_576 + b'"'}, 413, "1 MiB"),
-        ("/api/profiles/?name=x", {"method": "POST", "data": {}}, 400, "name: unknown here; there are none"),
+        ("/api/profiles/?name=x", {"method": "POST", "data": {}}, 400, "unknown parameter; this address takes none"),
     ],
 )
 def test_a_refusal_has_one_shape_and_says_what_to_do(

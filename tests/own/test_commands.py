@@ -190,4 +190,4 @@ def test_the_end_can_be_waited_for(ask: Ask, device: Device, monkeypatch: pytest
     for text in ("-1", "31", "x", "1.5", "%C2%B2", "001"):
         assert "wait: say a number" in message(ask(f"/api/commands/{row.uuid}/?wait={text}"), 400)
     message(ask(f"/api/commands/{NOBODY}/?wait=30"), 404)
-    assert "wait: unknown here" in message(ask(f"/api/devices/{device.uuid}/?wait=1"), 400)
+    assert "wait: unknown parameter" in message(ask(f"/api/devices/{device.uuid}/?wait=1"), 400)

@@ -103,7 +103,7 @@ def test_one_host_is_refused_at_once_many_each_for_itself(ask: Ask, fill: Fill) 
         ({"op": "install", "hosts": ["cmp1"], "selector": {"all": True}}, "not both"),
         ({"op": "install", "hosts": ["nope"]}, "There is no host nope"),
         ({"op": "install", "hosts": []}, "Say on which hosts"),
-        ({"op": "install", "selector": {"zone": "a"}}, "zone: cannot be written; all, driver, name can"),
+        ({"op": "install", "selector": {"zone": "a"}}, "zone: cannot be written; writable fields: all, driver, name"),
         ({"op": "install", "selector": {"driver": "x"}}, "No host is chosen"),
         ({"op": "explode", "hosts": ["cmp1"]}, '"explode" is not a valid choice'),
         ({"op": "update", "hosts": ["cmp1"]}, "Say what is to be other than it is"),

@@ -118,7 +118,7 @@ class ImageView(Collection):
 
 def _described(request: Request) -> tuple[str, dict[str, str]]:
     if unknown := sorted(set(request.query_params) - {*ImageView.sent_with}):
-        raise ParseError(f"{', '.join(unknown)[:200]}: unknown here; known are {', '.join(ImageView.sent_with)}.")
+        raise ParseError(f"{', '.join(unknown)[:200]}: unknown parameter; known are {', '.join(ImageView.sent_with)}.")
     pairs = (text.partition("=") for text in request.query_params.getlist("property"))
     return request.query_params.get("name", ""), store.check_properties((key, value) for key, _, value in pairs)
 

@@ -174,7 +174,7 @@ class Collection(GenericViewSet):
         other value."""
         asked = request.query_params.get("ordering", self.default_order)
         if asked.removeprefix("-") not in self.orders:
-            raise ParseError(f"ordering: say one of {', '.join(self.orders)}, or one with a - before it.")
+            raise ParseError(f"ordering: say one of {', '.join(self.orders)}; a leading - reverses the order.")
         return asked
 
     def get_serializer_context(self) -> dict[str, Any]:
@@ -247,8 +247,8 @@ class Collection(GenericViewSet):
         if request.method in ("GET", "HEAD"):
             known = ("fields", *self.parameters) if self.detail else (*page_parameters(), *self.filters())
         if unknown := sorted(set(request.query_params) - set(known)):
-            there_are = f"known are {', '.join(sorted(known))}" if known else "there are none"
-            raise ParseError(f"{', '.join(unknown)[:200]}: unknown here; {there_are}.")
+            there_are = f"known are {', '.join(sorted(known))}" if known else "this address takes none"
+            raise ParseError(f"{', '.join(unknown)[:200]}: unknown parameter; {there_are}.")
         serializer: type[Chosen] = self.get_serializer_class()
         self.chosen = chosen(request.query_params.get("fields", ""), serializer().fields)
 
