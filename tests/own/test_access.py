@@ -82,8 +82,8 @@ def test_a_token_without_a_project_gets_nothing(ask: Ask, fill: Fill) -> None:
     [
         ("/api/hosts/", {"by": ""}, 401, "requires authentication"),
         ("/api/hosts/", {"by": "nobody"}, 403, "cyborg:host:get_all"),
-        ("/api/nope", {}, 404, "the address above it lists what there is"),
-        ("/api/nope", {"method": "POST", "by": ""}, 404, "the address above it lists what there is"),
+        ("/api/nope", {}, 404, "the address one level above lists what you may see"),
+        ("/api/nope", {"method": "POST", "by": ""}, 404, "the address one level above lists what you may see"),
         ("/api/hosts/00000000-0000-4000-8000-000000000000/", {}, 404, "nothing here that you may see"),
         ("/api/hosts/nope/", {}, 404, "nothing here that you may see"),
         ("/api/events/999999999999999999/", {}, 404, "nothing here that you may see"),

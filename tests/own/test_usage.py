@@ -200,7 +200,7 @@ def test_pages_of_groups_at_a_constant_price(ask: Ask, fill: Fill, heard: Heard)
         ("by=host,host", 400, "by: say one or two"),
         ("by=host,type,project", 400, "by: say one or two"),
         ("type=TOASTER", 400, "type"),
-        ("cursor=bm9uZQ", 404, "no cursor of this list"),
+        ("cursor=bm9uZQ", 404, "does not belong to this list"),
         ("by=host&colour=red", 400, "colour: unknown parameter"),
     ],
 )
