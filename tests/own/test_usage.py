@@ -200,8 +200,8 @@ def test_pages_of_groups_at_a_constant_price(ask: Ask, fill: Fill, heard: Heard)
         ("by=host,host", 400, "by: say one or two"),
         ("by=host,type,project", 400, "by: say one or two"),
         ("type=TOASTER", 400, "type"),
-        ("cursor=bm9uZQ", 404, "no cursor of this list"),
-        ("by=host&colour=red", 400, "colour: unknown here"),
+        ("cursor=bm9uZQ", 404, "does not belong to this list"),
+        ("by=host&colour=red", 400, "colour: unknown parameter"),
     ],
 )
 def test_what_cannot_be_asked_is_said(ask: Ask, asked: str, status: int, says: str) -> None:

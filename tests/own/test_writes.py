@@ -71,7 +71,7 @@ def test_a_name_is_taken_once(ask: Ask) -> None:
         ({"name": 7}, "name: Not a valid string."),
         ({"groups": [{"resources:PIGS": "1"}]}, "groups: Unsupported resource class PIGS"),
         ({"description": "a\0"}, "description: Null characters are not allowed."),
-        ({"uuid": "x"}, "uuid: cannot be written; name, description, groups can."),
+        ({"uuid": "x"}, "uuid: cannot be written; writable fields: name, description, groups."),
     ],
 )
 def test_a_profile_that_makes_no_sense(ask: Ask, changes: dict[str, Any], says: str) -> None:
