@@ -72,7 +72,8 @@ def _run() -> None:
         try:
             _follow()
         except psycopg.Error as error:
-            log.info("the hub's connection is gone (%s): connecting again", str(error).strip() or type(error).__name__)
+            reason = str(error).strip() or type(error).__name__
+            log.info("The connection that listens for notifications is lost (%s); connecting again.", reason)
         time.sleep(RETRY_S)
 
 
