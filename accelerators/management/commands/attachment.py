@@ -24,9 +24,9 @@ ROWS = 50
 EVERY_S = 0.25
 TEACHING = """\
 Attach claims free accelerators on the instance's host in Placement, adds them to the instance's allocation, and binds
-them, as Nova does at boot. Stock Nova plugs nothing into a running guest: `show` prints what is left to do by hand, with
-the XML for libvirt. Detach releases everything; remove the accelerators from the guest first. An attachment that fails
-is undone completely.
+them, as Nova does at boot. Stock Nova plugs nothing into a running guest: `show` prints what is left to do by hand,
+with the XML for libvirt. Detach releases everything; remove the accelerators from the guest first. An attachment that
+fails is undone completely.
 
   manage.py attachment attach 5e1f… --profile fpga-one --reason "ticket 4711" --wait
   manage.py attachment attach 5e1f… --device 3f1c…

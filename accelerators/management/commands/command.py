@@ -25,8 +25,8 @@ ROWS = 50
 TEACHING = """\
 The agent of one host executes a command once. The command continues in the background; --wait shows its progress until
 it has ended, and then its result. Destructive commands (reset, partition, program, uninstall) are refused while anybody
-holds the device. To install a device, use `manage.py device enable`; devices are attached and detached when requests are
-bound and unbound.
+holds the device. To install a device, use `manage.py device enable`; devices are attached and detached when requests
+are bound and unbound.
 
   manage.py command health 3f1c… --wait
   manage.py command partition 3f1c… --layout vfs=4 --reason "four instances" --wait
@@ -36,8 +36,8 @@ bound and unbound.
   manage.py command report cmp1.example --driver pci_driver --wait
   manage.py command list --host cmp1.example --open
 
-Exit status: 0 if the command was ordered (with --wait: succeeded); 1 if it was refused, failed, expired or its result is
-unknown. The last line states the reason.
+Exit status: 0 if the command was ordered (with --wait: succeeded); 1 if it was refused, failed or expired, or if its
+result is unknown. The last line states the reason.
 """
 _uuid = shell.uuid()
 
@@ -152,7 +152,7 @@ def _takes(verb: argparse.ArgumentParser, act: Act) -> None:
 def _one(uuid: UUID) -> Row:
     row = Row.objects.select_related("host").filter(uuid=uuid).first()
     if row is None:
-        raise CommandError(f"there is no command {uuid}; `manage.py command list` shows the newest")
+        raise CommandError(f"there is no command {uuid}; `manage.py command list` shows the newest ones")
     return row
 
 

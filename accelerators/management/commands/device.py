@@ -31,10 +31,10 @@ LOTS = 1000
 """If more devices than these are changed, progress is written to standard error."""
 TEACHING = """\
 A device is inactive when it is found. Enable makes it ready (offered), or installing until its driver has prepared it;
---wait waits for that. Disable puts it in maintenance; bound requests stay bound. Drain takes it out of offer and records
-when its last request is gone; with --then retired it is retired at that time. Quarantine is for devices that cannot be
-trusted; release ends the quarantine. Retire takes a device out of use for good and is refused while somebody holds it;
-reinstate makes a retired device inactive. Admit applies the admission rules to devices that are inactive now.
+--wait waits for that. Disable puts it in maintenance; bound requests stay bound. Drain takes it out of offer and
+records when its last request is gone; with --then retired it is retired at that time. Quarantine is for devices that
+cannot be trusted; release ends the quarantine. Retire takes a device out of use for good and is refused while somebody
+holds it; reinstate makes a retired device inactive. Admit applies the admission rules to devices that are inactive now.
 
   manage.py device list --host cmp1.example --state inactive
   manage.py device enable 3f1c… 77ab… --reason "burnt in"
