@@ -71,7 +71,8 @@ def refuse_unless_free(device: Device, act: str, heard: Collection[str] = ()) ->
 
     The reason is HELD, with the holders, or AWAY, with the check that cannot answer. `act` completes "it cannot be ..."
     in the message. Call this inside the transaction that locked the device's row: a bind needs a shared lock on it.
-    `heard` names checks to skip, because the caller has already made them for many devices at once under that lock.
+    `heard` names checks to skip, because the caller has already made them for many devices at once under that
+    lock.
     """
     said = {name: witness(device) for name, witness in _witnesses.items() if name not in heard}
     if holders := [holder for testimony in said.values() for holder in testimony.holders]:

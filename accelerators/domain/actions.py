@@ -78,8 +78,8 @@ class Standing:
 
 @dataclass(frozen=True)
 class _Ask:
-    """One action: the state it leads `to`, the states from which it `moves` a device there, and the states in which
-    there is nothing to do (`there`). In all other states the action is refused."""
+    """One action: the state it leads `to`, the states from which it `moves` a device there, and
+    the states in which there is nothing to do (`there`). In all other states the action is refused."""
 
     to: DeviceState
     moves: frozenset[DeviceState]
@@ -135,8 +135,8 @@ def _outcome(action: Action, now: Standing, then: Drain = Drain.MAINTENANCE) -> 
 def _drain(now: Standing, then: Drain) -> Standing:
     """Return what a drain makes of a device; never refused.
 
-    An offered device goes to maintenance and drains. A device that is not offered drains to `retired` if `then` says
-    so; one in maintenance drains to `maintenance` only if it is held, otherwise its drain ends.
+    An offered device goes to maintenance and drains. A device that is not offered drains to `retired` if `then`
+    says so; one in maintenance drains to `maintenance` only if it is held, otherwise its drain ends.
     """
     if now.here in OFFERED:
         return now.at(_S.MAINTENANCE, then)

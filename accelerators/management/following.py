@@ -18,8 +18,8 @@ BAR = 24
 def follow(numbers: Sequence[int], out: OutputWrapper) -> list[Command]:
     """Wait until these commands have ended, writing their progress to `out`; return them in the order of their ids.
 
-    `numbers` are primary keys; they are queried every EVERY_S seconds. Raises CommandError on Ctrl-C; the commands
-    continue.
+    `numbers` are primary keys; they are queried every EVERY_S seconds. Raises CommandError on Ctrl-C; the
+    commands continue.
     """
     told: dict[int, str] = {}
     terminal = out.isatty() and len(numbers) == 1

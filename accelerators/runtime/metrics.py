@@ -1,8 +1,8 @@
 """Prometheus metrics for `/metrics`: the common registry, and the metrics of `accelerators`.
 
 Other apps add their metrics to the same registry. The host agent, the command-line client and the supervisor must not
-import this module. If the environment variable `metric_files.VARIABLE` is set, `/metrics` shows the sums over all
-processes of the machine, otherwise only the metrics of the process that answers.
+import this module. If the environment variable `metric_files.VARIABLE` is set, `/metrics` shows the sums over
+all processes of the machine, otherwise only the metrics of the process that answers.
 """
 
 from __future__ import annotations

@@ -215,8 +215,8 @@ def _asks(verb: argparse.ArgumentParser, op: RolloutOp) -> None:
 def _settings(name: str) -> dict[str, Any]:
     """Read driver settings from a TOML or JSON file, or as JSON from standard input (`-`).
 
-    Reads at most MAX_FILE characters. Raises CommandError if they cannot be read, cannot be parsed, or are not an
-    object.
+    Reads at most MAX_FILE characters. Raises CommandError if they cannot be read, cannot be parsed, or are
+    not an object.
     """
     try:
         text = sys.stdin.read(MAX_FILE) if name == "-" else Path(name).read_text()[:MAX_FILE]
