@@ -155,7 +155,7 @@ def run_outside_transaction(name: str, step: Callable[[], bool]) -> None:
 
 
 def _run(name: str, step: Callable[[], bool], lock: Callable[[str], AbstractContextManager[bool]]) -> None:
-    """Call `step` under `lock` until no work is left. After `SLICE_S` seconds wake the job again and return."""
+    """Call `step` under `lock` until no work is left. After `SLICE_S` seconds wake the job and return."""
     take_up(name)
     end = time.monotonic() + SLICE_S
     while time.monotonic() < end:
