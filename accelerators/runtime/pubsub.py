@@ -72,8 +72,10 @@ def _run() -> None:
         try:
             _follow()
         except psycopg.Error as error:
-            reason = str(error).strip() or type(error).__name__
-            log.info("The connection that listens for notifications is lost (%s); connecting again.", reason)
+            log.info(
+                "The connection that listens for notifications is lost (%s); connecting again.",
+                str(error).strip() or type(error).__name__,
+            )
         time.sleep(RETRY_S)
 
 
