@@ -57,7 +57,7 @@ def test_it_is_asked_for_followed_and_detached(ask: Ask, cloud: Cloud) -> None:
     row = get(ask, row["url"])
     assert row["state"] == "attached"
     assert row["requests"] == [str(AcceleratorRequest.objects.get().uuid)]
-    assert "stock Nova plugs no accelerator into a guest that runs" in row["hotplug"]
+    assert "stock Nova plugs no accelerator into a running guest" in row["hotplug"]
     assert row["libvirt"] == [ELEMENT]
     assert [step["step"] for step in row["steps"]] == ["asked", "chosen", "claiming", "claimed", "bound"]
     cloud.placement.away = True
@@ -188,5 +188,5 @@ def test_what_libvirt_wants() -> None:
         f'<hostdev mode="subsystem" type="mdev" model="vfio-pci"><source><address uuid="{NOBODY}" /></source></hostdev>'
     )
     assert 'managed="no"' in second and 'bus="0x3b"' in second
-    assert "There is nothing to plug" in libvirt_xml.sentence([test], "cmp1")
+    assert "there is nothing to plug" in libvirt_xml.sentence([test], "cmp1")
     assert libvirt_xml.sentence([], "cmp1") == ""

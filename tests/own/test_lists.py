@@ -196,7 +196,7 @@ def test_a_tag_holds_until_its_collection_is_written(ask: Ask, fill: Fill) -> No
         Host.objects.update(stale_since="2026-01-01T00:00:00Z")
     changed = ask("/api/devices/", **{"If-None-Match": tag})
     assert changed.status_code == 200
-    assert "nothing heard of the agent of cmp0" in results(changed)[0]["stale"]
+    assert "the agent of cmp0 has sent no heartbeat" in results(changed)[0]["stale"]
     for nonsense in ("state=x", "limit=x", "ordering=x"):
         message(ask(f"/api/devices/?{nonsense}", **{"If-None-Match": "*"}), 400)
 
