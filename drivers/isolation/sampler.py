@@ -67,10 +67,10 @@ class Gauge:
         """
         told = self._driver.stats(machine, settings, ask)
         if len(told) > MAX_PER_DEVICE:
-            raise Failed(f"it says {len(told)} numbers of this device, more than {MAX_PER_DEVICE}")
+            raise Failed(f"it returned {len(told)} samples of this device, more than {MAX_PER_DEVICE}")
         samples = self._checked(tuple(one for one in told if math.isfinite(one.value)))
         if any(one.key != ask.key for one in samples):
-            raise Failed("it says numbers of another device")
+            raise Failed("it returned samples of another device")
         return samples
 
 

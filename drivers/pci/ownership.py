@@ -89,7 +89,7 @@ def _problem(device: Device, same_key: int) -> str:
     `same_key` is the number of devices with its identity: if there are several, none of them can be told apart.
     """
     if same_key > 1:
-        return f"{same_key} devices of this driver have the identity {device.key}: none of them can be told apart"
+        return f"{same_key} devices of this driver have the identity {device.key}, so none of them can be used"
     names = [deployable.name for deployable in device.deployables]
     if len(set(names)) < len(names):
         return "two of its deployables have the same name"
