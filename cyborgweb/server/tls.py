@@ -73,7 +73,7 @@ def address(settings: Keys) -> str:
     host, port = listen_address(settings.agent_listen, "CYBORG_AGENT_LISTEN")
     if port == 0:
         raise ConfigurationError(
-            f"CYBORG_AGENT_LISTEN={settings.agent_listen} names no port: say where agents reach it"
+            f"CYBORG_AGENT_LISTEN={settings.agent_listen} names no port: set the port at which agents reach it"
         )
     name = socket.getfqdn() if host in ("0.0.0.0", "::") else host
     return f"https://[{name}]:{port}" if ":" in name else f"https://{name}:{port}"

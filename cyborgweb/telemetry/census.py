@@ -172,7 +172,7 @@ def _row(
     if word not in SPEAK:
         why = _why_not_asked(word)
     elif not free:
-        why = "nothing free there is ready and fits"
+        why = "it has no free unit that is ready and fits"
     elif room < count:
         why = f"room for {room} of {count}"
     return Row(host, free, room, not why, why, busy)
@@ -201,7 +201,7 @@ def _silence(before: telemetry.HostLoad | None, gateways: Sequence[str], within_
         return f"silent: no answer within {within_s:g} s; it last spoke {max(0.0, time.time() - before.at):.0f} s ago"
     if gateways:
         return f"gateway not answering: {', '.join(gateways)[:200]} may hold its connection"
-    return "never sent samples: an older agent, or one that has just come"
+    return "its agent has never sent samples: it is an older release, or it has just connected"
 
 
 def _why_not_asked(word: str) -> str:
