@@ -177,7 +177,7 @@ def _taken(lock: int) -> bool:
 
 
 def _run(name: str, words: list[str], written: Path | None = None, progress: Progress | None = None) -> None:
-    """Run a PostgreSQL program (`pg_dump`, `pg_restore`) on our database, and call `progress` with `written`'s size.
+    """Run `pg_dump` or `pg_restore` on our database, and call `progress` with the size of the file `written`.
 
     The password is passed in its environment, which other users cannot read. Raises BackupError if it fails.
     """

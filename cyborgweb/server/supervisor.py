@@ -198,9 +198,10 @@ class Supervisor:
         return os.environ | {"PYTHONUNBUFFERED": "1", "CYBORG_PARENT": str(os.getpid())} | state | more
 
     def _start_web(self, listener: socket.socket, agents: socket.socket | None) -> None:
-        """Start the web process. It loads its code while the database is prepared, and serves when `self.gate` closes.
+        """Start the web process: it loads its code now, and serves when `self.gate` is closed.
 
-        The listeners are inherited, so that a restarted web process goes on with the same sockets.
+        So it can start while the database is prepared. The listeners are inherited, so that a restarted web process
+        goes on with the same sockets.
         """
         after, self.gate = os.pipe()
         self.after = after
@@ -270,11 +271,11 @@ class Supervisor:
             self._judge(self.children[name], job)
 
     def _judge(self, cluster: Child, stuck: str | None) -> None:
-        """Kill a cluster that does not take up the job `stuck`, unless it may still be starting. `keep` restarts it.
+        """Kill a cluster that does not take up the job `stuck`, unless it may still be starting.
 
-        The time allowed for starting doubles with each quick death (16 times at most); otherwise a busy machine would
-        replace it before it has started. When the cluster takes up its jobs (`stuck` is None) and has run for that
-        time, its deaths are reset to 0.
+        The dead cluster is restarted in the next round. The time allowed for starting doubles with each quick death (16
+        times at most); otherwise a busy machine would replace it before it has started. When the cluster takes up its
+        jobs (`stuck` is None) and has run for that time, its deaths are reset to 0.
         """
         patience = self.settings.tick_stall_s + 3
         if stuck is None:

@@ -84,8 +84,9 @@ class Groups(Pages):
     """Forward-only pages of groups: each begins after the last group of the page before."""
 
     def after(self) -> tuple[str, ...] | None:
-        """Return the group after which this page begins, or None for the first page. Raises NotFound for a cursor
-        that names no group.
+        """Return the group after which this page begins, or None for the first page.
+
+        Raises NotFound for a cursor that names no group.
         """
         if self.cursor is None:
             return None

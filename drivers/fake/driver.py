@@ -46,7 +46,7 @@ class Script(Struct, forbid_unknown_fields=True):
     `install`: names, each of which takes one step to install. `handle_type`: MDEV handles must be attached. `refuse`:
     act → kind and text of the error it raises. `wrong`: acts that get a last step whose check never succeeds. `slow_s`:
     act or `stats` → seconds that it sleeps. `busy`: numbers of devices that another program uses. `signals`: the
-    readings of `health`. `stats`: the load of every device; if it is None, the load changes by itself (`moving`).
+    readings of `health`. `stats`: the load of every device; if it is None, it changes by itself (`moving`).
     """
 
     count: Annotated[int, Meta(ge=0, le=4096)] = 1

@@ -178,8 +178,8 @@ def within(
 ) -> tuple[tuple[Device, ...], tuple[Fault, ...]]:
     """Return the devices and handles that the backend's limits allow, and a fault for everything that is left out.
 
-    Devices whose keys are `known` come first, so that a new device does not displace them; within both groups the order
-    is by address.
+    Devices whose keys are `known` come first, so that a new device does not displace them.
+    Within both groups the order is by address.
     """
     most_devices, most_handles = kind.limits.max_devices, kind.limits.max_handles
     ordered = sorted(devices, key=lambda device: (device.key not in known, device.address or "", device.key))

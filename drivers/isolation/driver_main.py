@@ -1,10 +1,10 @@
 """The main program of a driver's process: `python -I -m drivers.isolation.driver_main NAME`.
 
 The agent starts it (`drivers.isolation.runner`); for inspection it can be started by hand. It speaks JSON lines: it
-first writes `{"ready": {manifest}}`, then answers each line of stdin, a Request, with an Answer that has exactly one of
-`report`, `reasons`, `vitals`, `load`, `plan` and `error`. The process can only read the host
-(`drivers.isolation.sandbox`), so its stdout must be a terminal or a pipe, not a file (docs/writing-a-driver.md).
-To keep the process small it uses no asyncio and no logging, and imports pyudev only for drivers that need it.
+first writes `{"ready": {manifest}}`, then answers each line of stdin, a Request, with an Answer.
+The process can only read the host (`drivers.isolation.sandbox`), so its stdout must be a terminal or a pipe, not a file
+(docs/writing-a-driver.md). To keep the process small it uses no asyncio and no logging, and imports pyudev only for
+drivers that need it.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from collections import deque
 from typing import cast
 
 MAX_STDERR = 1024 * 1024
-"""Maximum bytes on stderr per request; more is an error. The last TAIL bytes are kept for the error message."""
+"""Maximum bytes on stderr per request; more is an error. The last TAIL bytes are kept for error messages."""
 TAIL = 2048
 MAX_LINES = 16
 """Maximum unread lines of answers; a correct driver has one, or two when it starts."""
@@ -29,8 +29,9 @@ class PipeError(Exception):
 
 
 class Pipe(asyncio.SubprocessProtocol):
-    """The connection to one child process. Call `begin` before each request, `send` it, and read answers with `line`.
+    """The connection to one child process.
 
+    Call `begin` before each request, send it with `send`, and read answers with `line`.
     `max_line` is the maximum size of an answer in bytes. `introduced` is for the owner of this object: whether the
     process has sent its manifest.
     """
@@ -113,7 +114,7 @@ class Pipe(asyncio.SubprocessProtocol):
         return self._lines.popleft()
 
     def complaint(self) -> str:
-        """Return the last line that the process wrote to stderr since `begin`, printable and at most 500 characters."""
+        """Return the last line on stderr since `begin`, printable and at most 500 characters."""
         lines = self._tail.decode(errors="replace").strip().splitlines()
         return "".join(char if char.isprintable() else " " for char in lines[-1][-500:]) if lines else ""
 

@@ -30,7 +30,7 @@ log = logging.getLogger("cyborg.driver")
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """The back-off before a broken driver is started again: it doubles from the first to the longest pause."""
 BREAKS, WITHIN_S = 5, 600.0
-"""A driver that broke BREAKS times within WITHIN_S seconds is quarantined: not started again until `release`."""
+"""A driver that failed BREAKS times within WITHIN_S seconds is quarantined: only `release` ends that."""
 PASSED_ON = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "LD_PRELOAD", "UMOCKDEV_DIR")
 """Environment variables that a driver's process inherits; none of the agent's secrets are among them.
 
@@ -245,7 +245,7 @@ class DriverProcess:
         return pipe
 
     async def _answer(self, pipe: Pipe, wanted: str) -> Answer:
-        """Return the next answer, which must belong to the last request and have the field `wanted` or an error.
+        """Return the next answer: it must be for the last request, with the field `wanted` or an error.
 
         Raises PipeError for any other line; a manifest before it is stored.
         """
@@ -284,7 +284,7 @@ class DriverProcess:
         _warned.update(ready.unconfined)
 
     async def _give_up(self, reason: str) -> None:
-        """Stop the process and set the back-off or, after BREAKS breaks within WITHIN_S, quarantine the driver.
+        """Stop the process and set the back-off. After too many failures, quarantine the driver instead.
 
         The stored reason stays the same until the next start, because a changed error text would cause a new report.
         """

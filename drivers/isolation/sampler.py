@@ -77,8 +77,8 @@ class Gauge:
 class Reading(threading.Thread):
     """One round through the devices, in a thread.
 
-    `at` is the key of the device being read, `done` the key of the last one that was read. Setting `over` ends the
-    round after the present device.
+    `at` is the key of the device being read, `done` the key of the last one that was read.
+    Setting `over` ends the round after the present device.
     """
 
     def __init__(self, asks: list[Ask], one: Callable[[Ask], tuple[Sample, ...]]) -> None:

@@ -71,9 +71,10 @@ def copy(path: str, image: str) -> None:
 def firmware(path: str, image: str, say: Callable[..., None]) -> None:
     """Upload the image through the kernel's firmware upload class and wait until the upload has ended.
 
-    `path` is the directory of the class device; `say` is called with the progress. Raises WriteRefusedError if another
-    upload runs, because the kernel does not refuse that (Documentation/ABI/testing/sysfs-class-firmware), or if the
-    device reports an error. Raises OSError if writing the data fails.
+    `path` is the directory of the class device; `say` is called with the progress.
+    Raises WriteRefusedError if another upload runs, because the kernel does not refuse that
+    (Documentation/ABI/testing/sysfs-class-firmware), or if the device reports an error. Raises OSError if writing the
+    data fails.
     """
     if (status := _text(f"{path}/status")) != "idle":
         raise WriteRefusedError(busy=f"{path} is {status}: another upload runs")

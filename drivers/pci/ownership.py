@@ -21,8 +21,8 @@ from drivers.inventory import Device, DriverReport, Fault
 def settle(reports: Sequence[DriverReport], before: Mapping[str, DriverReport] | None = None) -> list[DriverReport]:
     """Return the reports with a Fault in place of each device that belongs to another driver or backend.
 
-    `reports` must be in the order of `enabled_drivers`. `before` is the last result by driver name: a driver or backend
-    that failed now gets the devices it had then.
+    `reports` must be in the order of `enabled_drivers`. `before` is the last result by driver name: a driver or a
+    backend that failed now gets the devices it had then.
     """
     had = before or {}
     whole = [_carried(report, had.get(report.driver)) for report in reports]

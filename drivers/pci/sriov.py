@@ -65,7 +65,7 @@ def plan(look: Look, address: str, wanted: int, *, unbound: bool) -> list[Step]:
 def back(look: Look, address: str, first: Mapping[str, str]) -> list[Step]:
     """Return the steps that restore the first number of virtual functions and the first autoprobe setting.
 
-    `first` is `Ask.first`; values that are not in it are left unchanged. Raises Busy and Unsupported like `plan`.
+    `first` is `Ask.first`; values that are not in it are left unchanged. Raises Busy and Unsupported.
     """
     machine, path = look.machine, f"{PCI_DEVICES}/{address}"
     wanted, there = first.get(f"{path}/sriov_numvfs", ""), machine.read_int(f"{path}/sriov_numvfs", 0)
