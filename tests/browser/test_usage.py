@@ -38,4 +38,4 @@ def test_a_census_with_the_keyboard_alone(desk: Desk) -> None:
     page.goto("/admin/census/")
     page.get_by_label("Requests more").press("Enter")
     expect(page.locator("#found")).to_contain_text("1 answered")
-    expect(page.locator(".census")).to_contain_text("nothing free there is ready and fits")
+    expect(page.locator(".census")).to_contain_text("it has no free unit that is ready and fits")
