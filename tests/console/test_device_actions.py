@@ -73,7 +73,7 @@ def test_a_drain_is_shown_on_the_page_and_in_the_list(operator: Client, fill: Fi
     assert "request" in answered.content.decode() and "Type <code>0000:00:00.0</code>" in answered.content.decode()
     for typed in ("", "0000:01:00.0"):
         wrong = operator.post(decide(held()), {"choice": "drain-retire", "sure": "yes", "typed": typed})
-        assert "That is not it: nothing was done." in wrong.content.decode()
+        assert "The text does not match. Nothing was done." in wrong.content.decode()
     assert held().state == "ready"
     answered = operator.post(decide(held()), SURE | {"choice": "drain-retire"}, follow=True)
     assert sentence(answered) == "1044 0000:00:00.0 is now maintenance, draining: 1 request left."

@@ -76,8 +76,8 @@ def test_on_all_hosts_with_a_failure_and_cancelled(operator: Client) -> None:
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"do": "install", "settings": "{"}, "The settings are no JSON"),
-        ({"do": "install", "settings": "[]"}, "Settings are a JSON object"),
+        ({"do": "install", "settings": "{"}, "The settings are not valid JSON"),
+        ({"do": "install", "settings": "[]"}, "The settings must be a JSON object"),
         ({"do": "install", "settings": '{"password": "x"}'}, "looks like a secret"),
         ({"do": "enable"}, "install it there first"),
         ({"do": "settings"}, "Say what is to be other than it is"),
