@@ -138,7 +138,7 @@ RULE = {"name": "fakes", "order": "10", "action": "ready", "driver": "test_*", "
 def test_rules_are_made_changed_applied_and_deleted(operator: Client) -> None:
     apply(a_host(), answer(*(card(n) for n in range(3))))
     rules = reverse("admin:accelerators_admissionrule_changelist")
-    assert "what is found is inactive until somebody enables it" in operator.get(rules).content.decode()
+    assert "new devices are inactive until somebody enables them" in operator.get(rules).content.decode()
     made = operator.post(reverse("admin:accelerators_admissionrule_add"), RULE)
     assert made.status_code == 302, made.context["adminform"].errors
     rule = AdmissionRule.objects.get()

@@ -63,7 +63,7 @@ SENSELESS = (
     ({"change": "double", "count": "1"}, "Enter how many units to add or to remove"),
     ({"change": "more", "count": "1", "layout": "nonsense"}, "words of the driver"),
     ({"change": "more", "count": "1", "reason": "x" * 501}, "A reason is at most"),
-    ({"change": "more", "count": "1", "device": ["x"]}, "Choose devices"),
+    ({"change": "more", "count": "1", "device": ["x"]}, "Select devices"),
 )
 
 
