@@ -129,7 +129,7 @@ def test_held_devices_take_their_number_typed(operator: Client, fill: Fill) -> N
     bulk = choose(operator, "drain")
     assert "Some devices are held" in operator.get(page(bulk)).content.decode()
     for wrong in ("", "9"):
-        assert "type 10, their number. Nothing was done." in do(operator, bulk, "confirm", typed=wrong)
+        assert "To confirm, type 10. Nothing was done." in do(operator, bulk, "confirm", typed=wrong)
     assert bulk.state == "draft" and not Device.objects.exclude(state="ready").exists()
     do(operator, bulk, "confirm", typed="10")
     assert (bulk.state, bulk.moved) == ("done", 10)

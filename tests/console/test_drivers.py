@@ -38,7 +38,7 @@ def press(client: Client, address: str, **fields: str) -> str:
 
 def test_a_driver_is_installed_from_its_page_and_the_rollout_is_followed(operator: Client) -> None:
     shown = operator.get(page()).content.decode()
-    assert "as its host&#x27;s own file says" in shown and 'value="install"' in shown
+    assert "its host&#x27;s own file decides" in shown and 'value="install"' in shown
     assert 'value="uninstall"' not in shown
     shown = press(operator, page(), do="install", settings='{"rules": []}', reason="new GPUs")
     assert "install pci_driver on 1 host" in shown and "1 ordered" in shown

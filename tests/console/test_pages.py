@@ -142,7 +142,7 @@ def test_a_driver_that_is_not_asked_any_more_is_said(operator: Client) -> None:
     with conductor.writing():
         Host.objects.update(drivers={})
     apply(host, answer(driver="other_driver"), seq=4)
-    assert "pci_driver is not asked any more on cmp1" in text(operator, host)
+    assert "The driver pci_driver does not run on cmp1 any more" in text(operator, host)
 
 
 @pytest.mark.parametrize("devices", [1, 6])
