@@ -71,8 +71,8 @@ class Choice:
         except IllegalTransitionError as error:
             return f"It {error}."
         if self.action is Action.RETIRE and now.held:
-            are = "is" if now.held == 1 else "are"
-            return f"{now.held} of its units {are} held. Choose “Drain, then retire”: that waits until they are free."
+            verb = "is" if now.held == 1 else "are"
+            return f"{now.held} of its units {verb} held. Choose “Drain, then retire”: that waits until they are free."
         return "It is not offered and nobody holds it. Choose “Retire” instead."
 
 
