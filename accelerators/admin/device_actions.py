@@ -53,7 +53,7 @@ class Choice:
     def offered(self, now: Standing) -> bool:
         """Return whether the button is shown: the action is legal now, and would change something.
 
-        Only our own requests count as holders (`now.held`); other witnesses are not asked.
+        Only our own requests count as holders; Placement and Nova are not asked.
         """
         try:
             changes = actions.decide(self.action, now, self.then) != now
