@@ -131,7 +131,7 @@ def test_the_console_asks_shows_and_detaches(client: Client) -> None:
     page = client.get("/admin/accelerators/attachment/attach/?profile=one").content.decode()
     assert 'value="one"' in page and '<option value="two">' in page
     wrong = client.post("/admin/accelerators/attachment/attach/", {"instance": "x", "profile": "one"})
-    assert "named by their uuids" in wrong.content.decode()
+    assert "Enter the uuids of the instance" in wrong.content.decode()
     made = client.post("/admin/accelerators/attachment/attach/", {"instance": VM, "profile": "one", "reason": "why"})
     row = Attachment.objects.get()
     assert made["Location"] == f"/admin/accelerators/attachment/{row.pk}/change/"
