@@ -48,7 +48,7 @@ def seal(most: int = MOST) -> bool:
         write = conductor.cursor()
         (final,) = write.execute(FINAL).fetchone()
         if final < last.tx:
-            log.error("transactions are numbered from lower on than the last seal's: this database was restored")
+            log.error("transaction numbers are lower than those of the last seal: this database was restored")
             write.execute("SELECT accelerators_event_renumber()")
             return False
         found = write.execute(FRESH, [last.tx, last.event, final, most]).fetchall()

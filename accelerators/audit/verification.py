@@ -94,7 +94,7 @@ def verify(
             (proof.unsealed,) = cursor.fetchone()
             cursor.execute(BELOW)
             if below := cursor.fetchone():
-                proof.findings.append(Finding(0, below[0], f"event {below[0]} was put in: no transaction wrote it"))
+                proof.findings.append(Finding(0, below[0], f"event {below[0]} was inserted: no transaction wrote it"))
     return proof
 
 
@@ -109,7 +109,7 @@ def _seal(seal: Seal, before: Seal, anchors: Mapping[int, str], dropped: set[str
         text = f"seal №{seal.number} does not fit: it was changed, or does not follow №{before.number}"
         proof.findings.append(Finding(seal.number, 0, text))
     if anchors.get(seal.number, seal.hash) != seal.hash:
-        text = f"seal №{seal.number} is not the one that was kept elsewhere: the chain was made anew"
+        text = f"seal №{seal.number} differs from the one that was kept elsewhere: the chain was computed again"
         proof.findings.append(Finding(seal.number, 0, text))
     with connection.cursor() as cursor:
         cursor.execute(SEALED, [before.tx, before.event, seal.tx, seal.event, seal.events + 1])
@@ -119,7 +119,7 @@ def _seal(seal: Seal, before: Seal, anchors: Mapping[int, str], dropped: set[str
     if seal.events and seal.month in dropped:
         proof.dropped += seal.events
         if rows:
-            text = f"event {rows[0][0]} was put in: those of seal №{seal.number} were dropped with {seal.month}"
+            text = f"event {rows[0][0]} was inserted: those of seal №{seal.number} were dropped with {seal.month}"
             proof.findings.append(Finding(seal.number, rows[0][0], text))
         return
     proof.events += len(rows)
@@ -132,13 +132,13 @@ def _event(seal: Seal, ids: list[int], digests: list[bytes]) -> Finding:
     """Return the finding about the first event under a seal that does not fit; `ids` and `digests` are of the events
     that are there now."""
     place = hash_chain.parting(bytes(seal.marks), digests)
-    there = f"{'more than ' if len(ids) > seal.events else ''}{min(len(ids), seal.events)} are there"
+    there = f"{'more than ' if len(ids) > seal.events else ''}{min(len(ids), seal.events)} found"
     under = f"under seal №{seal.number} ({seal.events} events, {there})"
     if place is None:
         return Finding(seal.number, 0, f"an event {under} was changed")
     if place >= len(ids):
         return Finding(seal.number, 0, f"the last events {under} are gone")
-    what = "was changed" if len(ids) == seal.events else "was put in"
+    what = "was changed" if len(ids) == seal.events else "was inserted"
     if len(ids) < seal.events:
-        what = "stands where another one stood, which is gone"
+        what = "replaces another event, which is gone"
     return Finding(seal.number, ids[place], f"event {ids[place]} {what}, {under}")

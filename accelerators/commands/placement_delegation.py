@@ -26,7 +26,7 @@ class WriterStatus(NamedTuple):
     silent: bool
 
 
-NOBODY = WriterStatus("no agent has ever joined from there", True)
+NOBODY = WriterStatus("no agent of this host has ever connected", True)
 
 Epoch = Callable[[], int]
 Hands = Callable[[Collection[int]], dict[int, WriterStatus]]

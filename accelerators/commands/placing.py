@@ -209,10 +209,10 @@ def ask_host(
     """
     if op not in ASKED_OF_HOST:
         raise RefusedError(
-            Reason.INVALID, f"A host cannot be asked to {op}; it can be asked: {', '.join(ASKED_OF_HOST)}."
+            Reason.INVALID, f"{op} is no command for a host; the commands for hosts are {', '.join(ASKED_OF_HOST)}."
         )
     if len(driver) > MAX_WORD or "\0" in driver or (driver and op == "logs"):
-        raise RefusedError(Reason.INVALID, "Only rescan and report take a driver, by its name.")
+        raise RefusedError(Reason.INVALID, "Only rescan and report take the name of a driver.")
     reason = check_reason(reason)
     with conductor.writing():
         host = Host.objects.filter(uuid=host_uuid).first()
@@ -257,7 +257,7 @@ def cancel(requests: Sequence[UUID | str]) -> None:
     `commands` is woken. Call it inside `conductor.writing()`.
     """
     if requests:
-        values = {"requests": [str(uuid) for uuid in requests], "text": "nobody waits for it any more"}
+        values = {"requests": [str(uuid) for uuid in requests], "text": "its request does not need it any more"}
         if _execute(sql.CANCELLED, values).rowcount:
             transaction.on_commit(partial(jobs.kick, JOB), robust=True)
 
@@ -313,7 +313,9 @@ def take_back(numbers: Sequence[int]) -> None:
     if numbers:
         found = _execute(sql.MADE, {"numbers": list(numbers), "types": list(ON_HOST)}).fetchall()
         requests = dict(Command.objects.filter(id__in=[id for id, *_ in found]).values_list("id", "request"))
-        place([detach(handle, consumer, requests[id], "nobody waits for it") for id, handle, consumer in found])
+        place(
+            [detach(handle, consumer, requests[id], "its request needs it no more") for id, handle, consumer in found]
+        )
 
 
 def detach(handle: int, consumer: str | None, request: UUID | str | None, reason: str, actor: str = "binding") -> Order:
@@ -346,18 +348,18 @@ def _arguments(op: str, layout: Mapping[str, str] | None, image: UUID | None) ->
     """Check what the caller gave for the device command `op`; return the command arguments. Raise RefusedError
     INVALID."""
     if op not in ASKED:
-        raise RefusedError(Reason.INVALID, f"A device cannot be asked to {op}; it can be asked: {', '.join(ASKED)}.")
+        raise RefusedError(Reason.INVALID, f"{op} is no command for a device; these are: {', '.join(ASKED)}.")
     if bool(layout) != (op == "partition"):
-        raise RefusedError(Reason.INVALID, 'Partition, and nothing else, takes a layout, for example {"vfs": "4"}.')
+        raise RefusedError(Reason.INVALID, 'Only partition takes a layout, and it needs one, for example {"vfs": "4"}.')
     if (image is not None) != (op == "program"):
-        raise RefusedError(Reason.INVALID, "Program, and nothing else, takes an image, by its uuid.")
+        raise RefusedError(Reason.INVALID, "Only program takes the uuid of an image, and it needs one.")
     if layout:
         texts = [text for pair in layout.items() for text in pair]
         if not all(isinstance(text, str) and "\0" not in text and len(text) <= MAX_VALUE for text in texts) or any(
             len(word) > MAX_WORD for word in layout
         ):
             raise RefusedError(
-                Reason.INVALID, f"A layout holds words of at most {MAX_WORD} characters and short values."
+                Reason.INVALID, f"A word of a layout has at most {MAX_WORD} characters, its value at most {MAX_VALUE}."
             )
         if len(layout) > MAX_LAYOUT:
             raise RefusedError(Reason.INVALID, f"A layout holds at most {MAX_LAYOUT} words.")
@@ -398,7 +400,7 @@ def refuse_changed(device: Device, seen: int | None) -> None:
     if seen is not None and seen != device.generation:
         now = f"generation {device.generation}"
         why = f"is at {now} now, not {seen}: somebody changed it"
-        raise RefusedError(Reason.CONFLICT, f"Device {device.uuid} {why}. Look at it again, then say {now}.")
+        raise RefusedError(Reason.CONFLICT, f"Device {device.uuid} {why}. Read it again, then send {now}.")
 
 
 def _refuse_words(device: Device, layout: Mapping[str, str]) -> None:
@@ -409,7 +411,8 @@ def _refuse_words(device: Device, layout: Mapping[str, str]) -> None:
     words = device.changeable.split()
     if words and (strange := sorted(layout.keys() - words)):
         takes = f"{device.driver} takes {', '.join(words)}"
-        raise RefusedError(Reason.INVALID, f"{', '.join(strange)[:200]}: no word for device {device.uuid}; {takes}.")
+        refused = ", ".join(strange)[:200]
+        raise RefusedError(Reason.INVALID, f"The layout of device {device.uuid} has no word {refused}; {takes}.")
 
 
 def refuse_busy(device: Device, op: str) -> None:

@@ -91,7 +91,7 @@ def unclear(device: int, deployable_name: str) -> None:
             host=about.host,
             subject=(about.uuid, str(about)),
             changes={f"{part.name} bitstream": [str(part.bitstream_id), None] for part in held},
-            reason="it was being programmed, and how that ended cannot be told",
+            reason="programming was interrupted, and its result is unknown",
         )
 
 

@@ -228,7 +228,9 @@ def _decide(action: Action, device: Device, now: Standing, then: Drain, seen: Se
         raise changed
     if after != now and now.held and seen and not seen.held_too:
         holders = ", ".join(safety.requests(device).holders)
-        raise RefusedError(Reason.HELD, f"Device {device.uuid} is held by {holders}: confirm it for held devices.")
+        raise RefusedError(
+            Reason.HELD, f"Device {device.uuid} is held by {holders}: confirm that you mean held ones, too."
+        )
     return after
 
 
@@ -360,7 +362,7 @@ def _refuse_unless_free(end: float, device: Device, now: Standing) -> None:
     """Raise RefusedError HELD or AWAY unless every witness says that nobody holds the device; AWAY after the time
     `end`."""
     if time.monotonic() > end:
-        raise RefusedError(Reason.AWAY, f"Whether device {device.uuid} is held was not found out in time: try again.")
+        raise RefusedError(Reason.AWAY, f"The check whether device {device.uuid} is held took too long: try again.")
     safety.refuse_unless_free(device, "retired", () if now.held else (safety.REQUESTS,))
 
 
@@ -376,7 +378,7 @@ def _refuse_unless_idle(device: Device, after: Standing) -> None:
 
 def _result(device: Device, after: Standing, outcome: Literal["moved", "unchanged"]) -> Result:
     """Return the result for a device that was not refused; its text tells what a missing or draining one waits for."""
-    said = [f"{after.here} when its driver names it again"] if after.state == _S.MISSING else []
+    said = [f"{after.here} when its driver reports it again"] if after.state == _S.MISSING else []
     said += [f"draining: {requests_left(after.held)}"] if after.drain_to else []
     return Result(device.uuid, outcome, str(device), device.host.name, after.state, ", ".join(said))
 

@@ -97,7 +97,7 @@ def choose(wanted: Sequence[Mapping[str, str]], there: Sequence[Candidate], wher
     chosen, without = _take(plan, _fitting(wanted, there), {one.provider: one.free for one in there})
     if without is not None:
         asked = ", ".join(f"{key}={value}" for key, value in sorted(wanted[without].items()))
-        raise RefusedError(Reason.NONE_FREE, f"{where} has none free that is ready and fits {asked[:300]}.")
+        raise RefusedError(Reason.NONE_FREE, f"{where} has no free unit that is ready and fits {asked[:300]}.")
     shares: dict[str, tuple[str, int]] = {}
     for index, one in sorted(chosen.items()):
         before = shares.get(one.provider, ("", 0))[1]

@@ -100,12 +100,12 @@ def follow(row: Attachment) -> bool:
     if failed is not None:
         raise RefusedError(Reason.CONFLICT, failed or "its bind failed")
     if len(found) < len(row.requests) or not states <= {RequestState.BOUND, RequestState.BIND_STARTED}:
-        raise RefusedError(Reason.CONFLICT, "Its requests were taken away while they were being bound.")
+        raise RefusedError(Reason.CONFLICT, "Its requests were deleted or unbound while they were being bound.")
     if states == {RequestState.BOUND}:
         advance(row, _S.ATTACHED, "bound", attached_at=datetime.now(UTC))
         return True
     if row.step != "binding":
-        advance(row, _S.ATTACHING, "binding", f"{row.host} prepares it")
+        advance(row, _S.ATTACHING, "binding", f"{row.host} is preparing the device")
     return False
 
 
@@ -171,7 +171,7 @@ def watch() -> bool:
     if lost:
         with conductor.writing():
             for row in Attachment.objects.filter(id__in=lost, state=_S.ATTACHED).order_by("id").select_for_update():
-                text = "its requests were taken away: the instance is deleted or shelved"
+                text = "its requests were deleted or unbound: the instance is deleted or shelved"
                 advance(row, _S.DETACHING, "", text, fault=text)
                 conductor.intend(KIND, {str(row.uuid): {}})
     return bool(lost)
@@ -206,10 +206,10 @@ def _of_class(chosen: Choice, who: Caller) -> str:
     profile, wanted = f"attach-{name}", [{f"resources:{name}": "1"}]
     if not DeviceProfile.objects.filter(name=profile).exists():
         try:
-            text = "One of its class, for devices that are attached by themselves."
+            text = "One unit of a resource class, for attaching a single device."
             profiles.create(profile, groups.check_groups(wanted), text, None, who)
         except groups.GroupError as error:
-            raise RefusedError(Reason.INVALID, f"Class {name} cannot be asked for: {error}") from None
+            raise RefusedError(Reason.INVALID, f"Resource class {name} cannot be requested: {error}") from None
     if DeviceProfile.objects.get(name=profile).groups != wanted:
         raise RefusedError(Reason.CONFLICT, f"Profile {profile} asks for something else than one {name}: rename it.")
     return profile

@@ -93,7 +93,7 @@ def ask(
     or AWAY if it is clear already that the attachment cannot succeed; then nothing is written.
     """
     if bool(profile) == bool(device):
-        raise RefusedError(Reason.INVALID, "Say what is to be attached: a device profile, or a device.")
+        raise RefusedError(Reason.INVALID, "Give either a device profile or a device to attach.")
     reason = check_reason(reason)
     named = _profile(profile).name if profile else ""
     found = looked_up(str(instance), None if everyone else caller.project_id)
@@ -126,7 +126,7 @@ def detach(
             raise _no_attachment(uuid, own)
         if row.state not in TAKEN_BACK:
             attached = row.state == _S.ATTACHED
-            fault = "" if attached else f"{caller.name} had it detached before it was attached"
+            fault = "" if attached else f"{caller.name} ordered its detachment before it was attached"
             state = _S.DETACHING if attached else _S.UNDOING
             advance(row, state, "", reason, source=source, actor=caller.name, fault=fault)
             conductor.intend(KIND, {str(row.uuid): {}})
@@ -139,7 +139,7 @@ def looked_up(instance: str, project: str | None = None) -> Instance:
     Raises RefusedError as `Look` does, and CONFLICT if no cloud is configured.
     """
     if not _looks:
-        text = "No cloud is configured: whose instance it is, and on which host, only Nova can tell (CYBORG_CLOUD)."
+        text = "No cloud is configured (CYBORG_CLOUD), and only Nova knows the instance's project and host."
         raise RefusedError(Reason.CONFLICT, text)
     return _looks[0](instance, project)
 
@@ -151,15 +151,16 @@ def host_of(found: Instance) -> Host:
     it, or if not exactly one host matches its places.
     """
     if found.status not in FITTING or found.task:
-        doing = f", and Nova is at it ({found.task})" if found.task else ""
+        doing = f", and Nova is working on it ({found.task})" if found.task else ""
         possible = ", ".join(FITTING)
-        text = f"Instance {found.uuid} is {found.status}{doing}: devices are attached to one that is {possible}."
+        what = f"Instance {found.uuid} is {found.status}{doing}"
+        text = f"{what}: devices can only be attached to one that is {possible}."
         raise RefusedError(Reason.CONFLICT, text)
     there = Host.objects.filter(Q(name__in=found.places) | Q(node__in=found.places)).order_by("id")[:2]
     if len(there) != 1:
-        named = ", ".join(sorted(found.places)) or "no host that Nova tells our service user of"
-        which = "more than one host here" if there else "no host here"
-        raise RefusedError(Reason.CONFLICT, f"Instance {found.uuid} is on {named}, which is {which}.")
+        named = ", ".join(sorted(found.places)) or "a host that Nova does not show to our service user"
+        which = "matches more than one host here" if there else "is no host here"
+        raise RefusedError(Reason.CONFLICT, f"Instance {found.uuid} is on {named}, which {which}.")
     return there[0]
 
 
@@ -225,7 +226,7 @@ def choice(row: Attachment, host: Host) -> Choice:
     if row.device:
         where = f"Device {row.device} on {host.name}"
         if not there or not there[0].resource_class:
-            raise RefusedError(Reason.NONE_FREE, f"{where} has none free: it has to be ready there, and not all held.")
+            raise RefusedError(Reason.NONE_FREE, f"{where} has no free unit: it must be ready and not fully held.")
         wanted = [{f"resources:{there[0].resource_class}": "1"}]
     else:
         where, wanted = f"Host {host.name}", _profile(row.profile).groups
@@ -244,7 +245,7 @@ def refuse_mixed(row: Attachment, types: Set[str]) -> None:
     """
     held = AcceleratorRequest.objects.filter(instance_uuid=row.instance, attach_handle__attach_type=HandleType.PCI)
     if (other := sorted(types - {HandleType.PCI.value})) and held.exclude(uuid__in=row.requests).exists():
-        text = f"has PCI devices, which Nova would not give it at its next start beside {', '.join(other)}"
+        text = f"has PCI devices, and Nova does not pass those to an instance together with {', '.join(other)}"
         raise RefusedError(Reason.CONFLICT, f"Instance {row.instance} {text}: attach that to another instance.")
 
 
@@ -262,7 +263,7 @@ def _profile(named: str) -> DeviceProfile:
 def _no_attachment(uuid: UUID, own: Q) -> RefusedError:
     """Explain why `uuid` cannot be detached: CONFLICT if it is the uuid of a request, otherwise UNKNOWN."""
     if holder := Attachment.objects.filter(own, requests__contains=[uuid]).values_list("uuid", flat=True).first():
-        return RefusedError(Reason.CONFLICT, f"{uuid} is a request of attachment {holder}: detach that.")
+        return RefusedError(Reason.CONFLICT, f"{uuid} is a request of attachment {holder}: detach that attachment.")
     if AcceleratorRequest.objects.filter(own, uuid=uuid).exists():
         text = f"Request {uuid} was not made by an attachment but for Nova: it is freed when Nova deletes the instance."
         return RefusedError(Reason.CONFLICT, text)

@@ -145,13 +145,13 @@ def foresee(
     """
     installs, busy, held, able = map(bool, facts)
     if state is None:
-        return Forecast(Outcome.REFUSED, "is not there any more", held)
+        return Forecast(Outcome.REFUSED, "does not exist any more", held)
     here, drain_to = returns and DeviceState(returns), drains and Drain(drains)
     now = Standing(DeviceState(state), here or None, drain_to or None, int(held), installs)
     if bulk.action in bulk_commands.OPS:
         said = bulk_commands.blocked(bulk.action, stood, now.word, now.state, able=able, busy=busy, held=held)
         in_use = held and bulk.action in DESTRUCTIVE
-        return Forecast(Outcome.REFUSED if said else Outcome.MOVED, said or "its agent is asked", in_use)
+        return Forecast(Outcome.REFUSED if said else Outcome.MOVED, said or "the command is sent to its agent", in_use)
     action, blocked = Action(bulk.action), ""
     try:
         after = decide(action, now, Drain(bulk.then))

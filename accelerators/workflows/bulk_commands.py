@@ -34,7 +34,7 @@ def blocked(op: str, stood: str, word: str, state: DeviceState, *, able: bool, b
     if state not in placing.ASKED[op]:
         return f"is {state}: {op} is not possible"
     if not able:
-        return f"its driver knows no {op}"
+        return f"its driver does not support {op}"
     if op in DESTRUCTIVE and held:
         return f"is held: it cannot be {DONE[op]}"
     return "is busy with a command" if busy and op in placing.EXCLUSIVE else ""
@@ -52,7 +52,7 @@ def many(op: str, seen: Mapping[UUID, str], caller: Caller, reason: str) -> list
         found = {device.uuid: device for device in conductor.locked(Device.objects.filter(uuid__in=list(seen)))}
         results: Sequence[Result] = [_one(op, found[uuid], seen[uuid], caller, reason, until) for uuid in found]
     gone = seen.keys() - found.keys()
-    lost = (Result(uuid, "refused", text="It is not there any more.", reason=Reason.UNKNOWN) for uuid in gone)
+    lost = (Result(uuid, "refused", text="The device does not exist any more.", reason=Reason.UNKNOWN) for uuid in gone)
     return [*results, *lost]
 
 
@@ -64,7 +64,7 @@ def _one(op: str, device: Device, stood: str, caller: Caller, reason: str, until
             said = f"It was {stood} when it was chosen; it is {device.stands} now. Look at it again."
             raise RefusedError(Reason.CONFLICT, said)
         if op in DESTRUCTIVE and time.monotonic() > until:
-            raise RefusedError(Reason.AWAY, "Whether it is held was not found out in time: try again.")
+            raise RefusedError(Reason.AWAY, "The check whether it is held took too long: try again.")
         command = placing.ask(op, device.uuid, caller, reason=reason, source=Source.PERSON)
     except RefusedError as refused:
         return Result(device.uuid, "refused", *about, refused.text, refused.reason)

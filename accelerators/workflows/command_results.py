@@ -102,10 +102,10 @@ def _silent(command: Command) -> Ended:
     """End a command without an answer: `expired` if the agent has not taken it, otherwise `unknown`."""
     if command.state == _C.PREPARING:
         why = f": {command.progress}" if command.progress else ""
-        return Ended(command, _C.EXPIRED, f"its image was not here in time{why}")
+        return Ended(command, _C.EXPIRED, f"its image was not fetched in time{why}")
     if command.state == _C.QUEUED:
-        return Ended(command, _C.EXPIRED, f"the agent of {command.host} did not take it in time")
-    said = f", its last words: {command.progress}" if command.progress else ""
+        return Ended(command, _C.EXPIRED, f"the agent of {command.host} did not accept it in time")
+    said = f"; its last progress message: {command.progress}" if command.progress else ""
     return Ended(command, _C.UNKNOWN, f"the agent of {command.host} has not answered in time{said}")
 
 
@@ -226,7 +226,7 @@ def _device(one: Ended, device: Device, into: _Consequences) -> None:
     elif command.op == "program":
         _programmed(one, device, into)
     elif command.op == "detach" and not one.succeeded:
-        why = f"a handle could not be given back: {one.text}"
+        why = f"a handle could not be detached: {one.text}"
         into.steps.append(Step(device, now, now, command.host.name, why, name="not_detached"))
     elif command.exclusive:
         _doubtful(one, device, into)

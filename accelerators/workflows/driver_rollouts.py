@@ -55,7 +55,7 @@ def choose(names: Sequence[str] = (), selector: Mapping[str, Any] | None = None)
     more than MOST.
     """
     if bool(names) == bool(selector):
-        raise RefusedError(Reason.INVALID, "Say on which hosts: by their names (hosts), or by a selector, not both.")
+        raise RefusedError(Reason.INVALID, "Give either the names of the hosts (hosts) or a selector, not both.")
     if not selector:
         found = Host.objects.filter(name__in=set(names)).order_by("name")
         if unknown := sorted(set(names) - {host.name for host in found}):
@@ -86,7 +86,7 @@ def start(
     driver_config.check(change)
     reason = placing.check_reason(reason)
     if not 1 <= pace.max_parallel <= MAX_PARALLEL:
-        raise RefusedError(Reason.INVALID, f"max_parallel: say how many hosts at a time, 1 to {MAX_PARALLEL}.")
+        raise RefusedError(Reason.INVALID, f"max_parallel, the number of hosts at a time, must be 1 to {MAX_PARALLEL}.")
     with conductor.writing():
         rollout = Rollout.objects.create(
             op=change.op,
@@ -183,14 +183,14 @@ def _hear(rollout: Rollout) -> bool:
     for one in ended:
         command = one.command
         succeeded = command is not None and command.state == CommandState.SUCCEEDED
-        _end(one, _S.DONE if succeeded else _S.FAILED, command.text if command else "its command is not known any more")
+        _end(one, _S.DONE if succeeded else _S.FAILED, command.text if command else "its command no longer exists")
     return bool(ended)
 
 
 def _order(rollout: Rollout, waiting: RolloutStep) -> None:
     """Place the command for one host, or mark it as done if nothing has to be changed there. Raises RefusedError."""
     if waiting.host is None:
-        raise RefusedError(Reason.UNKNOWN, f"{waiting.host_name} is not there any more.")
+        raise RefusedError(Reason.UNKNOWN, f"Host {waiting.host_name} does not exist any more.")
     token = request_id.set(rollout.request_id)
     try:
         change = Change(RolloutOp(rollout.op), rollout.driver, rollout.enabled, rollout.settings)
@@ -199,7 +199,7 @@ def _order(rollout: Rollout, waiting: RolloutStep) -> None:
     finally:
         request_id.reset(token)
     if command is None:
-        there = "is not installed there" if rollout.op == RolloutOp.UNINSTALL else "is so already"
+        there = "is not installed there" if rollout.op == RolloutOp.UNINSTALL else "is configured like this already"
         _end(waiting, _S.DONE, f"{rollout.driver} {there}")
     else:
         waiting.state, waiting.command = _S.ORDERED.value, command
@@ -227,7 +227,7 @@ def _halt(rollout: Rollout, state: RolloutState, text: str) -> None:
 def _some(hosts: list[Host]) -> list[Host]:
     """Return the hosts. Raises RefusedError INVALID if there are none, or more than MOST."""
     if not 0 < len(hosts) <= MOST:
-        text = f"More than {MOST} hosts are chosen: choose fewer." if hosts else "No host is chosen: nothing fits."
+        text = f"More than {MOST} hosts are chosen: choose fewer." if hosts else "No host is chosen: none matches."
         raise RefusedError(Reason.INVALID, text)
     return hosts
 
