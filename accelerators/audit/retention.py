@@ -43,7 +43,7 @@ def run() -> None:
 def make_months() -> None:
     """Create the missing partitions for this month and the next two. The job `sweep` calls it.
 
-    If the lock is not free within PATIENCE (a backup reads for long), this logs a warning and creates nothing: the
+    If the lock is not free within LOCK_TIMEOUT (a backup reads for long), this logs a warning and creates nothing: the
     partitions are made long before they are needed, so the next run is early enough.
     """
     try:
@@ -83,7 +83,7 @@ def _drop(name: str, months: int) -> bool:
     """Drop the partition of one month (YYYY_MM) and record it by an event and a seal; in the caller's transaction.
 
     Deletes the marks of the month's seals, too. Returns False, and logs an error, if the month has more or fewer events
-    than were sealed. Raises OperationalError if a lock is not free within PATIENCE.
+    than were sealed. Raises OperationalError if a lock is not free within LOCK_TIMEOUT.
     """
     month, table, write = name.replace("_", "-"), f"accelerators_event_{name}", conductor.cursor()
     write.execute(BRIEFLY, [PATIENCE])

@@ -2,8 +2,8 @@
 the hash of each seal from the previous one.
 
 Events that are not sealed yet cannot be verified; they are only counted. Hashes of seals that were kept outside the
-database (anchors) also show what the chain alone cannot: that its end was cut off, or that the whole chain was
-computed again.
+database (anchors) also show what the chain alone cannot: that its end was cut off, or that the whole chain was computed
+again.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def verify(
     anchors: Mapping[int, str] | None = None,
     progress: Callable[[int, int], None] = lambda done, of: None,
 ) -> Proof:
-    """Verify the seals from `first` to `last` with their events, by default all; stop when there are MOST findings.
+    """Verify the seals from `first` to `last` with their events, by default all; stop when there are MAX_FINDINGS
+    findings.
 
     `anchors` maps numbers of seals to hashes that were kept outside the database. `progress` is called after each seal
     with the number of events done and the number of all. Only reads, and takes no lock; costs about one statement per
@@ -99,9 +100,9 @@ def verify(
 
 
 def _seal(seal: Seal, before: Seal, anchors: Mapping[int, str], dropped: set[str], proof: Proof) -> None:
-    """Verify one seal and its events; add counts and findings to `proof`.
+    """Verify one seal and its events; add counts and findings to `result`.
 
-    `before` is the previous seal. `dropped` holds the months that were dropped; a month that was dropped during the
+    `previous` is the seal before. `dropped` holds the months that were dropped; a month that was dropped during the
     verification is added.
     """
     proof.seals += 1

@@ -19,7 +19,7 @@ from drivers.plan import DESTRUCTIVE
 
 @dataclass(frozen=True)
 class Act:
-    """A command that people can order: its target (`of`), its meaning, and the argument that it takes."""
+    """A command that people can order: its target, its meaning, and the argument that it takes."""
 
     op: str
     of: Literal["device", "host"]

@@ -40,8 +40,8 @@ class Target:
 class Change:
     """The change wanted for each device.
 
-    `by` is the number of units to add, or to remove if it is negative; None removes all units. `layout` holds further
-    words of the layout that the driver takes.
+    `unit_delta` is the number of units to add, or to remove if it is negative; None removes all units. `layout` holds
+    further words of the layout that the driver takes.
     """
 
     by: int | None
@@ -67,12 +67,12 @@ class Result:
 def change(
     targets: Sequence[Target], wanted: Change, caller: Caller, reason: str = "", source: Source = Source.API
 ) -> list[Result]:
-    """Place a `partition` command for each device of the targets; returns one Result per device.
+    """Place a `partition` command for each device of the targets; returns one PartitionResult per device.
 
-    A target that matches no device gets a refused Result as well. Each device is a transaction of its own, and a
+    A target that matches no device gets a refused result as well. Each device is a transaction of its own, and a
     refusal of one stops no other. A device that is named twice gets one command. Devices that are not begun within
-    PATIENCE_S are refused with AWAY. Raises RefusedError INVALID if the arguments are not valid for any device, or if
-    the targets are none or more than MOST.
+    TIME_LIMIT_S are refused with AWAY. Raises RefusedError INVALID if the arguments are not valid for any device, or if
+    the targets are none or more than MAX_DEVICES.
     """
     placing.check_reason(reason)
     if wanted.by is not None and not 0 < abs(wanted.by) <= MOST_UNITS:
@@ -105,7 +105,8 @@ def update(
 ) -> Command:
     """Place a `partition` command that changes these words of a device's layout; returns the command.
 
-    Raises RefusedError as `placing.ask` does, and INVALID if the device's driver does not allow its layout to be changed.
+    Raises RefusedError as `placing.order_device_command` does, and INVALID if the device's driver does not allow its
+    layout to be changed.
     """
     with conductor.writing():
         found = next(iter(conductor.locked(Device.objects.filter(uuid=device))), None)

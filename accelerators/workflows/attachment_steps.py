@@ -70,8 +70,8 @@ def bind(row: Attachment) -> None:
     """Bind the requests of an attachment in step `claimed`.
 
     It is attached then, or in step `binding` while its host has to prepare something. Asks Nova first; the module
-    `binding` raises the intents that notify Nova. Raises RefusedError: unless the reason is AWAY, the attachment has
-    to be undone.
+    `binding` raises the intents that notify Nova. Raises RefusedError: unless the reason is AWAY, the attachment has to
+    be undone.
     """
     host = host_of(looked_up(str(row.instance)))
     if host.name != row.host:
@@ -83,7 +83,7 @@ def bind(row: Attachment) -> None:
         for request, provider in zip(row.requests, row.providers, strict=True)
     ]
     binding.bind(wanted, _service(row), beside=True)
-    # Another request of the instance may have been bound since `choice` checked this.
+    # Another request of the instance may have been bound since `choose_providers_for_attachment` checked it.
     refuse_mixed(row, {handle.attach_type for handle in handles(row)})
     follow(row)
 
@@ -91,8 +91,8 @@ def bind(row: Attachment) -> None:
 def follow(row: Attachment) -> bool:
     """Check the requests of an attachment that is being bound, and mark it attached when all of them are Bound.
 
-    Returns False while its host is still preparing them. Raises RefusedError CONFLICT if a bind failed or requests
-    are gone.
+    Returns False while its host is still preparing them. Raises RefusedError CONFLICT if a bind failed or requests are
+    gone.
     """
     found = {request.uuid: request for request in AcceleratorRequest.objects.filter(uuid__in=row.requests)}
     states = {request.state for request in found.values() if request.instance_uuid == row.instance}
@@ -142,7 +142,7 @@ def end(row: Attachment, text: str = "") -> None:
 
 
 def long_given_up(row: Attachment) -> bool:
-    """Whether taking back began more than LATE ago.
+    """Return True if taking back began more than LONGEST_WRITE ago.
 
     Every write to Placement that was sent before that has then either taken effect or never will.
     """
@@ -166,7 +166,8 @@ def others(row: Attachment) -> dict[str, int]:
 
 
 def watch() -> bool:
-    """Start to detach attachments whose requests others deleted or unbound, at most BATCH; True if there were any."""
+    """Start to detach attachments whose requests others deleted or unbound, at most BATCH_SIZE; True if there were
+    any."""
     lost = [id for (id,) in conductor.cursor().execute(LOST, {"count": BATCH}).fetchall()]
     if lost:
         with conductor.writing():
@@ -178,7 +179,7 @@ def watch() -> bool:
 
 
 def forget(now: datetime | None = None) -> None:
-    """Delete at most BATCH attachments that ended more than REMEMBERED ago; their events stay."""
+    """Delete at most BATCH_SIZE attachments that ended more than ATTACHMENT_RETENTION ago; their events stay."""
     old = Attachment.objects.filter(ended_at__lt=(now or datetime.now(UTC)) - REMEMBERED).order_by("ended_at")
     if uuids := list(old.values_list("pk", flat=True)[:BATCH]):
         with conductor.writing():

@@ -1,6 +1,6 @@
 """Place the commands of a bulk action: one for each device, or a reason why the device gets none.
 
-Each command is placed by `placing.ask`, whose checks decide, whatever the forecast of `blocked` was.
+Each command is placed by `placing.order_device_command`, whose checks decide, whatever `predict_refusal` predicted.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ DONE = {"reset": "reset"}
 def blocked(op: str, stood: str, word: str, state: DeviceState, *, able: bool, busy: bool, held: bool) -> str:
     """Return why command `op` would be refused for a device, or '' if it would be placed. Pure, for forecasts.
 
-    `stood` and `word` are the device's `Standing.word` when it was chosen and now; `able`: its driver supports `op`;
-    `held` is known from our own requests only. A held or changed device is refused destructive commands only.
+    `word_when_chosen` and `word_now` are the device's `Standing.word`. `is_supported` says that its driver supports
+    `op`; `is_held` is known from our own requests only. A held or changed device is refused destructive commands only.
     """
     if op in DESTRUCTIVE and stood != word:
         return f"was {stood} when it was chosen, is {word} now"
@@ -43,9 +43,9 @@ def blocked(op: str, stood: str, word: str, state: DeviceState, *, able: bool, b
 def many(op: str, seen: Mapping[UUID, str], caller: Caller, reason: str) -> list[Result]:
     """Place command `op` for each of these devices in one transaction; a refusal of one device stops no other.
 
-    `seen` maps each device to its `Standing.word` when it was chosen. Locks the devices and their hosts. Once
-    PATIENCE_S have passed, mostly in questions to witnesses, destructive commands for the remaining devices are refused
-    with AWAY, so that they are tried again. A device that is gone is refused with UNKNOWN.
+    `words_when_chosen` maps each device to its `Standing.word` when it was chosen. Locks the devices and their hosts.
+    Once HOLDER_CHECKS_TIMEOUT_S have passed, mostly in questions to witnesses, destructive commands for the remaining
+    devices are refused with AWAY, so that they are tried again. A device that is gone is refused with UNKNOWN.
     """
     until = time.monotonic() + PATIENCE_S
     with conductor.writing():

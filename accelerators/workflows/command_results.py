@@ -54,12 +54,12 @@ class Ended:
 
     @property
     def succeeded(self) -> bool:
-        """Whether the command did what was ordered."""
+        """Return True if the command did what was ordered."""
         return self.state is _C.SUCCEEDED
 
     @property
     def touched(self) -> bool:
-        """Whether the command may have changed something on the host: it was neither refused nor expired."""
+        """Return True if the command may have changed something on the host: it was neither refused nor expired."""
         return self.state not in (_C.REFUSED, _C.EXPIRED)
 
 
@@ -94,12 +94,12 @@ def expire() -> bool:
 
 
 def _answered(command: Command) -> Ended:
-    """End a command as its agent answered."""
+    """Return the end of a command as its agent answered."""
     return Ended(command, CommandState(command.outcome), command.text or command.outcome)
 
 
 def _silent(command: Command) -> Ended:
-    """End a command without an answer: `expired` if the agent has not taken it, otherwise `unknown`."""
+    """Return the end of a command without an answer: `expired` if the agent has not taken it, otherwise `unknown`."""
     if command.state == _C.PREPARING:
         why = f": {command.progress}" if command.progress else ""
         return Ended(command, _C.EXPIRED, f"its image was not fetched in time{why}")
@@ -110,7 +110,7 @@ def _silent(command: Command) -> Ended:
 
 
 def _end(wanted: QuerySet[Command], judge: Callable[[Command], Ended]) -> bool:
-    """Lock at most BATCH of the wanted open commands and end each as `judge` says; True if BATCH were found.
+    """Lock at most BATCH_SIZE of the wanted open commands and end each as `judge` says; True if BATCH_SIZE were found.
 
     Commands that another transaction has locked are skipped.
     """

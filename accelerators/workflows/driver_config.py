@@ -57,7 +57,7 @@ class Wanted:
 
     @property
     def runs(self) -> bool:
-        """Whether the driver is wanted to run."""
+        """Return True if the driver is wanted to run."""
         return self.installed and self.enabled
 
 
@@ -130,7 +130,7 @@ def _check_settings(value: Any, path: str = "settings", depth: int = 0) -> None:
 
 
 def _storable(text: str) -> bool:
-    """Whether PostgreSQL can store this text: no NUL character, and valid Unicode."""
+    """Return True if PostgreSQL can store this text: no NUL character, and valid Unicode."""
     try:
         return "\0" not in text and bool(text.encode() or True)
     except UnicodeEncodeError:  # the text holds half of a surrogate pair
@@ -141,10 +141,10 @@ def order(host: Host, change: Change, by: By) -> Command | None:
     """Store a change of a driver on this host and place the `configure` command; returns the command.
 
     Returns None if nothing has to be changed. Locks the host and the driver's devices; the devices are busy until the
-    command has ended. Raises RefusedError: CONFLICT if the driver to be updated is not installed, another change of
-    it or an
-    exclusive command on one of its devices is under way, or the agent takes no commands; HELD, naming the holder, if a
-    device of a running driver is held; AWAY if a witness cannot be asked, or all of them take longer than PATIENCE_S.
+    command has ended. Raises RefusedError: CONFLICT if the driver to be updated is not installed, another change of it
+    or an exclusive command on one of its devices is under way, or the agent takes no commands; HELD, naming the holder,
+    if a device of a running driver is held; AWAY if a witness cannot be asked, or all of them take longer than
+    HOLDER_CHECKS_TIMEOUT_S.
     """
     with conductor.writing():
         host = Host.objects.select_for_update(no_key=True).get(pk=host.pk)
@@ -167,10 +167,11 @@ def order(host: Host, change: Change, by: By) -> Command | None:
 
 
 def is_driven(entry: Mapping[str, Any] | None, generation: int, runs: bool) -> bool:
-    """Whether the agent reports the driver as it is wanted.
+    """Return True if the agent reports the driver as it is wanted.
 
     `entry` is the driver's entry in `Host.drivers`, None if the agent has not reported the driver. The reported
-    generation must be `generation`, and the driver must be ok if it should run (`runs`), otherwise disabled or absent.
+    generation must be `generation`, and the driver must be ok if it should run (`should_run`), otherwise disabled or
+    absent.
     """
     if entry is None or entry.get("generation", 0) != generation:
         return False
@@ -195,7 +196,7 @@ def _wanted(change: Change, wish: DriverWish | None, entry: Mapping[str, Any] | 
 
 
 def _is_so(wish: DriverWish | None, wanted: Wanted, entry: Mapping[str, Any] | None) -> bool:
-    """Whether this configuration is stored as the wish already, and the agent reports that it is applied."""
+    """Return True if this configuration is stored as the wish already, and the agent reports that it is applied."""
     if wish is None or Wanted(wish.installed, wish.enabled, wish.settings) != wanted:
         return False
     return is_driven(entry, wish.generation, wanted.runs)
@@ -211,7 +212,7 @@ def _refuse_busy(devices: Sequence[Device]) -> None:
 
 def _refuse_held(devices: Sequence[Device], change: Change, host: Host) -> None:
     """Raise RefusedError HELD if any of these locked devices is held, AWAY if that cannot be found out within
-    PATIENCE_S."""
+    HOLDER_CHECKS_TIMEOUT_S."""
     what = {RolloutOp.UNINSTALL: "uninstalled", RolloutOp.UPDATE: "changed"}.get(change.op, "reinstalled")
     for pk, request, instance in safety.holding([device.pk for device in devices], "uuid", "instance_uuid")[:1]:
         held = next(device for device in devices if device.pk == pk)
@@ -248,6 +249,7 @@ def _tell(kept: DriverWish, wanted: Wanted, devices: Sequence[Device], by: By) -
 
 
 def _shown(settings: Settings | None) -> Any:
-    """Return settings as an event stores them: whole, or size and digest if they are longer than MAX_SHOWN."""
+    """Return settings as an event stores them: whole, or size and digest if they are longer than
+    MAX_EVENT_SETTINGS_BYTES."""
     text = msgspec.json.encode(settings)
     return settings if len(text) <= MAX_SHOWN else f"{len(text)} bytes, sha256 {hashlib.sha256(text).hexdigest()}"
