@@ -209,7 +209,7 @@ def act(
 
 
 def _decide(action: Action, device: Device, now: Standing, then: Drain, seen: Seen | None) -> Standing:
-    """Return the new standing of a locked device, equal to `now` if there is nothing to do.
+    """Return the new standing of a locked device, equal to `before` if there is nothing to do.
 
     Raises RefusedError: CONFLICT if its state does not allow the action or differs from the one that was `seen`; HELD
     if requests hold it and the person did not confirm the action for held devices.
