@@ -134,7 +134,7 @@ def _event(seal: Seal, ids: list[int], digests: list[bytes]) -> Finding:
     that are there now."""
     place = hash_chain.parting(bytes(seal.marks), digests)
     there = f"{'more than ' if len(ids) > seal.events else ''}{min(len(ids), seal.events)} found"
-    under = f"under seal №{seal.number} ({seal.events} events, {there})"
+    under = f"under seal №{seal.number} ({seal.events} sealed, {there})"
     if place is None:
         return Finding(seal.number, 0, f"an event {under} was changed")
     if place >= len(ids):

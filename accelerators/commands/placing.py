@@ -315,7 +315,10 @@ def take_back(numbers: Sequence[int]) -> None:
         found = _execute(sql.MADE, {"numbers": list(numbers), "types": list(ON_HOST)}).fetchall()
         requests = dict(Command.objects.filter(id__in=[id for id, *_ in found]).values_list("id", "request"))
         place(
-            [detach(handle, consumer, requests[id], "its request needs it no more") for id, handle, consumer in found]
+            [
+                detach(handle, consumer, requests[id], "its request does not need it any more")
+                for id, handle, consumer in found
+            ]
         )
 
 

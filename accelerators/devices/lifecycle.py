@@ -230,7 +230,7 @@ def _decide(action: Action, device: Device, now: Standing, then: Drain, seen: Se
     if after != now and now.held and seen and not seen.held_too:
         holders = ", ".join(safety.requests(device).holders)
         raise RefusedError(
-            Reason.HELD, f"Device {device.uuid} is held by {holders}: confirm that you mean held ones, too."
+            Reason.HELD, f"Device {device.uuid} is held by {holders}: confirm that held devices are included."
         )
     return after
 

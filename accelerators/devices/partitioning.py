@@ -79,9 +79,11 @@ def change(
         raise RefusedError(Reason.INVALID, f"The number of units must be 1 to {MOST_UNITS}.")
     found = _devices(targets)
     if not 0 < len(found) <= MOST:
-        raise RefusedError(Reason.INVALID, f"Name 1 to {MOST} devices, each by uuid, or all of a backend.")
+        raise RefusedError(Reason.INVALID, f"Name 1 to {MOST} devices, by uuid, or by host and backend.")
     if wanted.generation is not None and len(found) != 1:
-        raise RefusedError(Reason.INVALID, f"A generation is only for a single device; these are {len(found)}.")
+        raise RefusedError(
+            Reason.INVALID, f"A generation is only for a single device; the targets are {len(found)} devices."
+        )
     end = time.monotonic() + PATIENCE_S
     results = []
     for device, target in found:
@@ -190,7 +192,9 @@ def _layout(device: Device, wanted: Change) -> dict[str, str]:
     now = numbers([device])[device.pk]
     then = now + wanted.by if wanted.by is not None else 0
     if not 0 <= then <= MOST_UNITS or then == now:
-        raise RefusedError(Reason.INVALID, f"Device {device.uuid} has {now} units and cannot have {then}.")
+        raise RefusedError(
+            Reason.INVALID, f"The number of units of device {device.uuid} is {now}; it cannot be changed to {then}."
+        )
     return {**wanted.layout, device.sized_by: str(then)}
 
 

@@ -63,7 +63,7 @@ def take_up(row: Attachment) -> None:
             raise RefusedError(Reason.AWAY, f"Profile {row.profile} is being changed: try again.")
         shares = {rp: {"resource_class": name, "amount": amount} for rp, (name, amount) in chosen.shares.items()}
         made = {"requests": requests, "providers": list(chosen.providers), "shares": shares, "host": host.name}
-        advance(row, _S.ATTACHING, "chosen", f"{len(requests)} requests on {host.name}", **made)
+        advance(row, _S.ATTACHING, "chosen", f"requests created for {host.name}: {len(requests)}", **made)
 
 
 def bind(row: Attachment) -> None:
@@ -132,7 +132,7 @@ def free(row: Attachment) -> None:
                 binding.delete(uuids, _service(row))
         except RefusedError:  # somebody else is deleting the requests at this moment
             raise ConcurrentUpdateError from None
-        advance(row, _S(row.state), "freed", f"{len(uuids)} requests")
+        advance(row, _S(row.state), "freed", f"requests deleted: {len(uuids)}")
 
 
 def end(row: Attachment, text: str = "") -> None:

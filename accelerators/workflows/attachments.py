@@ -228,7 +228,9 @@ def choice(row: Attachment, host: Host) -> Choice:
     if row.device:
         where = f"Device {row.device} on {host.name}"
         if not there or not there[0].resource_class:
-            raise RefusedError(Reason.NONE_FREE, f"{where} has no free unit: it must be ready and not fully held.")
+            raise RefusedError(
+                Reason.NONE_FREE, f"{where} has no free unit: it must be ready, and not all its units may be held."
+            )
         wanted = [{f"resources:{there[0].resource_class}": "1"}]
     else:
         where, wanted = f"Host {host.name}", _profile(row.profile).groups

@@ -230,7 +230,11 @@ def _halt(rollout: Rollout, state: RolloutState, text: str) -> None:
 def _some(hosts: list[Host]) -> list[Host]:
     """Return the hosts. Raises RefusedError INVALID if there are none, or more than MAX_ROLLOUT_HOSTS."""
     if not 0 < len(hosts) <= MOST:
-        text = f"More than {MOST} hosts are chosen: choose fewer." if hosts else "No host is chosen: none matches."
+        text = (
+            f"More than {MOST} hosts are chosen: choose fewer."
+            if hosts
+            else "No host is chosen: none matches the selector."
+        )
         raise RefusedError(Reason.INVALID, text)
     return hosts
 
