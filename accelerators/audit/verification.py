@@ -141,5 +141,5 @@ def _event(seal: Seal, ids: list[int], digests: list[bytes]) -> Finding:
         return Finding(seal.number, 0, f"the last events {under} are gone")
     what = "was changed" if len(ids) == seal.events else "was inserted"
     if len(ids) < seal.events:
-        what = "replaces another event, which is gone"
+        what = "is in the place of an event that is gone"
     return Finding(seal.number, ids[place], f"event {ids[place]} {what}, {under}")

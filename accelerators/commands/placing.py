@@ -356,7 +356,7 @@ def _arguments(op: str, layout: Mapping[str, str] | None, image: UUID | None) ->
     if bool(layout) != (op == "partition"):
         raise RefusedError(Reason.INVALID, 'Only partition takes a layout, and it needs one, for example {"vfs": "4"}.')
     if (image is not None) != (op == "program"):
-        raise RefusedError(Reason.INVALID, "Only program takes the uuid of an image, and it needs one.")
+        raise RefusedError(Reason.INVALID, "Only program takes an image, and it needs one: give its uuid.")
     if layout:
         texts = [text for pair in layout.items() for text in pair]
         if not all(isinstance(text, str) and "\0" not in text and len(text) <= MAX_VALUE for text in texts) or any(

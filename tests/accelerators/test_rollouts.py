@@ -309,8 +309,8 @@ Bad = tuple[Change, str]
     [
         (Change(INSTALL, "no driver"), "Give the driver's name"),
         (Change(UNINSTALL, "d", enabled=True), "takes neither"),
-        (Change(UPDATE, "d"), "Say what is to be other"),
-        (Change(INSTALL, "d", settings={"acts": []}), "only that host's own"),
+        (Change(UPDATE, "d"), "Say what to change"),
+        (Change(INSTALL, "d", settings={"acts": []}), "on the host itself"),
         (
             Change(INSTALL, "d", settings={"rules": [{"db_password": "x"}]}),
             r"settings.rules\[0\].db_password looks like",

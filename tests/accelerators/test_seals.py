@@ -109,7 +109,7 @@ FORGERIES: dict[str, tuple[str, str]] = {
     ),
     "one is deleted": (
         "DELETE FROM accelerators_event WHERE subject_name = 'e5'",
-        "event {e6} replaces another event, which is gone, under seal №2",
+        "event {e6} is in the place of an event that is gone, under seal №2",
     ),
     "the last of a seal is deleted": (
         "DELETE FROM accelerators_event WHERE subject_name = 'e3'",

@@ -110,7 +110,7 @@ def test_fewer_or_none_are_left_and_never_fewer_than_none(ask: Ask) -> None:
     assert [layout["vfs"] for layout in layouts()] == ["2", "0"]
     (refused,) = post(ask, "delete/", targets=[one], count=4)
     assert (refused["kind"], refused["command"]) == ("invalid", None)
-    assert "has 3 units" in refused["refused"]
+    assert "is 3; it cannot be changed to" in refused["refused"]
 
 
 def test_one_that_is_refused_stops_no_other(ask: Ask) -> None:
@@ -124,7 +124,7 @@ def test_one_that_is_refused_stops_no_other(ask: Ask) -> None:
     assert [row["kind"] for row in made] == ["held", "conflict", "", "invalid", "unknown", "unknown"]
     assert [row["device"] for row in made] == [*uuids, NOBODY, None]
     assert f"request {held.uuid} of instance {INSTANCES[0]}" in made[0]["refused"]
-    assert "is retired" in made[1]["refused"] and "cannot be chosen" in made[3]["refused"]
+    assert "is retired" in made[1]["refused"] and "does not let the number" in made[3]["refused"]
     assert "backend z" in made[5]["refused"]
     assert Command.objects.get().device == device(3)
     (again,) = post(ask, targets=[{"device": uuids[2]}], count=1)

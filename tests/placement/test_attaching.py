@@ -111,7 +111,7 @@ def test_the_last_one_goes_to_one_of_two(cloud: Cloud) -> None:
     rows = [ask(), ask(instance=other)]
     work()
     assert [state(row) for row in rows] == ["attached", "failed"]
-    assert "none free" in rows[1].fault
+    assert "no free unit" in rows[1].fault
     assert (held(VM), held(other), AcceleratorRequest.objects.count()) == (["Bound"], [], 1)
     assert cloud.has(other) == {}
 
@@ -238,7 +238,7 @@ def test_what_can_be_told_at_once_is_refused_at_once(cloud: Cloud, settings: Any
     assert "Nova answered 503" in refused(Reason.AWAY)
     cloud.nova.status = 0
     lifecycle.disable(Device.objects.get().uuid, OLGA)
-    assert "none free that is ready" in refused(Reason.NONE_FREE)
+    assert "no free unit that is ready" in refused(Reason.NONE_FREE)
     settings.KEYS.nova_endpoint = "off"
     assert "Nova is switched off" in refused(Reason.CONFLICT)
     attachments._looks.clear()
