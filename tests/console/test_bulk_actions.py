@@ -299,7 +299,7 @@ def test_agents_are_asked_about_many_and_what_is_held_is_never_reset(operator: C
     coming = {one.text: one.number for _, one in asked.context["forecast"]}
     going = 10 - len(held) - 1
     assert coming == {
-        "its agent is asked": going,
+        "the command is sent to its agent": going,
         "is held: it cannot be reset": len(held),
         "is busy with a command": 1,
     }

@@ -80,7 +80,7 @@ def test_on_all_hosts_with_a_failure_and_cancelled(operator: Client) -> None:
         ({"do": "install", "settings": "[]"}, "The settings must be a JSON object"),
         ({"do": "install", "settings": '{"password": "x"}'}, "looks like a secret"),
         ({"do": "enable"}, "install it there first"),
-        ({"do": "settings"}, "Say what is to be other than it is"),
+        ({"do": "settings"}, "Say what to change"),
     ],
 )
 def test_what_is_refused_is_said_on_its_page(operator: Client, fields: dict[str, str], says: str) -> None:

@@ -140,7 +140,7 @@ def test_free_is_what_a_bind_would_get(ask: Ask, heard: Heard) -> None:
     wanted = [{"resources:FPGA": "1"}]
     assert candidates.room(wanted, there, 5) == 2
     assert set(candidates.choose(wanted * 2, there, "there").providers) == {one.provider for one in there}
-    with pytest.raises(RefusedError, match="none free"):
+    with pytest.raises(RefusedError, match="no free unit"):
         candidates.choose([{"resources:FPGA": "2"}], there, "there")
 
 
