@@ -97,7 +97,7 @@ def mark_hosts(ids: Iterable[int], since: datetime | None) -> int:
         wanted = Host.objects.select_for_update().filter(id__in=list(ids), stale_since__isnull=since is not None)
         hosts = list(wanted.order_by("id"))  # every writer that locks several hosts does it in this order
         action = "host.stale" if since else "host.live"
-        reason = "nothing heard of its agent" if since else "its agent is heard again"
+        reason = "its agent sends no heartbeats" if since else "its agent sends heartbeats again"
         changes = [{"stale_since": [_iso(host.stale_since), _iso(since)]} for host in hosts]
         record_all(
             [

@@ -1,10 +1,10 @@
 """Outbox: read due intents and store the result of each attempt.
 
-An intent is work to be done outside the database because of a change in it. `conductor.intend` raises intents. The job
-that was registered for the kind (`jobs.register(..., intent=kind)`) loads the due ones, does the work, and reports each
-as done, waiting or failed. No intent is dropped: a failed one is retried with exponential back-off. No row is locked
-while the job calls other services, so raising an intent never waits for them. An intent that was raised again meanwhile
-is not deleted as done; the job handles it again.
+An intent is work to be done outside the database because of a change in it. `conductor.intend` raises intents.
+The job that was registered for the kind (`jobs.register(..., intent=kind)`) loads the due ones, does the work,
+and reports each as done, waiting or failed. No intent is dropped: a failed one is retried with exponential back-off. No
+row is locked while the job calls other services, so raising an intent never waits for them. An intent that was raised
+again meanwhile is not deleted as done; the job handles it again.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ def done(intents: Iterable[Due]) -> None:
 def waits(intent: Due, text: str, pause_s: float, **noted: Any) -> None:
     """Postpone an intent that waits for somebody else, without counting a failure.
 
-    It becomes due after `pause_s` seconds, or earlier when `again` is called for its key. `text` is stored as
-    `last_error`, and `noted` is merged into its payload until it is raised again, because raising replaces the payload.
-    Do nothing if the intent was raised again after it was loaded.
+    It becomes due after `pause_s` seconds, or earlier when `again` is called for its key. `text` is stored
+    as `last_error`, and `noted` is merged into its payload until it is raised again, because raising replaces the
+    payload. Do nothing if the intent was raised again after it was loaded.
     """
     with conductor.writing():
         conductor.cursor().execute(WAITING, [Jsonb(noted), text[:1000], pause_s, intent.id, intent.at])

@@ -1,7 +1,8 @@
 """Refuse destructive acts on a device that somebody holds (promise S1).
 
-Before every destructive act all registered witnesses are asked whether the device is held: our own requests, and those
-that other apps register in `AppConfig.ready()` (Placement, Nova). If a witness cannot answer, the act is refused.
+Before every destructive act all registered holder checks are asked whether the device is held: the check of our own
+requests, and those that other apps register in `AppConfig.ready()` (Placement, Nova). If a check cannot answer, the act
+is refused.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ from accelerators.domain.errors import Reason, RefusedError
 from accelerators.models import AcceleratorRequest, Device
 
 DEADLINE_S = 2.0
-"""Seconds that a witness may take to answer. The witness itself must enforce this limit."""
+"""Seconds that a holder check may take to answer. The check itself must enforce this limit."""
 
 
 @dataclass(frozen=True)
 class HolderCheck:
-    """A witness's answer for one device: its holders in words, or in `unknown` why it cannot tell.
+    """The answer of a holder check for one device.
 
-    If both are empty, nobody holds the device.
+    `holders` describes each holder in words; `unknown` is the reason if the check cannot answer. If both are empty,
+    nobody holds the device.
     """
 
     holders: tuple[str, ...] = ()
@@ -31,18 +33,18 @@ class HolderCheck:
 
 
 REQUESTS = "requests"
-"""Name of the witness for our own accelerator requests."""
+"""Name of the holder check for our own accelerator requests."""
 Witness = Callable[[Device], HolderCheck]
 _witnesses: dict[str, Witness] = {}
 
 
 def register(name: str, witness: Witness) -> None:
-    """Register a witness that is asked before every destructive act; one of the same name is replaced."""
+    """Register a holder check that is asked before every destructive act; it replaces one of the same name."""
     _witnesses[name] = witness
 
 
 def requests(device: Device) -> HolderCheck:
-    """Witness: name up to five requests that hold a handle of the device or are being bound to it."""
+    """Return up to five requests that hold a handle of the device or are being bound to it, as a holder check."""
     found = holding([device.pk], "uuid", "instance_uuid")[:5]
     return HolderCheck(tuple(f"request {uuid} of instance {instance}" for _, uuid, instance in found))
 
@@ -65,12 +67,12 @@ register(REQUESTS, requests)
 
 
 def refuse_unless_free(device: Device, act: str, heard: Collection[str] = ()) -> None:
-    """Raise RefusedError unless all witnesses answer that nobody holds the device.
+    """Raise RefusedError unless all holder checks answer that nobody holds the device.
 
-    The reason is HELD, with the holders, or AWAY, with the witness that cannot answer. `act` completes "it cannot be
-    ..." in the message. Call this inside the transaction that locked the device's row: a bind needs a shared lock on
-    it. `heard` names witnesses to skip, because the caller has already checked them for many devices at once under
-    that lock.
+    The reason is HELD, with the holders, or AWAY, with the check that cannot answer. `act` completes "it cannot be ..."
+    in the message. Call this inside the transaction that locked the device's row: a bind needs a shared lock on it.
+    `heard` names checks to skip, because the caller has already made them for many devices at once under that
+    lock.
     """
     said = {name: witness(device) for name, witness in _witnesses.items() if name not in heard}
     if holders := [holder for testimony in said.values() for holder in testimony.holders]:
@@ -78,5 +80,5 @@ def refuse_unless_free(device: Device, act: str, heard: Collection[str] = ()) ->
     for name, testimony in said.items():
         if testimony.unknown:
             raise RefusedError(
-                Reason.AWAY, f"Whether device {device.uuid} is held is unknown ({name}: {testimony.unknown})."
+                Reason.AWAY, f"It is unknown whether device {device.uuid} is held ({name}: {testimony.unknown})."
             )

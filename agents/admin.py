@@ -95,7 +95,7 @@ class AgentAdmin(ReadOnly):
     @display(description="Writes to Placement itself")
     def shown_writes(self, agent: Agent) -> str:
         """Whether the agent can write to Placement itself, or why it cannot."""
-        return lacks(agent) or "it can"
+        return lacks(agent) or "yes"
 
     @display(description="Last heard", ordering="-host__lease__seen_at")
     def heard(self, agent: Agent) -> SafeString:
@@ -113,14 +113,14 @@ class AgentAdmin(ReadOnly):
         """Return whether the user may run the actions: that needs the permission to change agents."""
         return permissions.may(request, permissions.AGENTS, "agents.change_agent")
 
-    @admin.action(description="Revoke: close their connections, let them in no more", permissions=["decide"])
+    @admin.action(description="Revoke: close their connections and bar their keys", permissions=["decide"])
     def revoke(self, request: HttpRequest, agents: QuerySet[Agent]) -> None:
         """Revoke the selected agents."""
         self._decide(
             request, agents, "revoked", lambda agent, by: key_revocation.revoke(agent, by, "revoked in the console")
         )
 
-    @admin.action(description="Admit again what was taken for a clone", permissions=["decide"])
+    @admin.action(description="Admit again agents that were barred as clones", permissions=["decide"])
     def admit(self, request: HttpRequest, agents: QuerySet[Agent]) -> None:
         """Lift the bars of selected agents that were barred as clones."""
         self._decide(request, agents, "admitted", key_revocation.admit)
@@ -141,7 +141,10 @@ class AgentAdmin(ReadOnly):
                     hosts.append(agent.host.name)
             except RefusedError as refused:
                 self.message_user(request, refused.text, messages.ERROR)
-        self.message_user(request, f"{len(hosts)} {done}{': ' if hosts else ''}{', '.join(hosts)}"[:500])
+        self.message_user(
+            request,
+            f"{len(hosts)} agent{'' if len(hosts) == 1 else 's'} {done}{': ' if hosts else ''}{', '.join(hosts)}"[:500],
+        )
 
 
 class Use(admin.SimpleListFilter):
@@ -173,7 +176,7 @@ class JoinTokenAdmin(Listing):
     list_filter = (Use,)
     ordering = ("-id",)
     search_fields = ("host_name__icontains", "public_key__startswith", "created_by__icontains")
-    search_help_text = "host, public key, maker"
+    search_help_text = "host, public key, creator"
     fields = ("host_name", "shown_use", "public_key", "created_by", "created_at", "expires_at", "used_at")
     readonly_fields = fields
     exports = {"shown_use": ("used_at",)}
@@ -191,7 +194,7 @@ class JoinTokenAdmin(Listing):
             return badges.mark("used", "good", f"at {token.used_at:%Y-%m-%d %H:%M:%S} UTC")
         if token.expires_at < datetime.now(UTC):
             return badges.mark("expired", "calm")
-        return badges.mark("open", "busy", "waits for its agent")
+        return badges.mark("open", "busy", "no agent has used it yet")
 
     @display(description="Bound key", ordering="public_key")
     def shown_key(self, token: JoinToken) -> SafeString:

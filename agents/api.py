@@ -42,7 +42,9 @@ class AgentSerializer(Chosen):
     `state` is up, late or down by the time it was last heard; revoked; or clone, if two processes used its key at once.
     """
 
-    uuid = serializers.UUIDField(source="host.uuid", read_only=True, help_text="Its host's: a host has one agent.")
+    uuid = serializers.UUIDField(
+        source="host.uuid", read_only=True, help_text="UUID of its host, which has only one agent."
+    )
     url = Url("agents", source="host.uuid")
     host = HostReference(read_only=True)
     state = serializers.SerializerMethodField()
@@ -101,7 +103,7 @@ class AgentView(Collection):
         return Response(self.get_serializer(self.get_object()).data)
 
 
-ELSEWHERE = "The stream is served where agents connect, by the one-command web; here ask for application/json."
+ELSEWHERE = "This server has no event stream. Ask the server to which agents connect, or accept application/json."
 
 
 class Events(BaseRenderer):
@@ -117,14 +119,14 @@ class DeviceUsageSerializer(Chosen):
 
     device = DeviceReference(read_only=True)
     at = serializers.DateTimeField(
-        read_only=True, allow_null=True, help_text="When it was said; null: nothing is known."
+        read_only=True, allow_null=True, help_text="When the values were received; null if there are none."
     )
     age_s = serializers.FloatField(read_only=True, allow_null=True, help_text="Seconds since then.")
     values = serializers.DictField(
-        child=serializers.FloatField(), read_only=True, help_text="By names that end in their units."
+        child=serializers.FloatField(), read_only=True, help_text="Values by name; each name ends in its unit."
     )
     silent = serializers.ListField(
-        child=serializers.CharField(), read_only=True, help_text="Gateways that did not answer: it may be known there."
+        child=serializers.CharField(), read_only=True, help_text="Gateways that did not answer and may have values."
     )
 
     class Meta:
@@ -151,7 +153,7 @@ class DeviceUsageView(Collection):
         return dict.fromkeys(("GET", "HEAD"), "cyborg:device:get_usage")
 
     def perform_content_negotiation(self, request: Request, force: bool = False) -> tuple[BaseRenderer, str]:
-        """Choose the renderer. Raise Refused 406 if the client wants the event stream, which is not served here."""
+        """Choose the renderer. Raise ApiError 406 if the client wants the event stream, which is not served here."""
         renderer, media = super().perform_content_negotiation(request, force)
         if renderer.format != Events.format:
             return renderer, media

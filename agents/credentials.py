@@ -1,7 +1,7 @@
 """Authentication of agents: challenge, credential, signatures and join strings.
 
 The module is pure, and both sides import it. An agent GETs `/ws/agent/challenge` (`Challenge`), signs
-`signed_bytes(...)` with its Ed25519 key and sends the upgrade request with
+`build_connect_bytes(...)` with its Ed25519 key and sends the upgrade request with
 `Authorization: Cyborg-Agent <base64url of Credential>`. If it is refused, it gets an HTTP 401 or 403 (503 if it should
 come back later) with `{"error": sentence, "code": word}`, and no socket.
 """

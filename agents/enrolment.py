@@ -1,7 +1,7 @@
 """Enrolment of agents: join tokens, binding a key to a host, and the challenge of each connection.
 
-`Challenges`, `verify`, `credential_of` and `denial` use no database, so that they can be called on the event loop;
-`known`, `admit` and `make_token` use it.
+`ChallengeStore`, `verify_credential`, `read_credential` and `build_denial` use no database, so that they can be called
+on the event loop; `find_enrolled`, `identify_or_enrol` and `create_join_token` use it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SELECT a.public_key, h.id, h.name, h.node, coalesce(l.epoch, 0),
 FROM agents_agent a JOIN accelerators_host h ON h.id = a.host_id LEFT JOIN agents_lease l ON l.host_id = h.id
 WHERE a.public_key = ANY(%s)
 """
-"""The fields of Identity for enrolled keys. Each row takes a new connection number."""
+"""The fields of EnrolledAgent for enrolled keys. Each row takes a new connection number."""
 
 
 class ConnectionRejectedError(Exception):
@@ -81,8 +81,8 @@ class Identity:
     """An enrolled agent, at the time it connects.
 
     `epoch` is the highest one seen from it. `applied_hash` is the hash of the report last applied for its host; '' if
-    there is none, and while a report waits to be merged. `number` belongs to this connection: later connections have
-    higher numbers, also at other gateways. `rotate`: an operator has asked for a new key.
+    there is none, and while a report waits to be merged. `connection_number` belongs to this connection: later
+    connections have higher numbers, also at other gateways. `rotation_requested`: an operator has asked for a new key.
     """
 
     public_key: str
@@ -103,7 +103,7 @@ def highest_epoch(known: int) -> int:
 
 
 class Challenges:
-    """The open nonces of this process: each can be used once within `CHALLENGE_S` seconds.
+    """The open nonces of this process: each can be used once within `CHALLENGE_LIFETIME_S` seconds.
 
     If there are more than MAX_CHALLENGES, the oldest are deleted.
     """
@@ -144,7 +144,7 @@ def verify(credential: credentials.Credential, challenges: Challenges, fingerpri
         ):
             return fingerprint
     raise ConnectionRejectedError(
-        401, "signature", "the signature is not this key's over our challenge and our certificate"
+        401, "signature", "the signature does not fit this key, our challenge and our certificate"
     )
 
 
@@ -237,7 +237,7 @@ def _lift(agent: Agent | None, token: JoinToken, credential: credentials.Credent
             403, agent.barred, key_revocation.why(agent.barred, agent.barred_reason, credential.host)
         )
     if Agent.objects.filter(public_key=credential.public_key).exclude(barred="").exists():
-        sentence = "the token is good, but this key is barred: join with a new key (move identity.key away)"
+        sentence = "the token is valid, but this key is barred: move identity.key away and join with a new key"
         raise ConnectionRejectedError(403, wire.KEY_BARRED, sentence)
 
 

@@ -1,8 +1,8 @@
 """Decide which key may connect for a host: revocation, bars against clones, key rotation.
 
 Each decision is recorded as an event and, except for a completed rotation, announced on `TOPIC`. A gateway that gets
-the notification reads the changed rows (`news`) at once. It also reads them every few seconds, so that a lost
-notification delays a decision only a little.
+the notification reads the changed rows (`read_agent_changes`) at once. It also reads them every few seconds, so that a
+lost notification delays a decision only a little.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ FROM agents_agent WHERE changed_at > now() - make_interval(secs => %s)
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """An agent whose row has changed. `number`, `epoch`, `boot_id` and `address` describe its newest connection."""
+    """An agent whose row has changed. `connection_number`, `epoch`, `boot_id` and `address` describe its newest
+    connection."""
 
     host_id: int
     public_key: str
@@ -98,7 +99,9 @@ def admit(agent: Agent, by: str, source: Source = Source.PERSON) -> bool:
         row = _locked(agent.host_id)
         if row.barred == Bar.REVOKED:
             again = f"make a token with `manage.py join_token {row.host}`"
-            raise RefusedError(Reason.CONFLICT, f"the agent of {row.host} was revoked, and its key stays out: {again}")
+            raise RefusedError(
+                Reason.CONFLICT, f"the agent of {row.host} was revoked, and its key stays barred: {again}"
+            )
         if not row.barred:
             return False
         Agent.objects.filter(pk=row.pk).update(barred="", barred_reason="", changed_at=Now())
@@ -120,18 +123,18 @@ def ask_rotation(agent: Agent, by: str, source: Source = Source.PERSON) -> None:
 
 
 def rotate(host_id: int, old: str, new: str) -> None:
-    """Replace a host's key `old` by `new`, in one transaction; do nothing if that is done already.
+    """Replace a host's key `old_key` by `new_key`, in one transaction; do nothing if that is done already.
 
     The caller must have checked the agent's proof that it has both keys. Tokens bound to the old key expire. Raise
-    RefusedError CONFLICT if `old` is not the host's key any more, if the agent is barred, or if another host uses
-    `new`.
+    RefusedError CONFLICT if `old_key` is not the host's key any more, if the agent is barred, or if another host uses
+    `new_key`.
     """
     with conductor.writing():
         row = _locked(host_id)
         if row.public_key == new and not row.barred:
             return
         if row.public_key != old or row.barred:
-            raise RefusedError(Reason.CONFLICT, "this key may not name its successor any more")
+            raise RefusedError(Reason.CONFLICT, "this key is barred or replaced and cannot be rotated")
         try:
             with transaction.atomic():
                 Agent.objects.filter(pk=row.pk).update(
@@ -170,8 +173,8 @@ def why(barred: str, reason: str, host: str) -> str:
     """Return the sentence for a barred agent: why it is barred, and how an operator lifts the bar."""
     token = f"make a token with `manage.py join_token {host}`"
     if barred == Bar.CLONE:
-        decide = f"see which is right, then {token}, or run `manage.py agents --admit {host}`"
-        return f"two machines hold the key of {host} ({reason}): {decide}"
+        decide = f"find out which one is right, then {token}, or run `manage.py agents --admit {host}`"
+        return f"two machines use the key of {host} ({reason}): {decide}"
     return f"the agent of {host} was revoked ({reason}): to have it back, {token}"
 
 

@@ -29,7 +29,7 @@ def limits(now: datetime | None = None) -> tuple[datetime, datetime]:
 
 
 def where(word: str, lease: str = "") -> Q:
-    """Return the query condition for up, late or down; `lease` is the lookup path to the lease's `seen_at`."""
+    """Return the query condition for up, late or down; `lease_path` is the lookup path to the lease's `seen_at`."""
     path = lease or "host__lease__seen_at"
     up, down = limits()
     if word == "up":
@@ -40,7 +40,7 @@ def where(word: str, lease: str = "") -> Q:
 
 
 def standing(word: str) -> Q:
-    """Return the query condition on Agent for any of WORDS."""
+    """Return the query condition on Agent for any of AGENT_STATES."""
     return Q(barred="") & where(word) if word in LIVENESS else Q(barred=word)
 
 
@@ -51,7 +51,7 @@ def seen_at(agent: Agent) -> datetime | None:
 
 
 def word_of(agent: Agent) -> str:
-    """Return the agent's state, one of WORDS."""
+    """Return the agent's state, one of AGENT_STATES."""
     if agent.barred:
         return agent.barred
     seen = seen_at(agent)
@@ -81,7 +81,7 @@ def lacks(agent: Agent) -> str:
     if _is_silent(agent):
         return "its agent is down"
     if agent.writes is None:
-        return f"its agent (release {agent.version or 'unknown'}) knows nothing of it: update it"
+        return f"its agent (release {agent.version or 'unknown'}) does not support Placement writes: update it"
     return agent.writes
 
 

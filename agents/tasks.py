@@ -25,8 +25,8 @@ BATCH_BYTES = 8 * 1024 * 1024
 BATCH_ROWS = 500
 """Maximum number of reports in a batch."""
 BY_AGE = 4
-"""Every BY_AGE-th batch takes the oldest reports without regard to faults, so that hosts with faults cannot block the
-others for ever."""
+"""Every OLDEST_FIRST_EVERY-th batch takes the oldest reports without regard to faults, so that hosts with faults cannot
+block the others for ever."""
 TAKE = """
 WITH oldest AS (
        SELECT id, octet_length(payload) AS size FROM spool {which} ORDER BY id LIMIT %s FOR UPDATE SKIP LOCKED),
@@ -77,7 +77,9 @@ def merge_batch() -> bool:
         with transaction.atomic():
             apply(batch)
     except (DataError, IntegrityError) as error:
-        log.warning("a batch of %d hosts was refused, going host by host: %s", len(batch), error)
+        log.warning(
+            "the database rejected a batch of reports (hosts: %d); applying it host by host: %s", len(batch), error
+        )
         _one_by_one(batch)
     transaction.on_commit(placing.wake, robust=True)
     return True
@@ -103,5 +105,5 @@ def _one_by_one(batch: Batch) -> None:
 def _drop(host_id: int, error: Exception) -> None:
     """Record the event `report.refused` for a report that cannot be stored."""
     host = Host.objects.filter(id=host_id).first()
-    reason = f"its report cannot be stored: {str(error).splitlines()[0]}"
+    reason = f"the host's report cannot be stored: {str(error).splitlines()[0]}"
     conductor.record("report.refused", Source.SYSTEM, "merge", host=host, reason=reason)

@@ -108,7 +108,7 @@ def forget() -> None:
 
 
 class Everybody:
-    """Asks all gateways: the boards of this process directly, the registered gateways of others by HTTP."""
+    """Asks all gateways: the caches of this process directly, the registered gateways of others by HTTP."""
 
     def __init__(self) -> None:
         self._quick, self._slow = ThreadPoolExecutor(AT_ONCE, "load"), ThreadPoolExecutor(AT_ONCE, "census")
@@ -150,15 +150,16 @@ class Everybody:
             except TooManyCensusesError:  # no free thread here, or too many censuses there: the gateway itself is well
                 silent.add(name)
             except GatewayUnreachableError as error:
-                log.warning("gateway %s at %s does not answer: %s", name, others[name], error)
+                log.warning("gateway %s at %s cannot be asked for samples: %s", name, others[name], error)
                 self._quiet[name] = time.monotonic() + QUIET_S
                 silent.add(name)
         return Loads(_newest(held), tuple(sorted(silent)))
 
     def _registered(self) -> dict[str, str]:
-        """Return the addresses of the live gateways, by name. Raise DatabaseError, at the latest after PATIENCE_MS.
+        """Return the addresses of the live gateways, by name. Raise DatabaseError, at the latest after
+        STATEMENT_TIMEOUT_MS.
 
-        The rows are read at most every REGISTRY_S.
+        The rows are read at most every REGISTRY_INTERVAL_S.
         """
         if time.monotonic() - self._read_at >= REGISTRY_S:
             live = datetime.now(UTC) - timedelta(seconds=2 * (settings.KEYS.beat_s + settings.KEYS.lease_flush_s) + 10)
@@ -175,20 +176,22 @@ def _answered(answer: Future[Answer], boards: Collection[str]) -> list[Held]:
     """Return the samples in a gateway's answer. Raise TooManyCensusesError if no thread was free to ask it, or
     GatewayUnreachableError."""
     if answer.cancel():
-        raise TooManyCensusesError("it was never asked")
+        raise TooManyCensusesError("no thread was free to ask it")
     if not answer.done():
-        raise GatewayUnreachableError(f"not within {DEADLINE_S:.0f} s")
+        raise GatewayUnreachableError(f"no answer within {DEADLINE_S:.0f} s")
     said = answer.result()
     if said.gateway in boards:
         raise GatewayUnreachableError(
-            "this address is our own: set CYBORG_GATEWAY_URL where gateways run on several machines"
+            "the address leads to the process that asks: set CYBORG_GATEWAY_URL if gateways run on several machines"
         )
     return said.hosts
 
 
 def _here(board: Board, asked: Ask, deadline: float) -> list[Held]:
-    """Return the samples of a board of this process, after asking agents if the request says so. Raise
-    TooManyCensusesError."""
+    """Return the samples of a cache of this process, after asking agents if the request says so.
+
+    Raise TooManyCensusesError.
+    """
     since = time.monotonic() if asked.within_s else 0.0
     if board.loop and not board.loop.is_closed() and (asked.within_s or asked.for_s):
         with suppress(RuntimeError, TimeoutError):  # its event loop has ended, or is too slow
@@ -221,7 +224,7 @@ def _say_once(host: int, why: str) -> None:
 
     A gateway of another release may send them, and every page that shows load would log it again.
     """
-    log.warning("the samples of host %d cannot be read, it is left out: %s", host, why)
+    log.warning("the samples of host %d cannot be read and are left out: %s", host, why)
 
 
 _everybody = Everybody()

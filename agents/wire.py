@@ -114,7 +114,7 @@ class Alive(Message, frozen=True):
 class NewKey(Message, frozen=True):
     """Answer to Rotate: the host's new public key in base64url.
 
-    `signature` is made with the present key and `proof` with the new one, both over `rotation_bytes`. The gateway
+    `signature` is made with the present key and `proof` with the new one, both over `build_rotation_bytes`. The gateway
     answers with an Ack whose `of` is NewKey after the commit; until then the agent keeps both keys.
     """
 
@@ -320,7 +320,8 @@ def encode(message: Message) -> str:
 
 
 def decode_from_agent(data: bytes | str) -> FromAgent | Unknown:
-    """Decode and validate a message of an agent. Return Unknown for an unknown type; raise MalformedMessageError."""
+    """Decode and validate a message of an agent. Return UnknownMessage for an unknown type; raise
+    MalformedMessageError."""
     try:
         message: FromAgent = _from_agent.decode(data)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -329,7 +330,8 @@ def decode_from_agent(data: bytes | str) -> FromAgent | Unknown:
 
 
 def decode_from_gateway(data: bytes | str) -> FromGateway | Unknown:
-    """Decode and validate a message of a gateway. Return Unknown for an unknown type; raise MalformedMessageError."""
+    """Decode and validate a message of a gateway. Return UnknownMessage for an unknown type; raise
+    MalformedMessageError."""
     try:
         message: FromGateway = _from_gateway.decode(data)
     except (msgspec.DecodeError, RecursionError) as error:
@@ -338,8 +340,8 @@ def decode_from_gateway(data: bytes | str) -> FromGateway | Unknown:
 
 
 def _unknown(data: bytes | str, error: Exception, side: str) -> Unknown:
-    """Return Unknown if `data` has a type that `side` does not know; otherwise raise MalformedMessageError with
-    `error`."""
+    """Return UnknownMessage if `data` has a type that `sender` does not know; otherwise raise MalformedMessageError
+    with `error`."""
     try:
         name: Any = msgspec.json.decode(_type_only.decode(data).get("type", msgspec.Raw(b"null")))
     except (msgspec.DecodeError, RecursionError):

@@ -23,7 +23,7 @@ class ConfigurationError(ValueError):
 
 @dataclass(frozen=True)
 class Key:
-    """One documented key: `shown` is its default as printed in the manual, `effect` one sentence for the manual."""
+    """One documented key: its default (`shown`) and one sentence about its `effect`, both for the manual."""
 
     name: str
     shown: str
@@ -33,8 +33,8 @@ class Key:
 def key(name: str, default: Any, effect: str, shown: str | None = None) -> Any:
     """Return a dataclass field for one configuration key.
 
-    `name` is its `CYBORG_…` name and `effect` one sentence for the manual, which prints `shown` in place of the default
-    if it is given.
+    `name` is its `CYBORG_…` name and `effect` one sentence for the manual, which prints `shown` in place of the
+    default if it is given.
     """
     text = shown if shown is not None else f"`{default}`"
     return field(default=default, metadata={"key": Key(name, text, effect)})

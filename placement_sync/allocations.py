@@ -39,7 +39,7 @@ class Share(msgspec.Struct, frozen=True):
 
 
 Shares = Mapping[str, Share]
-"""Provider → Share."""
+"""Provider → ClaimShare."""
 
 
 class Change(msgspec.Struct, frozen=True):
@@ -56,11 +56,11 @@ class Change(msgspec.Struct, frozen=True):
 
 
 def claiming(seen: Consumer, shares: Shares, last: Change | None) -> Change | None:
-    """Return the write that adds the shares exactly once; `last` is the recorded write, if there is one.
+    """Return the write that adds the shares exactly once; `recorded` is the recorded write, if any.
 
-    `last` itself is returned while it has not happened yet. If `Change.nothing` is true, the shares are there already
-    and nothing needs to be written. Returns None if the consumer has no allocations: then the instance is unknown to
-    Placement, and nothing can be added.
+    `recorded` itself is returned while it has not happened yet. If `AllocationWrite.is_noop` is true, the shares are
+    there already and nothing needs to be written. Returns None if the consumer has no allocations: then the instance is
+    unknown to Placement, and nothing can be added.
     """
     if seen.generation is None:
         return None
@@ -73,11 +73,12 @@ def claiming(seen: Consumer, shares: Shares, last: Change | None) -> Change | No
 
 
 def releasing(seen: Consumer, shares: Shares, others: Amounts, last: Change | None) -> Change | None:
-    """Return the write that removes the shares exactly once; `last` is the recorded write, if there is one.
+    """Return the write that removes the shares exactly once; `recorded` is the recorded write, if any.
 
-    `last` itself is returned while it has not happened yet. The amounts in `others` belong to other requests and are
-    never removed. Returns None if nothing is left to remove. The first release is written even if it changes no amount:
-    it raises the generation, so that a claim that was sent and not yet answered can no longer take effect.
+    `recorded` itself is returned while it has not happened yet. The amounts in `held_by_others` belong to other
+    requests and are never removed. Returns None if nothing is left to remove. The first release is written even if it
+    changes no amount: it raises the generation, so that a claim that was sent and not yet answered can no longer take
+    effect.
     """
     if seen.generation is None:
         return None

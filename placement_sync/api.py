@@ -27,7 +27,7 @@ class DiscrepancySerializer(Chosen):
 
     url = Url("discrepancies", source="uuid")
     host = HostReference(read_only=True)
-    device = DeviceReference(read_only=True, allow_null=True, help_text="Null when it has gone.")
+    device = DeviceReference(read_only=True, allow_null=True, help_text="Null after the device was removed.")
 
     class Meta:
         model = Discrepancy

@@ -17,8 +17,8 @@ from placement_sync.reconcile import Inventory, Observed
 
 TIMEOUT_S = 10.0
 TREE, WRITE, TRAITS, CLASSES, INVENTORY, MOVE = "1.14", "1.20", "1.6", "1.7", "1.26", "1.37"
-"""Microversions: TREE for `in_tree`, WRITE for a POST that returns the provider, TRAITS for traits, CLASSES for PUT of
-a resource class, INVENTORY for `reserved` equal to `total`, MOVE for a change of the parent.
+"""Microversions, in this order: for `in_tree`; for a POST that returns the provider; for traits; for PUT of a resource
+class; for `reserved` equal to `total`; for a change of the parent.
 """
 CODES = "1.23"
 """Microversion from which errors have codes."""
@@ -31,7 +31,7 @@ type stays as it is.
 class PlacementUnavailableError(Exception):
     """Placement cannot be reached, is too slow, throttles, refuses the credentials, or answers unusably.
 
-    Statuses: 401, 403, 408, 429 and 5xx. Unusable answers: no JSON object, or an empty one to a GET.
+    Statuses: 401, 403, 408, 429 and 5xx. An answer is unusable if it is not a JSON object, or is empty after a GET.
     """
 
 
@@ -61,8 +61,8 @@ IN_USE = frozenset({"placement.inventory.inuse", "placement.resource_provider.in
 class Placement:
     """A connection to Placement that counts its calls in `reads` and `writes`. Not thread-safe.
 
-    `before_call` runs before each call and may raise WriterStoppedError. `words` caches which custom resource classes
-    and traits exist; several clients may share one set.
+    `before_call` runs before each call and may raise WriterStoppedError. `known_names` caches which custom resource
+    classes and traits exist; several clients may share one set.
     """
 
     def __init__(
@@ -134,12 +134,14 @@ class Placement:
                 return Consumer(uuid)
             return Consumer(uuid, int(found["consumer_generation"]), has, found["project_id"], found["user_id"])
         except (KeyError, TypeError, ValueError, AttributeError):
-            raise PlacementUnavailableError(f"GET /allocations/{uuid}: the answer is no consumer") from None
+            raise PlacementUnavailableError(
+                f"GET /allocations/{uuid}: the answer does not describe a consumer"
+            ) from None
 
     def allocate(self, uuid: str, body: Mapping[str, Any]) -> None:
         """Replace all allocations of one consumer.
 
-        Raises PlacementConflictError with the code CONCURRENT if its generation has changed.
+        Raises PlacementConflictError with the code CONCURRENT_UPDATE if its generation has changed.
         """
         self._write("PUT", f"/allocations/{uuid}", CONSUMER, body)
 
@@ -175,7 +177,7 @@ class Placement:
     def delete(self, uuid: str) -> None:
         """Delete a provider; succeed if it does not exist.
 
-        Raises PlacementConflictError with a code of IN_USE while something is allocated.
+        Raises PlacementConflictError with a code of IN_USE_CODES while something is allocated.
         """
         self._write("DELETE", f"/resource_providers/{uuid}", CODES, None, missing=True)
 
@@ -195,7 +197,7 @@ class Placement:
     def _call(
         self, method: str, path: str, version: str, body: Any = None, missing: bool = False
     ) -> dict[str, Any] | None:
-        """Send one call and return the decoded answer: `{}` if it has no content, None for a 404 if `missing` is set.
+        """Send one call and return the decoded answer: `{}` if it has no content, None for a 404 if `may_be_missing`.
 
         Raises PlacementUnavailableError, PlacementConflictError, PlacementRejectedError, and whatever `before_call`
         raises.
@@ -220,7 +222,7 @@ class Placement:
             )
         except EndpointNotFound as error:
             raise PlacementUnavailableError(
-                f"{_line(error)}: put one into Keystone's catalogue, or set CYBORG_PLACEMENT_ENDPOINT"
+                f"{_line(error)}: add one for Placement to Keystone's catalogue, or set CYBORG_PLACEMENT_ENDPOINT"
             ) from None
         except ClientException as error:
             took = time.monotonic() - began
@@ -247,7 +249,7 @@ def _outcome(answer: Any, what: str, missing: bool) -> dict[str, Any] | None:
         except ValueError:
             body = None
         if not isinstance(body, dict):
-            raise PlacementUnavailableError(f"{what}: the answer is no JSON object")
+            raise PlacementUnavailableError(f"{what}: the answer is not a JSON object")
         return body
     code, text = _error(answer)
     sentence = f"{what}: {status} {text}"

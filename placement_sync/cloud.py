@@ -20,5 +20,5 @@ def session(endpoint: str) -> Any | None:
     try:
         return import_string(settings.SERVICE_SESSION)()
     except ConfigurationError as error:
-        log.debug("OpenStack is told nothing: %s", error)
+        log.debug("Nothing is sent to OpenStack: %s", error)
         return None

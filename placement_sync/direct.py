@@ -53,15 +53,15 @@ def lacks(environ: Mapping[str, str]) -> str:
         return ""
     if not environ.get("OS_CLOUD") and not environ.get("OS_CLIENT_CONFIG_FILE"):
         if any((place.expanduser() / name).is_file() for place in PLACES for name in CLOUDS):
-            return "the host has a clouds.yaml: say in OS_CLOUD which of its clouds the agent is to use"
-        return "the host has no credentials: give its agent OS_CLOUD and a clouds.yaml, or OS_AUTH_URL and its like"
+            return "the host has a clouds.yaml: set OS_CLOUD to the cloud that the agent is to use"
+        return "the host has no credentials: give its agent OS_CLOUD and a clouds.yaml, or OS_AUTH_URL, OS_USERNAME …"
     if find_spec("openstack") is None:
         return "clouds.yaml is read by openstacksdk, which is not installed on the host; OS_AUTH_URL works without it"
     return ""
 
 
 def write(host: str, payload: str, environ: Mapping[str, str], refused: Callable[[], str]) -> Ended:
-    """Make Placement show the providers that `payload` (a Work) describes below the compute provider `host`.
+    """Make Placement show the providers of `payload` (a ProviderWork) below the compute provider `host`.
 
     `refused` is called before each call to Placement and returns why this host may not write any more, or '' while it
     may. Blocks until Placement has answered all calls. Expected errors are returned as 'refused' or 'failed', not
@@ -87,9 +87,10 @@ def write(host: str, payload: str, environ: Mapping[str, str], refused: Callable
         msgspec.DecodeError,
     ) as error:
         writes = placement.writes if placement else 0
-        said = f"{error}, after {writes} writes" if writes else f"{error}; nothing was written"
+        counted = "1 write" if writes == 1 else f"{writes} writes"
+        said = f"{error}, after {counted}" if writes else f"{error}; nothing was written"
         return "failed" if writes else "refused", said
-    return "succeeded", "; ".join([f"{placement.writes} writes, {placement.reads} reads", *outcome.problems])[:4096]
+    return "succeeded", "; ".join([f"writes: {placement.writes}, reads: {placement.reads}", *outcome.problems])[:4096]
 
 
 class _CredentialsError(Exception):

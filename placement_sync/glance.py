@@ -28,8 +28,10 @@ class Glance:
         self._made: Any = None
 
     def image(self, uuid: str) -> Offer:
-        """Return the image with this id. Raises ImageUnusableError if there is none or it has no bytes;
-        ImageServiceUnavailableError to retry later."""
+        """Return the image with this id.
+
+        Raises ImageUnusableError if there is none or it has no bytes; ImageServiceUnavailableError to retry later.
+        """
         with _answering():
             answer = self._proxy().get(f"/images/{uuid}")
             if answer.status_code == 404:
@@ -73,8 +75,8 @@ class Glance:
 def offer(document: Mapping[str, Any]) -> Offer:
     """Convert Glance's image document into an Offer.
 
-    Raises ImageServiceUnavailableError if the image is still being uploaded, ImageUnusableError if it has another
-    state or no size.
+    Raises ImageServiceUnavailableError if the image is still being uploaded, ImageUnusableError if it has another state
+    or no size.
     """
     uuid, status = str(document["id"]), str(document.get("status"))
     if status in COMING:
@@ -106,7 +108,7 @@ def _check(answer: Any) -> None:
     said = f"Glance answered {status}"
     if status in (401, 429) or status >= 500:
         raise ImageServiceUnavailableError(said)
-    raise ImageUnusableError(f"{said}: the service user cannot have this image")
+    raise ImageUnusableError(f"{said}: the service user may not read this image")
 
 
 def _chunks(answer: Any) -> Iterator[bytes]:
@@ -120,9 +122,9 @@ def _chunks(answer: Any) -> Iterator[bytes]:
 
 @contextmanager
 def _answering() -> Iterator[None]:
-    """Turn the errors of openstacksdk, keystoneauth1 and requests into Away.
+    """Turn the errors of openstacksdk, keystoneauth1 and requests into ImageServiceUnavailableError.
 
-    A missing cloud configuration becomes Unusable.
+    A missing cloud configuration becomes ImageUnusableError.
     """
     import requests
     from keystoneauth1.exceptions import ClientException

@@ -51,14 +51,16 @@ def desired(parts: Iterable[Part]) -> tuple[dict[str, Provider], list[str]]:
     for part in parts:
         provider = _provider(part, problems)
         if (other := providers.setdefault(provider.uuid, provider)) is not provider:
-            problems.append(f"{part.name} and {other.name} would be one provider, {provider.uuid}: the first is told")
+            problems.append(
+                f"{part.name} has the provider id of {other.name}, {provider.uuid}, so it is not in Placement"
+            )
     return providers, problems
 
 
 def _provider(part: Part, problems: list[str]) -> Provider:
     wanted = part.attributes.get(CLASS_KEY, "")
     if not WORD.fullmatch(wanted):
-        problems.append(f"{part.name} names no usable resource class ({wanted[:64]!r}): it has no inventory")
+        problems.append(f"{part.name} has no usable resource class ({wanted[:64]!r}), so it has no inventory")
         wanted = ""
     total = part.total if wanted else 0
     uuid = part.rp_uuid or str(provider_uuid(part.name))
@@ -70,5 +72,5 @@ def _traits(part: Part, problems: list[str]) -> frozenset[str]:
     named = {value for key, value in part.attributes.items() if key.startswith(TRAIT_KEY)}
     for name in sorted(named):
         if not WORD.fullmatch(name):
-            problems.append(f"{part.name} names a trait that none can be called: {name[:64]!r}")
+            problems.append(f"{part.name} has a trait whose name Placement does not accept: {name[:64]!r}")
     return frozenset(name for name in named if WORD.fullmatch(name))

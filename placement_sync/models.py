@@ -53,7 +53,7 @@ class Who(models.TextChoices):
 class Writer(models.Model):
     """The current writer to Placement, in a single row (id 1).
 
-    `writer_election.switch` changes it. If there is no row, the conductor writes, and the epoch is 0.
+    `writer_election.switch_writer` changes it. If there is no row, the conductor writes, and the epoch is 0.
     """
 
     who = models.CharField(max_length=16, choices=Who, default=Who.CONDUCTOR)

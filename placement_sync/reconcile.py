@@ -52,7 +52,7 @@ class Create:
 
 @dataclass(frozen=True)
 class Move:
-    """Set a provider's name and parent back to what they shall be; `was` describes both as observed."""
+    """Set a provider's name and parent back to what they shall be; `previous` describes both as observed."""
 
     uuid: str
     name: str
@@ -62,7 +62,7 @@ class Move:
 
 @dataclass(frozen=True)
 class SetInventories:
-    """Replace all inventories of a provider; `was` is what was observed."""
+    """Replace all inventories of a provider; `previous` is what was observed."""
 
     uuid: str
     name: str
@@ -72,7 +72,7 @@ class SetInventories:
 
 @dataclass(frozen=True)
 class SetTraits:
-    """Replace all traits of a provider; `was` is what was observed."""
+    """Replace all traits of a provider; `previous` is what was observed."""
 
     uuid: str
     name: str
@@ -111,7 +111,7 @@ def plan(
 
 
 def _bring(root: str, wanted: Provider, before: Written, now: Observed | None) -> list[Write]:
-    """Return the writes for one desired provider; `now` is None if it does not exist."""
+    """Return the writes for one desired provider; `observed` is None if it does not exist."""
     writes: list[Write] = []
     if now is None:
         writes.append(Create(wanted.uuid, wanted.name, root))

@@ -58,11 +58,11 @@ def bring(
     """Make Placement show `desired` below the compute provider `host`. `root` is that provider's uuid, if it is known.
 
     With `dry_run`, only read, and return the writes that would be sent. A provider with allocations is not deleted, and
-    an allocated resource class is not removed; each becomes a problem in the Outcome.
+    an allocated resource class is not removed; each becomes a problem in the SyncOutcome.
 
     Raises ProviderMissingError; PlacementUnavailableError, PlacementRejectedError, WriterStoppedError;
-    PlacementConflictError after the last of TRIES attempts.
-    Writes that were sent before an error are found by the next call.
+    PlacementConflictError after MAX_ATTEMPTS attempts. Writes that were sent before an error are found by the next
+    call.
     """
     outcome = Outcome(written=dict(written))
     for attempt in range(TRIES):
@@ -179,8 +179,8 @@ def _apply(
 def _create(placement: Placement, write: Create) -> Observed:
     """Create a provider and return its state, or move the provider that already has this uuid.
 
-    That one may be in another tree or have another name. Raises PlacementConflictError if a provider with another
-    uuid has the name.
+    That one may be in another tree or have another name. Raises PlacementConflictError if a provider with another uuid
+    has the name.
     """
     try:
         generation = placement.create(write.uuid, write.name, write.parent)
@@ -196,7 +196,7 @@ def _create(placement: Placement, write: Create) -> Observed:
 def _inventories(placement: Placement, write: SetInventories, now: Observed, outcome: Outcome) -> Observed:
     """Replace the provider's inventories, but keep a class that has allocations, with all of it reserved (a problem).
 
-    Returns the new state, or `now` itself if nothing had to be written.
+    Returns the new state, or `current` itself if nothing had to be written.
     """
     inventories, gone = dict(write.inventories), now.inventories.keys() - write.inventories.keys()
     held = {name for amounts in placement.allocations(write.uuid).values() for name in amounts} & gone if gone else None
@@ -205,7 +205,8 @@ def _inventories(placement: Placement, write: SetInventories, now: Observed, out
             name: {**now.inventories[name], "reserved": now.inventories[name]["total"]} for name in held
         }
         inventories |= kept
-        outcome.problems.append(f"{write.name}: {', '.join(sorted(held))} is allocated, so it stays, all reserved")
+        classes = ", ".join(sorted(held))
+        outcome.problems.append(f"{write.name} keeps {classes}, fully reserved, because of its allocations")
     if inventories == now.inventories:
         return now
     generation = placement.set_inventories(write.uuid, now.generation, inventories)
@@ -224,7 +225,9 @@ def _delete(placement: Placement, write: Delete, outcome: Outcome) -> None:
         consumers = placement.allocations(write.uuid)
     if consumers:
         who = ", ".join(sorted(consumers)[:5])
-        outcome.problems.append(f"{write.name} is gone from its host and allocated to {who}: the provider stays")
+        outcome.problems.append(
+            f"{write.name} was removed from its host but stays in Placement, because it is allocated to {who}"
+        )
     else:
         outcome.written.pop(write.uuid, None)
         outcome.writes.append(write)

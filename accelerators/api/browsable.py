@@ -1,8 +1,7 @@
 """Render the answers of both APIs as an HTML page: a table, coloured JSON, and forms for the possible actions.
 
-`own.views` and `cyborgweb.api` list `Browsable` among their renderers. v2 always answers with JSON, except to a
-browser: its `View.perform_content_negotiation` returns `(Browsable(), Browsable.media_type)` when `wants_page(Accept)`.
-The templates are in `templates/api/` and load nothing from other servers.
+Both APIs use this renderer for browsers only: v2 checks the Accept header for it, and our own API lists it among its
+renderers. The templates are in `templates/api/` and load nothing from other servers.
 """
 
 from __future__ import annotations

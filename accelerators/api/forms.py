@@ -46,7 +46,7 @@ class Form:
     """One action. With `body` the form sends that JSON after editing, with `fields` an object of their values,
     otherwise no body.
 
-    `then` is the address to open afterwards; empty means the same page.
+    `next_url` is the address to open afterwards; empty means the same page.
     """
 
     label: str
@@ -118,7 +118,7 @@ def of_filters(view: Any, params: Mapping[str, str], reserved: Collection[str] =
         fields.append(Field(name, params.get(name, ""), kind, one.extra.get("help_text", ""), choices=choices))
     orders = tuple((sign + word, sign + word) for word in view.orders for sign in ("", "-"))
     asked = params.get("ordering", view.default_order)
-    return (*fields, Field("ordering", asked, "choice", "A - turns it around.", choices=orders))
+    return (*fields, Field("ordering", asked, "choice", "A leading - reverses the order.", choices=orders))
 
 
 def _yes_no(one: Any) -> bool:

@@ -29,13 +29,13 @@ class Action(StrEnum):
 
 
 MEANING = {
-    Action.ENABLE: "Offer it; ends a drain.",
-    Action.DRAIN: "Take it out of offer now, and say when its last request is gone; nothing is evicted.",
-    Action.DISABLE: "Take it out of offer; what is bound stays bound.",
-    Action.RELEASE: "End its quarantine; it is in maintenance then.",
-    Action.QUARANTINE: "Take it out of offer because it is not to be trusted; what is bound stays bound.",
-    Action.REINSTATE: "Take it back among the devices that can be offered, as inactive.",
-    Action.RETIRE: "Take it out of use for good; refused while anybody holds it.",
+    Action.ENABLE: "Offer the device; this also ends a drain.",
+    Action.DRAIN: "Take the device out of offer now and record when its last request is gone; nothing is evicted.",
+    Action.DISABLE: "Take the device out of offer; bound requests stay bound.",
+    Action.RELEASE: "End the quarantine of the device; it is in maintenance then.",
+    Action.QUARANTINE: "Take the device out of offer because it cannot be trusted; bound requests stay bound.",
+    Action.REINSTATE: "Take a retired device back into use; its state is inactive then.",
+    Action.RETIRE: "Take the device out of use for good; refused while anybody holds it.",
 }
 """What each action does, for the console, the command line and the API's documentation."""
 
@@ -61,8 +61,11 @@ class Standing:
 
     @property
     def word(self) -> str:
-        """The state, the state it returns to and the state it drains to, as text. Compare two texts to find out whether
-        a device has changed; requests that hold the device have no influence on the text."""
+        """The state, the state it returns to and the state it drains to, as text.
+
+        Compare two texts to find out whether a device has changed; requests that hold the device have no influence on
+        the text.
+        """
         returns = f", returns to {self.returns_to}" if self.returns_to else ""
         return f"{self.state}{returns}" + (f", drains to {self.drain_to}" if self.drain_to else "")
 
@@ -75,8 +78,8 @@ class Standing:
 
 @dataclass(frozen=True)
 class _Ask:
-    """One action: the state it leads `to`, the states from which it `moves` a device there, and the states in which
-    there is nothing to do (`there`). In all other states it is refused."""
+    """One action: the state it leads `to`, the states from which it `moves` a device there, and
+    the states in which there is nothing to do (`there`). In all other states the action is refused."""
 
     to: DeviceState
     moves: frozenset[DeviceState]
@@ -132,8 +135,8 @@ def _outcome(action: Action, now: Standing, then: Drain = Drain.MAINTENANCE) -> 
 def _drain(now: Standing, then: Drain) -> Standing:
     """Return what a drain makes of a device; never refused.
 
-    An offered device goes to maintenance and drains. A device that is not offered drains to `retired` if `then` says
-    so; one in maintenance drains to `maintenance` only if it is held, otherwise its drain ends.
+    An offered device goes to maintenance and drains. A device that is not offered drains to `retired` if `then`
+    says so; one in maintenance drains to `maintenance` only if it is held, otherwise its drain ends.
     """
     if now.here in OFFERED:
         return now.at(_S.MAINTENANCE, then)

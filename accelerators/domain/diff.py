@@ -181,9 +181,9 @@ class Answer:
 def fold(reports: Iterable[HostReport], after: tuple[int, int]) -> tuple[HostReport, dict[str, Answer]] | None:
     """Combine the reports of one host that are later than `after`, an (epoch, seq) pair.
 
-    Returns the latest report, and for each driver that it is about (`spoken_for`) the combined answer of all these
-    reports: if a driver or a backend answered in one report and failed in a later one, its answer is kept. Returns None
-    if no report is later than `after`.
+    Returns the latest report, and for each driver that it is about (`spoken_for`) the combined answer of
+    all these reports: if a driver or a backend answered in one report and failed in a later one, its answer is kept.
+    Returns None if no report is later than `after`.
     """
     fresh = sorted((r for r in reports if (r.epoch, r.seq) > after), key=lambda r: (r.epoch, r.seq))
     if not fresh:
@@ -229,7 +229,7 @@ def compare(host: StoredHost, report: HostReport, answers: dict[str, Answer], no
 
 
 def admit(into: Changes, rules: Sequence[Rule]) -> None:
-    """Set the first state of each new device in `into.found` by the first rule that fits, and append an event for it.
+    """Set the first state of each new device in `into.found` by the first rule that fits; add an event.
 
     Changes the rows in place (state, who decided, reason). A device that a rule makes ready becomes `installing` if it
     must be installed first, and is added to `into.installs`. Without a rule that fits, the row stays as it is.
@@ -341,7 +341,10 @@ def _attributes(
 def _handles(
     deployable: str, new: Deployable, old: StoredDeployable | None, into: Changes, changes: dict[str, list[Any]]
 ) -> None:
-    """Append new, changed and missing handles to `into`, and what changed to `changes`. `info` identifies a handle."""
+    """Append new, changed and missing handles to `into`, and what changed to `changes`.
+
+    A handle is identified by its `info`.
+    """
     known = {h.info: h for h in old.handles} if old else {}
     wanted = {h.info: h.attach_type for h in new.handles}
     for info, attach_type in wanted.items():

@@ -34,7 +34,7 @@ def why_missing(driver: str, reports: Iterable[DriverReport]) -> str:
     off = next((said.state for said in reports if said.driver == driver and said.state in OFF), "")
     if off:
         return f"{driver} is {'disabled' if off == DriverState.DISABLED else 'uninstalled'} on its host"
-    return f"{driver} answered and did not name it"
+    return f"{driver} no longer reports this device"
 
 
 def entries(stored: Mapping[str, Entry], made: Mapping[str, Entry], said: Iterable[DriverReport], now: str) -> Any:

@@ -72,9 +72,9 @@ def resource_class(group: Mapping[str, str]) -> str:
 def programs(group: Mapping[str, str], loaded: str | None) -> bool:
     """Return True if the device must be programmed before a request of this group can be bound.
 
-    That is so for an FPGA group that names a bitstream other than the `loaded` one, and for every FPGA group that names
-    a function: which bitstream has the function is only known when its image is looked up, after the bind was answered
-    (contract section 4.1, step 3).
+    That is so for an FPGA group that names a bitstream other than the `loaded` one, and for every FPGA group that
+    names a function: which bitstream has the function is only known when its image is looked up, after the bind was
+    answered (contract section 4.1, step 3).
     """
     if "resources:FPGA" not in group:
         return False

@@ -21,8 +21,8 @@ MARK = 4
 class Link:
     """The values of a seal that its hash covers, in this order.
 
-    `before` is the hash of the previous seal, `sealed_at` is ISO 8601 in UTC with microseconds; the others are columns
-    of `accelerators_seal`.
+    `before` is the hash of the previous seal, `sealed_at` is ISO 8601 in UTC with microseconds; the others are
+    columns of `accelerators_seal`.
     """
 
     number: int
@@ -47,16 +47,16 @@ def digest(events: Iterable[bytes]) -> str:
 
 
 def marks(events: Iterable[bytes]) -> bytes:
-    """Return the first MARK bytes of each event's digest, joined. They are stored with the seal, so that `parting` can
-    find an event that was changed."""
+    """Return the first MARK bytes of each event's digest, joined. They are stored with the seal, so that
+    `parting` can find an event that was changed."""
     return b"".join(event[:MARK] for event in events)
 
 
 def parting(kept: bytes, events: Sequence[bytes]) -> int | None:
     """Return the index of the first event whose digest differs from the marks `kept`, None if all agree.
 
-    None is no proof, because a mark has only MARK bytes. The index may be one past the last event: then the events from
-    there on are gone.
+    None is no proof, because a mark has only MARK bytes. The index may be one past the last event: then the
+    events from there on are gone.
     """
     known = [kept[at : at + MARK] for at in range(0, len(kept), MARK)]
     pairs = enumerate(zip_longest(known, (event[:MARK] for event in events)))

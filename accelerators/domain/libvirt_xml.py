@@ -15,15 +15,15 @@ from xml.etree import ElementTree
 from accelerators.domain.states import HandleType
 
 PLUG = (
-    "It is claimed and bound, and nothing more: stock Nova plugs no accelerator into a guest that runs. Give each"
-    " element of `libvirt` to the guest on {host} (virsh attach-device DOMAIN FILE --live), and take it out there"
-    " (virsh detach-device) before it is detached here."
+    "The accelerator is claimed and bound, but it is not in the guest yet: stock Nova plugs no accelerator into a"
+    " running guest. Attach each element of `libvirt` to the guest on {host} (virsh attach-device DOMAIN FILE --live),"
+    " and remove it there (virsh detach-device) before you detach it here."
 )
 REBOOT = (
-    " Where the flavor names a device profile, and all that the instance has is PCI, a hard reboot by Nova plugs it,"
-    " too."
+    " If the flavor names a device profile and all accelerators of the instance are of type PCI, a hard reboot by Nova"
+    " plugs it as well."
 )
-TEST = "It is claimed and bound: a handle for tests, with no device behind it. There is nothing to plug."
+TEST = "It is claimed and bound. It is a handle for tests without a device, so there is nothing to plug in."
 _HEX = re.compile(r"[0-9a-f]{1,4}")
 
 

@@ -1,6 +1,6 @@
 """The job `images`: give commands the images they wait for, and fetch images that are not stored here from Glance.
 
-The client of the image service is passed to `register`, from `AppConfig.ready()`. Images are fetched in threads that do
+The client of the image service is registered when `placement_sync` starts. Images are fetched in threads that do
 not use the database, and no transaction is open meanwhile. A fetch continues where the last one ended, so an image may
 take longer than the time slice of one run (SLICE_S).
 """
@@ -96,7 +96,7 @@ def run() -> None:
     while (waiting := _waiting(tried)) and time.monotonic() < end:
         tried |= {number for numbers in waiting.values() for number in numbers}
         missing = _give_what_is_here(waiting)
-        # If not `mine`, the process that holds the lock serves these commands: it looks for waiting commands again.
+        # Without the lock there is nothing to do: the process that holds it looks for waiting commands again.
         with jobs.alone("images") as mine:
             if missing and mine:
                 unfinished |= _fetch_all(missing, end)
@@ -105,7 +105,7 @@ def run() -> None:
 
 
 def _waiting(tried: set[int]) -> dict[Wanted, list[int]]:
-    """Return the images that commands wait for, with the ids of these commands; commands in `tried` are left out."""
+    """Return the images that commands wait for, with the ids of these commands; leave out those in `tried_ids`."""
     found: dict[Wanted, list[int]] = {}
     rows = Command.objects.filter(WAITING).exclude(id__in=tried).order_by("id")
     for number, wanted in rows.values_list("id", "arguments__wanted"):
@@ -142,7 +142,7 @@ def _here(kind: str, value: str) -> Image | None:
         try:
             image = Image.objects.filter(uuid=UUID(value)).first()
         except ValueError:
-            raise ImageUnusableError(f"{value[:64]!r} is no image's id") from None
+            raise ImageUnusableError(f"{value[:64]!r} is not the id of an image") from None
         return image if image and store.is_here(image) else None
     if kind != "function_id":
         raise ImageUnusableError("the command does not say which image it wants")
@@ -166,9 +166,10 @@ def _said(kind: str, value: str) -> str:
 
 
 def _fetch_all(missing: Mapping[Wanted, list[int]], end: float) -> bool:
-    """Fetch these images from the service, until the time `end`; True if some are not complete yet.
+    """Fetch these images from the service, until the deadline; return True if some are not complete yet.
 
-    Commands whose image is complete get it, those whose image is unusable are refused, the others show why they wait.
+    Commands whose image is complete get it. Commands whose image is unusable are refused. All others show why they
+    wait.
     """
     service, offers, wanting = _services[-1], dict[str, Offer](), dict[str, list[int]]()
     for wanted, numbers in missing.items():
@@ -222,12 +223,11 @@ def _offered(service: ImageService, kind: str, value: str) -> Offer:
 
 
 def _fetch(service: ImageService, offer: Offer, end: float) -> tuple[str, int]:
-    """Fetch an image, or continue to, until the time `end`; returns its SHA-256 and the number of bytes that are here.
+    """Fetch an image until the deadline, starting where an earlier fetch ended. Uses no database.
 
-    The SHA-256 is '' if time is up before the image is complete. Uses no database. Raises
-    ImageServiceUnavailableError if the transfer breaks
-    off, ImageUnusableError if size or digest are wrong (the file is deleted then), RefusedError AWAY if the file
-    cannot be written.
+    Returns the image's SHA-256 and the number of bytes that are stored. The SHA-256 is '' if the deadline passes before
+    the image is complete. Raises ImageServiceUnavailableError if the transfer breaks off, ImageUnusableError if the
+    size or the digest is wrong (the file is deleted then), and RefusedError AWAY if the file cannot be written.
     """
     with store.stored(offer.uuid, "r+b") as file:
         digests = [hashlib.sha256(), hashlib.new(offer.algorithm if offer.algorithm in ALGORITHMS else "sha256")]
@@ -274,13 +274,13 @@ def _give(numbers: Sequence[int], image: Image) -> None:
 
 
 def _refuse(numbers: Sequence[int], why: str) -> None:
-    """End these commands (ids) as refused, because of `why`."""
+    """End these commands (ids) as refused, with this reason."""
     for number in numbers:
         placing.unprepared(number, why)
 
 
 def _tell(numbers: Sequence[int], text: str) -> None:
-    """Store why these commands (ids) wait, so that it is shown; commands that have this text already are left alone."""
+    """Store why these commands (ids) wait, to be shown; commands that already have this text are not changed."""
     with conductor.writing():
         waiting = Command.objects.filter(WAITING, id__in=numbers).exclude(progress=text[:500])
         told = [str(uuid) for uuid in waiting.values_list("uuid", flat=True)]

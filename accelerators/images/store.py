@@ -55,7 +55,7 @@ def path(uuid: UUID | str) -> Path:
 
 
 def is_here(image: Image) -> bool:
-    """Whether the image's file exists on this machine and has the right size."""
+    """Return whether the image's file exists on this machine and has the right size."""
     try:
         return path(image.uuid).stat().st_size == image.size
     except OSError:
@@ -96,7 +96,7 @@ def upload(
     """
     if not 0 < size <= limit():
         raise RefusedError(
-            Reason.INVALID, f"An image has 1 to {limit()} bytes (CYBORG_IMAGE_MAX_BYTES), this one {size}."
+            Reason.INVALID, f"An image must have 1 to {limit()} bytes (CYBORG_IMAGE_MAX_BYTES); this one has {size}."
         )
     if len(name) > 255 or "\0" in name:
         raise RefusedError(Reason.INVALID, "An image's name has at most 255 characters, without NUL.")
@@ -120,14 +120,13 @@ def upload(
 
 
 def remove(uuid: UUID, caller: Caller, source: Source) -> None:
-    """Delete an image's row and its file. Raises RefusedError: UNKNOWN, or CONFLICT while an open command is to use
-    it."""
+    """Delete an image's row and its file. Raises RefusedError: UNKNOWN, or CONFLICT while an open command needs it."""
     with conductor.writing():
         image = Image.objects.select_for_update().filter(uuid=uuid).first()
         if image is None:
             raise RefusedError(Reason.UNKNOWN, f"Image not found with uuid={uuid}")
         if wanted := Command.objects.filter(OPEN, arguments__image__id=str(uuid)).first():
-            text = f"Command {wanted.uuid} ({wanted}) is to use image {uuid}: wait for its end."
+            text = f"Command {wanted.uuid} ({wanted}) needs image {uuid}: wait until the command has ended."
             raise RefusedError(Reason.CONFLICT, text)
         image.delete()
         _record("image.removed", image, source, caller.name, "")
@@ -135,9 +134,9 @@ def remove(uuid: UUID, caller: Caller, source: Source) -> None:
 
 
 def add_copy(uuid: UUID, name: str, size: int, sha256: str, properties: Mapping[str, str]) -> Image:
-    """Write the row of an image that was copied from Glance, and delete copies for which there is no room.
+    """Write the row of an image that was copied from Glance, and delete older copies that exceed the limits.
 
-    Returns the row. The file must be in place already (`keep`). Also deletes abandoned files (ABANDONED_S).
+    Returns the row. The file must be in place already (`finalize_file`). Also deletes abandoned files (ABANDONED_S).
     """
     values = {"name": name, "size": size, "sha256": sha256, "properties": dict(properties), "by": "glance"}
     with conductor.writing():
@@ -146,7 +145,9 @@ def add_copy(uuid: UUID, name: str, size: int, sha256: str, properties: Mapping[
         dropped = _longest_unused(image)
         Image.objects.filter(id__in=[old.pk for old in dropped]).delete()
         for old in dropped:
-            _record("image.removed", old, Source.SYSTEM, "images", "a copy of Glance's, dropped to make room")
+            _record(
+                "image.removed", old, Source.SYSTEM, "images", "this copy of a Glance image was deleted to free space"
+            )
     for old in dropped:
         path(old.uuid).unlink(missing_ok=True)
     _tidy()
@@ -154,7 +155,7 @@ def add_copy(uuid: UUID, name: str, size: int, sha256: str, properties: Mapping[
 
 
 def _longest_unused(newest: Image) -> list[Image]:
-    """Return the copies of Glance's images to delete, so that MAX_COPIES and COPIES_BYTES hold.
+    """Return the copies of Glance's images to delete, so that MAX_COPIES and MAX_COPIES_BYTES hold.
 
     The longest unused are deleted first. The newest copy and copies that an open command uses are never among them.
     """
@@ -186,7 +187,7 @@ def part(uuid: UUID | str) -> Path:
 
 @contextmanager
 def stored(uuid: UUID | str, mode: str) -> Iterator[IO[bytes]]:
-    """Open an image's incomplete file (`part`) for writing: mode "wb" empties it, "r+b" continues an earlier transfer.
+    """Open an image's incomplete file for writing: mode "wb" empties it, "r+b" continues an earlier transfer.
 
     If an OSError occurs inside the block, deletes the file and raises RefusedError AWAY.
     """

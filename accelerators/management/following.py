@@ -18,8 +18,8 @@ BAR = 24
 def follow(numbers: Sequence[int], out: OutputWrapper) -> list[Command]:
     """Wait until these commands have ended, writing their progress to `out`; return them in the order of their ids.
 
-    `numbers` are primary keys; they are queried every EVERY_S seconds. Raises CommandError on Ctrl-C; the commands go
-    on.
+    `numbers` are primary keys; they are queried every EVERY_S seconds. Raises CommandError on Ctrl-C; the
+    commands continue.
     """
     told: dict[int, str] = {}
     terminal = out.isatty() and len(numbers) == 1
@@ -37,7 +37,7 @@ def follow(numbers: Sequence[int], out: OutputWrapper) -> list[Command]:
                 return rows
             time.sleep(EVERY_S)
     except KeyboardInterrupt:
-        raise CommandError("not waited for any longer; what was ordered goes on: `manage.py command list`") from None
+        raise CommandError("stopped waiting; the ordered commands continue, see `manage.py command list`") from None
 
 
 def _line(command: Command, terminal: bool) -> str:
@@ -63,9 +63,8 @@ def as_json(command: Command) -> dict[str, Any]:
 
 
 def told(command: Command) -> Iterator[str]:
-    """Yield lines for people: first the result of the command, or its progress if it has not ended; then its
-    details."""
+    """Yield lines for people: the result of the command, or its progress if it has not ended, and then its details."""
     said = command.text if command.ended_at else f"{command.percent} % {command.progress}".strip()
-    yield f"{command.state}: {said or 'nothing more was said'}"
+    yield f"{command.state}: {said or 'the agent gave no details'}"
     for name, value in sorted(command.detail.items()):
         yield f"{name}:\n{value}" if "\n" in value else f"{name}: {value}"

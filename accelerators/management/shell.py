@@ -36,7 +36,7 @@ def uuid(hint: str = "") -> Callable[[str], UUID]:
         try:
             return UUID(text.strip())
         except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is no uuid{hint}") from None
+            raise argparse.ArgumentTypeError(f"{text!r} is not a uuid{hint}") from None
 
     return read
 

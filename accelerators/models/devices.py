@@ -185,7 +185,11 @@ class AttachHandle(fields.Row):
     @property
     def not_offered(self) -> str:
         """Return the reason why this handle is never offered to Nova, or '' if it can be."""
-        return "not offered to Nova: a device node, which no guest gets" if self.attach_type == HandleType.DEV else ""
+        return (
+            "not offered to Nova: it is a device node, and Nova gives device nodes to no guest"
+            if self.attach_type == HandleType.DEV
+            else ""
+        )
 
 
 def driver_error() -> Func:

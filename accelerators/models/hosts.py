@@ -39,7 +39,7 @@ class Host(fields.Row):
         Possible reasons are that the agent is silent, or that the driver or the backend failed.
         """
         if self.stale_since:
-            return f"nothing heard of the agent of {self.name} since {self.stale_since:%Y-%m-%d %H:%M:%S} UTC"
+            return f"the agent of {self.name} has sent no heartbeat since {self.stale_since:%Y-%m-%d %H:%M:%S} UTC"
         said = self.drivers.get(driver, {})
         error = said.get("error", "") or said.get("backends", {}).get(backend, {}).get("error", "")
         return f"{driver}: {error}" if error else ""

@@ -96,7 +96,7 @@ class Cache(Generic[Value]):
         return value
 
     def _settle(self, key: str, asked: Future[Value | None], entry: _Entry[Value] | None, drops: int) -> None:
-        """End the load `asked`: store `entry` unless the cache was dropped since, or delete the key if it is None."""
+        """End the load `asked`: store `entry` unless the cache was dropped since; drop the key if it is None."""
         with self._lock:
             if self._asked.get(key) is asked:
                 del self._asked[key]

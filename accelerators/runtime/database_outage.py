@@ -34,9 +34,9 @@ class OutageLog:
             self._began_at = now if self._began_at is None else self._began_at
         text = str(reason).strip() or type(reason).__name__
         log.warning(
-            "PostgreSQL does not answer (%s). Agents and API clients are told to come back; what was acknowledged is"
-            " not lost. Check that PostgreSQL runs and that CYBORG_DATABASE_URL leads to it. While it does not answer,"
-            " this line is repeated every %.0f s.",
+            "PostgreSQL does not answer (%s). Agents and API clients are asked to retry later; no acknowledged data"
+            " is lost. Check that PostgreSQL runs and that CYBORG_DATABASE_URL points to it. This line is repeated"
+            " every %.0f s until PostgreSQL answers.",
             text.splitlines()[0],
             REPEAT_S,
         )

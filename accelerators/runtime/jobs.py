@@ -1,8 +1,8 @@
 """Declare background jobs, wake them from any process, and run them. Repeated wake-ups share one django-q2 task.
 
-`kick` inserts the job's row into `tick`; only the process that inserted the row enqueues a task (measured: never a task
-per message). The task deletes the row before it works, so no wake-up is lost. The supervisor watches the rows: one that
-is not taken up means that the cluster is stuck.
+`kick` inserts the job's row into `tick`; only the process that inserted the row enqueues a task (measured: never
+a task per message). The task deletes the row before it works, so no wake-up is lost. The supervisor watches the rows:
+one that is not taken up means that the cluster is stuck.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from functools import partial
 from django.db import connection, transaction
 
 SLICE_S = 20.0
-"""Seconds after which a job with more to do kicks itself and returns. Well below the cluster's time-out."""
+"""Seconds after which a job with more to do wakes itself again and returns. Well below the cluster's time-out."""
 LOCK_CLASS = 0x7161
 """First key of every job's PostgreSQL advisory lock; the second is `lock_id(name)`."""
 
@@ -129,7 +129,7 @@ def backstop() -> None:
 
 
 def take_up(name: str) -> None:
-    """Delete the job's `tick` row, so that the next kick enqueues a task. Call it before looking for work."""
+    """Delete the job's `tick` row, so that the next wake-up enqueues a task. Call it before looking for work."""
     with connection.cursor() as cursor:
         cursor.execute("DELETE FROM tick WHERE name = %s", [name])
 
@@ -139,7 +139,7 @@ def run(name: str, step: Callable[[], bool]) -> None:
 
     Each `step` runs in its own transaction, and the lock ends with that transaction, so a killed worker blocks nobody.
     If another worker has the lock, try again until it is free, because that worker may have looked for work before ours
-    was committed. After `SLICE_S` seconds kick the job again and return.
+    was committed. After `SLICE_S` seconds wake the job again and return.
     """
     _run(name, step, _locked)
 
@@ -155,7 +155,7 @@ def run_outside_transaction(name: str, step: Callable[[], bool]) -> None:
 
 
 def _run(name: str, step: Callable[[], bool], lock: Callable[[str], AbstractContextManager[bool]]) -> None:
-    """Call `step` under `lock` until there is no more work, for at most `SLICE_S` seconds; then kick the job again."""
+    """Call `step` under `lock` until no work is left. After `SLICE_S` seconds wake the job and return."""
     take_up(name)
     end = time.monotonic() + SLICE_S
     while time.monotonic() < end:
@@ -173,7 +173,7 @@ def alone(name: str) -> Iterator[bool]:
     """Try to take the lock of the job `name` for this database connection; yield True if it was free.
 
     It needs no open transaction, and ends with the connection if the worker is killed. A caller that gets False must
-    leave the work to the holder of the lock, or kick the job.
+    leave the work to the holder of the lock, or wake the job.
     """
     key = [LOCK_CLASS, lock_id(name)]
     with connection.cursor() as cursor:

@@ -1,8 +1,8 @@
 """Prometheus metrics for `/metrics`: the common registry, and the metrics of `accelerators`.
 
 Other apps add their metrics to the same registry. The host agent, the command-line client and the supervisor must not
-import this module. If the environment variable `metric_files.VARIABLE` is set, `/metrics` shows the sums over all
-processes of the machine, otherwise only the metrics of the process that answers.
+import this module. If the environment variable `metric_files.VARIABLE` is set, `/metrics` shows the sums over
+all processes of the machine, otherwise only the metrics of the process that answers.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class _Filed:
         except OSError as error:
             _Filed.lost = True
             log.warning(
-                "process %d counts nowhere: its files in %s are not usable (%s)",
+                "Process %d records no metrics from now on, because its files in %s are not usable: %s",
                 os.getpid(),
                 metric_files.folder(),
                 error,
@@ -90,7 +90,9 @@ def _choose_values() -> None:
         metric_files.mine()
     except OSError as error:
         log.warning(
-            "what this process counts is not told by others: %s is not usable (%s)", metric_files.VARIABLE, error
+            "The metrics of this process appear only in its own /metrics, because the folder %s is not usable: %s",
+            metric_files.VARIABLE,
+            error,
         )
         values.ValueClass = values.MutexValue
     else:
@@ -132,25 +134,25 @@ def counted() -> Iterable[Metric]:
 
 _merge = histogram(
     "cyborg_merge_seconds",
-    "How long one merge of reports took, all its statements.",
+    "How long one merge of reports took, with all its statements.",
     (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0),
 )
 _merged_hosts = histogram("cyborg_merge_hosts", "Hosts that one merge changed.", (0, 1, 10, 50, 100, 200, 500))
 _merged_devices = histogram("cyborg_merge_devices", "Devices that one merge wrote.", (0, 1, 10, 100, 1000, 5000))
-_binds = counter("cyborg_binds_total", "Accelerator requests by what a bind made of them.", "outcome")
+_binds = counter("cyborg_binds_total", "Accelerator requests, by the outcome of their bind.", "outcome")
 _answers = histogram(
     "cyborg_bind_answer_seconds",
-    "How long a bind took until it was answered.",
+    "How long a bind took until the API answered.",
     (0.01, 0.03, 0.1, 0.3, 1.0, 3.0),
     "outcome",
 )
 _hosts_part = histogram(
     "cyborg_bind_host_seconds",
-    "How long a request that needed its host was BindStarted.",
+    "How long a request that needed work on its host stayed BindStarted.",
     (0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 240.0),
     "outcome",
 )
-_commands = counter("cyborg_commands_ended_total", "Commands that ended, by what was ordered and how.", "op", "outcome")
+_commands = counter("cyborg_commands_ended_total", "Commands that ended, by operation and outcome.", "op", "outcome")
 OUTCOMES = {"BindStarted": "started", "Bound": "bound", "BindFailed": "failed"}
 """State of a request after a bind → value of the label `outcome`."""
 

@@ -1,9 +1,9 @@
 """Publish and subscribe between all processes, by PostgreSQL's NOTIFY: a topic has news.
 
-A notification carries only names and ids; the news itself is in the database. Writers call `ring` after their commit;
-code that keeps data in memory calls `subscribe`. A notification may be lost while the listener is not connected.
-Therefore subscribers are called with None after every (re)connection, and must also re-read their data from time to
-time.
+A notification carries only names and ids; the news itself is in the database. Writers call `ring` after their
+commit; code that keeps data in memory calls `subscribe`. A notification may be lost while the listener is not
+connected. Therefore subscribers are called with None after every (re)connection, and must also re-read their data from
+time to time.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def ring(topic: str, detail: str = "") -> None:
 
 
 def subscribe(topic: str, heard: Heard) -> None:
-    """Have `heard(detail)` called at every notification of `topic`, and `heard(None)` when some may have been lost.
+    """Call `heard(detail)` at every notification of `topic`, and `heard(None)` if some may have been lost.
 
     It runs in the listener's thread, or for notifications of this process in the thread that calls `ring`. Call
     `listen` as well, to start the listener.
@@ -72,7 +72,10 @@ def _run() -> None:
         try:
             _follow()
         except psycopg.Error as error:
-            log.info("the hub's connection is gone (%s): connecting again", str(error).strip() or type(error).__name__)
+            log.info(
+                "The connection that listens for notifications is lost (%s); connecting again.",
+                str(error).strip() or type(error).__name__,
+            )
         time.sleep(RETRY_S)
 
 

@@ -1,8 +1,8 @@
 """ASGI application that serves agents' WebSocket connections: authenticate, decode messages, acknowledge them.
 
 It runs on the event loop and never blocks it; work that needs the database is queued for the thread
-`agents.gateway.writer.Writer`. It has its own receive loop, because channels' consumers cost six times as much per
-message (measured).
+`agents.gateway.writer.DatabaseWriter`. It has its own receive loop, because channels' consumers cost six times as much
+per message (measured).
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Gateway:
         )
 
     def stop(self) -> None:
-        """Stop the sample board and the threads. Only tests need this: a real process just ends."""
+        """Stop the sample cache and the threads. Only tests need this: a real process just ends."""
         self.board.stop()
         self._courier.stop()
         self._writer.stop()
@@ -123,7 +123,7 @@ class Gateway:
         """
         try:
             if scope["method"] != "GET":
-                raise ConnectionRejectedError(405, "method", "GET only")
+                raise ConnectionRejectedError(405, "method", "only GET is allowed")
             self._let_in(self.admission.ask(client_address(scope)))
         except ConnectionRejectedError as refused:
             status, (headers, body) = refused.status, enrolment.denial(refused)
@@ -134,12 +134,13 @@ class Gateway:
         await send({"type": "http.response.body", "body": body})
 
     def _let_in(self, wait: int) -> None:
-        """Count and raise a 503 Refused with Retry-After `wait`, the seconds `Admission` returned; do nothing for 0."""
+        """Count and raise a 503 with Retry-After `retry_after_s`; do nothing for 0 (see `HandshakeThrottle`)."""
         if wait:
             full = self.connected >= self.limits.agent_connections
-            reason = "no more agents than CYBORG_AGENT_CONNECTIONS are taken" if full else "many agents connect at once"
-            refused = ConnectionRejectedError(503, "busy", f"{reason}: come back when Retry-After says", wait)
-            self.refusals.add(MANY, refused.code, "too many agents at once: each is told when to come back")
+            limit = "as many agents are connected as CYBORG_AGENT_CONNECTIONS allows"
+            reason = limit if full else "too many agents connect at once"
+            refused = ConnectionRejectedError(503, "busy", f"{reason}: try again after Retry-After seconds", wait)
+            self.refusals.add(MANY, refused.code, "too many agents connected at once: each was told when to try again")
             raise refused
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -163,7 +164,7 @@ class Gateway:
                 identity = await self._admit(credential)
             if credential.epoch > enrolment.highest_epoch(identity.epoch):
                 raise ConnectionRejectedError(
-                    403, "epoch", f"epoch {credential.epoch} is out of range: is the journal damaged?"
+                    403, "epoch", f"epoch {credential.epoch} is out of range: the agent's journal may be damaged"
                 )
         except ConnectionRejectedError as refused:
             if refused.code != "busy":
@@ -198,7 +199,7 @@ class Gateway:
             await self._refuse(session, session.expelled)
 
     def _count_message_error(self, host: str, scope: Any) -> None:
-        """Add a refusal if the web server closed this connection over a message (see wire.MESSAGE_ERROR)."""
+        """Add a refusal if the web server closed this connection over a message (see wire.MESSAGE_ERROR_KEY)."""
         code, reason = scope.get("state", {}).get(wire.MESSAGE_ERROR, (0, ""))
         if code == TOO_LARGE:
             sentence = (
@@ -207,19 +208,19 @@ class Gateway:
             )
             self.refusals.add(host, "too-large", sentence)
         elif code:
-            self.refusals.add(host, "malformed", f"no WebSocket message (close code {code}): {reason}")
+            self.refusals.add(host, "malformed", f"the WebSocket data is invalid (close code {code}): {reason}")
 
     async def _admit(self, credential: credentials.Credential) -> Identity:
         """Have the writer thread look up or enrol the agent. Raise ConnectionRejectedError, a 503 if that takes
-        longer than ADMIT_S."""
+        longer than ADMISSION_TIMEOUT_S."""
         future: asyncio.Future[Identity] = asyncio.get_running_loop().create_future()
         self._writer.put(AdmitJob(future, credential))
         try:
             async with asyncio.timeout(ADMIT_S):
                 return await future
         except TimeoutError:
-            reason = "the database does not answer: come back later"
-            database_outage.log_outage(f"an agent that connects waited {ADMIT_S:g} s in vain")
+            reason = "the database does not answer: try again later"
+            database_outage.log_outage(f"a connecting agent got no answer within {ADMIT_S:g} s")
             raise ConnectionRejectedError(503, "database", reason, self.admission.place()) from None
 
     async def _welcome(self, session: Session) -> bool:
@@ -233,7 +234,7 @@ class Gateway:
         return there
 
     async def _receive(self, session: Session, receive: Any) -> None:
-        """Receive and handle messages until the peer closes. The first one settles which connection holds the host.
+        """Receive and handle messages until the peer closes. The first one decides which connection holds the host.
 
         Raise SessionClosedError for a message that is malformed or not allowed.
         """
@@ -242,7 +243,7 @@ class Gateway:
             data = event.get("text") or event.get("bytes") or b""
             try:
                 samples = isinstance(data, str) and data.startswith(BEGINNING)
-                # No sample is decoded before `settle`: until then another connection may still hold this host.
+                # No sample is decoded before `claim_host`: until then another connection may still hold this host.
                 if samples and not (settled and self.board.takes(session, len(data))):
                     del event, data
                     continue
@@ -295,7 +296,7 @@ class Gateway:
             self.counters["unknown_types"] += 1
 
     def _progress(self, session: Session, message: wire.Progress) -> None:
-        """Keep the newest progress of each command and schedule its write: now, or PROGRESS_S after the last one."""
+        """Keep the newest progress of each command and schedule its write, PROGRESS_INTERVAL_S after the last one."""
         loop = asyncio.get_running_loop()
         if not session.progress:
             loop.call_at(max(loop.time(), session.progress_at + PROGRESS_S), self._tell_progress, session)
@@ -305,8 +306,8 @@ class Gateway:
     def _tell_progress(self, session: Session) -> None:
         """Queue the collected progress for the writer thread.
 
-        If the previous batch is not stored yet, try again after PROGRESS_S: progress must not pile up while the
-        database is down.
+        If the previous batch is not stored yet, try again after PROGRESS_INTERVAL_S: progress must not pile up while
+        the database is down.
         """
         loop = asyncio.get_running_loop()
         if not all(told.done() for told in session.telling):
@@ -322,8 +323,8 @@ class Gateway:
     async def _result(self, session: Session, told: wire.Result) -> None:
         """Store the result of a command and acknowledge it once the report that belongs to it is applied.
 
-        If the command is settled by this write, the Ack is sent here; otherwise `Courier` sends it later. Raise
-        SessionClosedError for a text with a NUL character.
+        If the command is settled by this write, the Ack is sent here; otherwise `CommandDispatcher` sends it later.
+        Raise SessionClosedError for a text with a NUL character.
         """
         if "\0" in "".join((told.text, told.hash, *told.detail, *told.detail.values())):
             raise SessionClosedError("malformed", "a text with a NUL character cannot be stored")
@@ -356,7 +357,7 @@ class Gateway:
         if not session.rotating:
             raise SessionClosedError("rotation", "no new key was asked for")
         if not (credentials.is_signed(old, told.signature, data) and credentials.is_signed(new, told.proof, data)):
-            raise SessionClosedError("rotation", "the new key is not signed by the present one and by itself")
+            raise SessionClosedError("rotation", "the new key must be signed by the present key and by itself")
         session.next_key = new
         try:
             await self._ask(lambda: key_revocation.rotate(host.host_id, old, new))
@@ -386,13 +387,13 @@ class Gateway:
         host_id = session.identity.host_id
         metrics.tally["reports"] += 1
         if order[0] > session.highest_epoch:
-            raise SessionClosedError("epoch", f"epoch {order[0]} is out of range: is the journal damaged?")
+            raise SessionClosedError("epoch", f"epoch {order[0]} is out of range: the agent's journal may be damaged")
         self.leases.seen(host_id, order[0])
         if order > session.last and session.applied != content:
             if "\\u0000" in data:
                 raise SessionClosedError("malformed", "a text with a NUL character cannot be stored")
             if self._pending_bytes > self.limits.pending_report_bytes:
-                raise SessionClosedError("busy", "too many reports wait to be stored: come back")
+                raise SessionClosedError("busy", "too many reports wait to be stored: connect again later")
             job = SpoolJob(asyncio.get_running_loop().create_future(), host_id, order, content, data, urgent)
             session.applied = "" if await self._durable(job) else content
         session.last = max(session.last, order)
@@ -408,7 +409,7 @@ class Gateway:
             self._pending_bytes -= len(job.payload)
 
     async def _refuse(self, session: Session, expelled: SessionClosedError) -> None:
-        """Record the refusal, send Refuse and close. Wait at most FAREWELL_S for a peer that reads nothing."""
+        """Record the refusal, send Refuse and close. Wait at most CLOSE_TIMEOUT_S for a peer that reads nothing."""
         self.refusals.add(session.identity.host, expelled.code, expelled.reason)
         text = wire.encode(wire.Refuse(expelled.code, expelled.reason[:4096]))
         try:
@@ -416,16 +417,16 @@ class Gateway:
                 await session.send({"type": "websocket.send", "text": text})
                 await session.send({"type": "websocket.close", "code": 1008, "reason": expelled.code})
         except (TimeoutError, RuntimeError, OSError) as error:
-            log.debug("%s was gone before it was refused: %s", session.identity.host, error)
+            log.debug("%s disconnected before the refusal could be sent: %s", session.identity.host, error)
 
 
 async def _in_time(receive: Any) -> Any:
-    """Receive the first event of a connection, or raise SessionClosedError after FIRST_S."""
+    """Receive the first event of a connection, or raise SessionClosedError after FIRST_MESSAGE_TIMEOUT_S."""
     try:
         async with asyncio.timeout(FIRST_S):
             return await receive()
     except TimeoutError:
-        raise SessionClosedError("silent", f"nothing was said within {FIRST_S:.0f} s") from None
+        raise SessionClosedError("silent", f"the agent sent no message within {FIRST_S:.0f} s") from None
 
 
 def _text(data: str | bytes) -> str:
@@ -433,4 +434,4 @@ def _text(data: str | bytes) -> str:
     try:
         return data if isinstance(data, str) else data.decode()
     except UnicodeDecodeError:
-        raise wire.MalformedMessageError("it is not UTF-8") from None
+        raise wire.MalformedMessageError("the message is not UTF-8") from None

@@ -1,7 +1,7 @@
 """Send commands, acknowledgements of results and the Placement writer's epoch to the agents connected here.
 
-`Courier` is a thread of each gateway process, with its own database connection. The tables hold what is to be sent:
-notifications only wake the thread, and it polls every POLL_S in case one was lost. Only this thread changes its
+`CommandDispatcher` is a thread of each gateway process, with its own database connection. The tables hold what is to be
+sent: notifications only wake the thread, and it polls every POLL_S in case one was lost. Only this thread changes its
 state; other threads put functions into its queue.
 """
 
@@ -32,7 +32,7 @@ from agents.models import Agent
 log = logging.getLogger(__name__)
 
 POLL_S = 2.0
-"""Seconds between two looks at the tables without a notification."""
+"""Seconds between two polls of the tables without a notification."""
 AGAIN_S = 5.0
 """Seconds after which a command is sent again that the agent has not confirmed with Taken."""
 RETRY_S = 1.0
@@ -40,7 +40,7 @@ RETRY_S = 1.0
 BATCH = 500
 """Maximum number of commands that one query reads."""
 MAX_OUTBOX = 4 * BATCH
-"""Maximum number of messages that wait for one slow socket. Commands beyond it are sent again after AGAIN_S."""
+"""Maximum number of messages that wait for one slow socket. Commands beyond it are sent again after RESEND_S."""
 UNTOLD = """
 SELECT c.id, c.host_id, c.uuid::text, c.op, c.arguments::text,
   extract(epoch FROM c.start_by - statement_timestamp())::float8,
@@ -61,8 +61,8 @@ Said = tuple[int, int] | Progress | Answer
 class _Line:
     """A connected agent that has sent Hello.
 
-    `takes`: it accepts commands. `release`: its version. `writes`: it knows delegated Placement writes. `fresh`: open
-    commands that it took or started earlier were not sent on this connection yet; it may have lost them. `told`: when
+    `release`: its version. `knows_writes`: its release supports delegated Placement writes. `is_new`: the open commands
+    that it took or started earlier were not sent on this connection yet; it may have lost them. `sent_at`: when
     (monotonic) each command was sent.
     """
 
@@ -97,13 +97,13 @@ def reach(host: Host) -> str:
 
 def _deaf(host: str, release: str) -> str:
     """Return the sentence for an agent that accepts no commands."""
-    return f"the agent of {host} (release {release or 'unknown'}) takes no commands: update it"
+    return f"the agent of {host} (release {release or 'unknown'}) accepts no commands: update it"
 
 
 class Courier(threading.Thread):
     """The thread that reads what is to be sent, and hands it to the event loop.
 
-    Call `hello`, `gone` and `unsettled` on the event loop, where the sockets are.
+    Call `add_agent`, `remove_agent` and `watch_result` on the event loop, where the sockets are.
     """
 
     def __init__(self) -> None:
@@ -147,7 +147,7 @@ class Courier(threading.Thread):
             self.join(15)
 
     def run(self) -> None:
-        """Wait for news, then look at the tables, until `stop`. Wait RETRY_S after a database error."""
+        """Wait for queued calls, then poll the tables, until `stop`. Wait ERROR_PAUSE_S after a database error."""
         while not self._stopping:
             self._hear()
             try:
@@ -174,32 +174,33 @@ class Courier(threading.Thread):
             self._news.put(self._wake_all)
 
     def _wake_all(self) -> None:
-        """Make the next look a complete one, as if POLL_S had passed."""
+        """Make the next poll a complete one, as if POLL_S had passed."""
         self._polled = 0.0
 
     def _enter(self, session: Session, line: _Line) -> None:
-        """Add an agent, instead of an older connection of its host, and look for its commands. See `hello`."""
+        """Add an agent, instead of an older connection of its host, and read its commands in the next poll. See
+        `add_agent`."""
         self._lines[session.identity.host_id] = line
         self._due.add(session.identity.host_id)
 
     def _leave(self, session: Session) -> None:
-        """Remove a session, and stop watching its answered commands. See `gone`."""
+        """Remove a session, and stop watching its answered commands. See `remove_agent`."""
         host = session.identity.host_id
         if (line := self._lines.get(host)) and line.session is session:
             del self._lines[host]
         self._unsettled = {number: other for number, other in self._unsettled.items() if other is not session}
 
     def _await(self, session: Session, number: Number) -> None:
-        """Watch an answered command, and check it in the next look. See `unsettled`."""
+        """Watch an answered command, and check it in the next poll. See `watch_result`."""
         self._unsettled[number] = session
         self._moved = True
 
     def _wake(self, host: int | None) -> None:
-        """Look for commands of one host, or of all, if they are connected here."""
+        """Read the commands of one host, or of all hosts connected here, in the next poll."""
         self._due |= self._lines.keys() if host is None else {host} & self._lines.keys()
 
     def _settled(self) -> None:
-        """Check the watched commands in the next look."""
+        """Check the watched commands in the next poll."""
         self._moved = True
 
     def _hear(self) -> None:
@@ -312,7 +313,7 @@ async def _send(session: Session) -> None:
             del session.outbox[0]
     except (RuntimeError, OSError) as error:
         session.outbox.clear()
-        log.debug("%s was gone before it was told: %s", session.identity.host, error)
+        log.debug("%s disconnected before a message could be sent: %s", session.identity.host, error)
 
 
 async def _tell(session: Session, text: str) -> None:
@@ -320,11 +321,11 @@ async def _tell(session: Session, text: str) -> None:
     try:
         await session.send({"type": "websocket.send", "text": text})
     except (RuntimeError, OSError) as error:
-        log.debug("%s was gone before it was told who writes: %s", session.identity.host, error)
+        log.debug("%s disconnected before the writer's epoch could be sent: %s", session.identity.host, error)
 
 
 def _frame(id: int, uuid: str, op: str, arguments: str, start_s: float, end_s: float) -> str:
-    """Encode a row of UNTOLD as a Command message."""
+    """Encode a row of SELECT_UNSENT_COMMANDS as a Command message."""
     values: dict[str, Any] = msgspec.json.decode(arguments)
     values.pop("wanted", None)
     values |= {"number": id, "id": uuid, "op": op, "start_s": max(0.0, start_s), "end_s": max(0.0, end_s)}

@@ -20,7 +20,9 @@ def choose_version(scope: Any) -> str:
             return version
     offered = ", ".join(scope["subprotocols"])[:200] or "none"
     raise ConnectionRejectedError(
-        403, "version", f"no common wire version: we speak {', '.join(wire.VERSIONS)}, offered was {offered}"
+        403,
+        "version",
+        f"no common wire version: this server supports {', '.join(wire.VERSIONS)}, the client offers {offered}",
     )
 
 

@@ -58,9 +58,9 @@ class Imagery:
         host = ""
         try:
             if scope["method"] != "GET":
-                raise ConnectionRejectedError(405, "method", "GET only")
+                raise ConnectionRejectedError(405, "method", "only GET is allowed")
             if self.sending >= AT_ONCE:
-                raise ConnectionRejectedError(503, "busy", "too many images are being fetched: come back later")
+                raise ConnectionRejectedError(503, "busy", "too many images are being fetched: try again later")
             credential = enrolment.credential_of(scope)
             host = credential.host
             enrolment.verify(credential, self._challenges, fingerprints)
@@ -82,18 +82,18 @@ class Imagery:
 
     async def _find(self, credential: credentials.Credential, image: str) -> tuple[BinaryIO, int]:
         """Open the image in a thread. Raise ConnectionRejectedError, a 503 if the database is down or slower than
-        ANSWER_S."""
+        LOOKUP_TIMEOUT_S."""
         try:
             async with asyncio.timeout(ANSWER_S):
                 return await self._on_thread(lambda: _opened(credential, image))
         except (TimeoutError, OperationalError, InterfaceError) as error:
             database_outage.log_outage(error)
-            raise ConnectionRejectedError(503, "database", "the database does not answer: come back later") from None
+            raise ConnectionRejectedError(503, "database", "the database does not answer: try again later") from None
 
     async def _stream(self, file: BinaryIO, size: int, receive: Any, send: Any) -> None:
         """Send the file in chunks as fast as the agent reads.
 
-        Stop when it disconnects, or reads nothing for STALLED_S. Raise OSError if the file ends early.
+        Stop when it disconnects, or reads nothing for STALL_TIMEOUT_S. Raise OSError if the file ends early.
         """
         headers = [(b"content-type", b"application/octet-stream"), (b"content-length", str(size).encode())]
         gone = asyncio.ensure_future(_until_gone(receive))
@@ -103,12 +103,12 @@ class Imagery:
             while left and not gone.done():
                 chunk = await self._on_thread(lambda: file.read(min(CHUNK, size)))
                 if not chunk:
-                    raise OSError("the image's file is shorter than it was")
+                    raise OSError("the image's file has become shorter")
                 left -= len(chunk)
                 async with asyncio.timeout(STALLED_S):
                     await send({"type": "http.response.body", "body": chunk, "more_body": left > 0})
         except TimeoutError:
-            log.info("an agent takes no more of the image it asked for: its connection is closed")
+            log.info("an agent stopped reading the image that it requested: its connection is closed")
         finally:
             gone.cancel()
             with suppress(asyncio.CancelledError):
@@ -134,13 +134,13 @@ def _opened(credential: credentials.Credential, image: str) -> tuple[BinaryIO, i
     try:
         identity = enrolment.known([credential.public_key]).get(credential.public_key)
         if identity is None or identity.host != credential.host:
-            raise ConnectionRejectedError(403, "not-enrolled", f"this key is not that of host {credential.host!r}")
+            raise ConnectionRejectedError(403, "not-enrolled", f"this key does not belong to host {credential.host!r}")
         if identity.barred:
             raise ConnectionRejectedError(
                 403, identity.barred, key_revocation.why(identity.barred, identity.barred_reason, identity.host)
             )
         if not IMAGE_ID.fullmatch(image):
-            raise ConnectionRejectedError(404, "no-image", "an image is named by its uuid")
+            raise ConnectionRejectedError(404, "no-image", "the path must end in the uuid of an image")
         with connection.cursor() as cursor:
             cursor.execute(NAMED, [identity.host_id, image])
             if not cursor.fetchone()[0]:
@@ -154,5 +154,5 @@ def _opened(credential: credentials.Credential, image: str) -> tuple[BinaryIO, i
         return path.open("rb"), path.stat().st_size
     except OSError:
         raise ConnectionRejectedError(
-            404, "no-image", f"image {image} is no longer here: give the command again"
+            404, "no-image", f"image {image} is no longer stored: order the command again"
         ) from None

@@ -44,7 +44,8 @@ WHERE a.host_id = x.host AND a.connection <= x.number
 class Leases:
     """Collects heartbeats and Hello messages until they are flushed.
 
-    The event loop calls `seen` and `hello`, the writer thread calls `flush`. `seen` costs a dictionary write.
+    The event loop calls `note_heartbeat` and `note_hello`, the writer thread calls `flush`. `note_heartbeat` costs a
+    dictionary write.
     """
 
     def __init__(self, flush_s: float) -> None:
@@ -105,7 +106,7 @@ class Leases:
                 try:
                     cursor.execute(FACTS, [msgspec.json.encode(list(facts.values())).decode()])
                 except DataError:  # bad Hello data must not prevent leases from being renewed
-                    log.exception("what %d agents said of themselves cannot be stored", len(facts))
+                    log.exception("Hello data cannot be stored (agents: %d)", len(facts))
 
 
 def watch() -> bool:

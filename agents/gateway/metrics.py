@@ -17,17 +17,19 @@ tally = {"beats": 0, "reports": 0, "opened": 0, "closed": 0, "taken": 0, "shed":
 refused: Counter[str] = Counter()
 """Refused handshakes and fetches, and ended connections, by code. All codes are constants of this product."""
 
-_connections = metrics.gauge("cyborg_agent_connections", "Agents' sockets that are open.")
-_samples = metrics.counter("cyborg_agent_samples_total", "Messages with devices' loads: `taken`, or `shed`.", "outcome")
+_connections = metrics.gauge("cyborg_agent_connections", "Open WebSocket connections from agents.")
+_samples = metrics.counter("cyborg_agent_samples_total", "Samples messages: `taken`, or `shed` (dropped).", "outcome")
 _pushed = {
-    "opened": metrics.counter("cyborg_agent_handshakes_total", "Connections of agents that were let in."),
-    "beats": metrics.counter("cyborg_agent_beats_total", "Beats that were acknowledged."),
-    "reports": metrics.counter("cyborg_agent_reports_total", "Reports that came, those that changed nothing as well."),
+    "opened": metrics.counter("cyborg_agent_handshakes_total", "Connections from agents that were accepted."),
+    "beats": metrics.counter("cyborg_agent_beats_total", "Heartbeats that were acknowledged."),
+    "reports": metrics.counter("cyborg_agent_reports_total", "Reports received, including those that changed nothing."),
     "taken": _samples.labels("taken"),
     "shed": _samples.labels("shed"),
 }
 _refusals = metrics.counter(
-    "cyborg_agent_refusals_total", "Handshakes and fetches that were refused, connections that were ended.", "code"
+    "cyborg_agent_refusals_total",
+    "Refused connections and image requests, and connections closed by the gateway.",
+    "code",
 )
 _pushing = threading.Lock()
 _told: Counter[str] = Counter()

@@ -34,7 +34,7 @@ class _Tally:
 class Refusals:
     """Counts refusals on the event loop until the writer thread records them.
 
-    The memory is bounded: beyond MAX_KEYS, new hosts share one tally per code.
+    The memory is bounded: beyond MAX_TALLIES, new hosts share one tally per code.
     """
 
     def __init__(self) -> None:
@@ -43,8 +43,8 @@ class Refusals:
     def add(self, host: str, code: str, reason: str, *, away: bool = True) -> None:
         """Count one refusal of a client that claims to be `host`.
 
-        `away` means that it was refused or disconnected; only then the metrics count it. False is for agents that stay
-        connected, for example when samples are dropped.
+        `is_disconnected` means that it was refused or disconnected; only then the metrics count it. False is for agents
+        that stay connected, for example when samples are dropped.
         """
         metrics.refused[code] += away
         key = (host[:255].replace("\0", "") or "(unknown)", code)
@@ -81,7 +81,7 @@ class Refusals:
         except (OperationalError, InterfaceError):
             raise
         except DatabaseError:
-            log.exception("refusals of %d agents cannot be recorded", len(due))
+            log.exception("refusals cannot be recorded (agents: %d)", len(due))
 
     def _event(self, host: str, code: str, count: int) -> dict[str, Any]:
         """Return the event `agent.refused` for one tally."""

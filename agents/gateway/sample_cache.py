@@ -1,7 +1,7 @@
 """Cache of the last samples (device load) of each host connected to this gateway.
 
-A `Board` also asks agents for samples and drops samples under pressure. The gateway fills it on its event loop, and
-`sample_rpc` reads it there; `agents.telemetry` reads it from request threads of the same process. Samples are never
+A `SampleCache` also asks agents for samples and drops samples under pressure. The gateway fills it on its event loop,
+and `sample_rpc` reads it there; `agents.telemetry` reads it from request threads of the same process. Samples are never
 stored in the database: the newest of each host is kept as JSON text until its connection ends.
 """
 
@@ -44,21 +44,21 @@ MAX_CENSUSES = 16
 """Maximum number of censuses at the same time."""
 AT_ONCE = 16
 SPREAD_S = 1.0
-"""Agents are asked in groups of AT_ONCE, spread over SPREAD_S. Otherwise all would answer in the same moment, every
-time."""
+"""Agents are asked in groups of AGENTS_PER_GROUP, spread over SPREAD_S. Otherwise all would answer in the same moment,
+every time."""
 
 here: WeakValueDictionary[str, Board] = WeakValueDictionary()
-"""The boards of this process by their names."""
+"""The caches of this process by their names."""
 
 
 @dataclass(slots=True)
 class _Line:
     """One connection and its last samples.
 
-    `said`: the samples as JSON; `at`, `heard`: when they came (unix time, monotonic). `credit`, `counted`: the rate
-    limit's tokens, and when they were last refilled. `looked_at`: `takes` has accepted the message that is handled now.
-    `wishes`: until when (monotonic) samples are wanted, by interval in seconds. `every`, `until`: what the agent was
-    last asked for. `sending`: a Watch message is being sent.
+    `received_at` is unix time, all other times are monotonic. `tokens`, `refilled_at`: the tokens of the rate limit,
+    and when they were last refilled. `is_accepted`: `accept_message` has accepted the message that is handled now.
+    `wanted_intervals`: until when samples are wanted, by interval in seconds. `requested_interval_s`,
+    `requested_until`: what the agent was last asked for. `is_sending`: a Watch message is being sent.
     """
 
     session: Session
@@ -93,9 +93,9 @@ class _Census:
 
 
 class Board:
-    """The samples of one gateway. All methods but `said` and `stop` must be called on its event loop.
+    """The samples of one gateway. All methods but `iterate_samples` and `stop` must be called on its event loop.
 
-    `pressed` returns whether more important work waits, so that samples should be dropped.
+    `is_under_pressure` returns whether more important work waits, so that samples should be dropped.
     """
 
     def __init__(self, refusals: Refusals, pressed: Callable[[], bool]) -> None:
@@ -124,9 +124,11 @@ class Board:
         line.counted = now
         if line.credit < 0:
             line.credit += 1
-            self._refuse(session, f"more than {PER_S:.0f} samples a second: those beyond it are dropped")
+            self._refuse(session, f"more than {PER_S:.0f} Samples messages a second: the excess was dropped")
         elif size > wire.MAX_SAMPLES:
-            self._refuse(session, f"samples of {size} bytes: at most {wire.MAX_SAMPLES} are taken, these were dropped")
+            self._refuse(
+                session, f"a Samples message of {size} bytes was dropped: at most {wire.MAX_SAMPLES} are allowed"
+            )
         elif not (self._late or self._pressed() or self._bytes + size > MAX_TOTAL_BYTES):
             line.looked_at = True
             return True
@@ -134,15 +136,15 @@ class Board:
         return False
 
     def keep(self, session: Session, samples: wire.Samples) -> None:
-        """Keep the samples of a host that `takes` has accepted, instead of its last ones.
+        """Keep the samples of a host that `accept_message` has accepted, instead of its last ones.
 
         They are encoded again, so that they hold only fields this release knows, and can be passed on as text. Raise
-        SessionClosedError if `takes` was not asked, because the message did not begin with BEGINNING.
+        SessionClosedError if `accept_message` was not asked, because the message did not begin with SAMPLES_PREFIX.
         """
         line = self._line(session)
         if not line.looked_at:
             raise SessionClosedError(
-                "malformed", f"samples begin with {BEGINNING} in a text frame, so that they can be dropped"
+                "malformed", f"a Samples message must be a text frame that begins with {BEGINNING}"
             )
         line.looked_at, said = False, msgspec.json.encode(samples)
         self._bytes += len(said) - len(line.said)
@@ -173,8 +175,8 @@ class Board:
     def watch(self, hosts: Collection[int], every_s: float, for_s: float) -> None:
         """Make those of these hosts that are connected here send samples every `every_s` seconds for `for_s` seconds.
 
-        Both are limited by LEAST_EVERY_S and MOST_FOR_S. A Watch message is sent only to agents that need one. Returns
-        at once.
+        Both are limited by MIN_INTERVAL_S and MAX_DURATION_S. A Watch message is sent only to agents that need one.
+        Returns at once.
         """
         every, until = max(LEAST_EVERY_S, every_s), time.monotonic() + min(for_s, MOST_FOR_S)
         lines = self._reached(hosts)
@@ -188,7 +190,7 @@ class Board:
         """Ask those of these hosts that are connected here for samples now.
 
         Wait until all have answered, or `within_s` seconds. Return when the census began (monotonic), to be given to
-        `said` as `since`. Raise TooManyCensusesError if MAX_CENSUSES run already; no agent is asked then.
+        `iterate_samples` as `since`. Raise TooManyCensusesError if MAX_CENSUSES run already; no agent is asked then.
         """
         began = time.monotonic()
         if not (lines := self._reached(hosts)):
@@ -208,11 +210,11 @@ class Board:
         return began
 
     def stop(self) -> None:
-        """Remove this board from `here`. Only tests need this: a real process just ends."""
+        """Remove this cache from `local_caches`. Only tests need this: a real process just ends."""
         here.pop(self.name, None)
 
     def _reached(self, hosts: Collection[int]) -> list[_Line]:
-        """Return the lines of those of these hosts whose agent has sent Hello on this gateway."""
+        """Return the states of those of these hosts whose agent has sent Hello on this gateway."""
         return [line for host in hosts if (line := self._lines.get(host)) and line.session.greeted]
 
     def _refuse(self, session: Session, why: str) -> None:
@@ -220,7 +222,7 @@ class Board:
         self._refusals.add(session.identity.host, "samples", why, away=False)
 
     def _line(self, session: Session) -> _Line:
-        """Return the session's line; make a new one if its host has none, or has one of another session."""
+        """Return the session's state; make a new one if its host has none, or has one of another session."""
         host = session.identity.host_id
         line = self._lines.get(host)
         if line is None or line.session is not session:
@@ -231,7 +233,7 @@ class Board:
         return line
 
     def _begin(self) -> None:
-        """Start the timer if it does not run, and add this board to `here`."""
+        """Start the timer if it does not run, and add this cache to `local_caches`."""
         if not self._ticking:
             self.loop = asyncio.get_running_loop()
             here[self.name] = self
@@ -240,7 +242,7 @@ class Board:
     def _tick(self, due: float) -> None:
         """Measure how late this tick is and renew expired requests; schedule the next tick while agents are connected.
 
-        `due` is when this tick should have run (monotonic).
+        `due_at` is when this tick should have run (monotonic).
         """
         now = time.monotonic()
         self._late = now - due > LATE_S
@@ -252,7 +254,7 @@ class Board:
             asyncio.get_running_loop().call_later(LOOK_S, self._tick, now + LOOK_S)
 
     def _is_due(self, line: _Line) -> bool:
-        """Return whether the agent needs a new Watch message; remove wishes that have expired.
+        """Return whether the agent needs a new Watch message; remove wanted intervals that have expired.
 
         It needs one if the shortest wanted interval is not the one it was asked for, or if its time left is less than
         half of the time that is wanted now. It needs none while a Watch is being sent.
@@ -281,16 +283,16 @@ class Board:
         self._start(self._send(line, wire.encode(wire.Watch(round(every_s, 3), round(for_s, 3)))))
 
     async def _send(self, line: _Line, text: str) -> None:
-        """Send a text. Until it is sent, `sending` keeps a slow socket from being given another one."""
+        """Send a text. Until it is sent, `is_sending` keeps a slow socket from being given another one."""
         try:
             await line.session.send({"type": "websocket.send", "text": text})
         except (RuntimeError, OSError) as error:
-            log.debug("%s was gone before it was asked: %s", line.session.identity.host, error)
+            log.debug("%s disconnected before it could be asked for samples: %s", line.session.identity.host, error)
         finally:
             line.sending = False
 
     async def _each(self, lines: list[_Line], act: Callable[[_Line], None], within_s: float) -> None:
-        """Call `act` for each line, in groups of AT_ONCE, spread over `within_s` seconds."""
+        """Call `call` for each connection, in groups of AGENTS_PER_GROUP, spread over `within_s` seconds."""
         for number, line in enumerate(lines, 1):
             act(line)
             if number % AT_ONCE == 0:

@@ -1,7 +1,8 @@
-"""Request samples from a gateway in another process: a POST to `PATH`, signed with Django's secret key.
+"""Request samples from a gateway in another process: a POST to `LOAD_PATH`, signed with Django's secret key.
 
-`Door` is the server. It runs on the gateway's event loop, is mounted before Django, and never uses the database. `ask`
-is the client; it blocks, so it must be called in a thread. The samples are passed on as JSON text, without decoding.
+`SampleEndpoint` is the server. It runs on the gateway's event loop, is mounted before Django, and never uses the
+database. `fetch_samples` is the client; it blocks, so it must be called in a thread. The samples are passed on as JSON
+text, without decoding.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ MAX_AGE_S = 30
 MAX_ASK_BYTES = 1024 * 1024
 MAX_ANSWER_BYTES = 512 * 1024 * 1024
 HOSTS_A_PIECE = 256
-"""Number of hosts whose samples are sent in one piece; between pieces the event loop can do other work."""
+"""Number of hosts whose samples are sent in one chunk; between chunks the event loop can do other work."""
 
 
 class Ask(Struct, frozen=True, omit_defaults=True):
@@ -45,7 +46,7 @@ class Ask(Struct, frozen=True, omit_defaults=True):
 class Held(Struct, frozen=True):
     """The last samples of one host as JSON, and the unix time when its gateway received them.
 
-    They are decoded host by host (`loads`): decoding all at once would block the other threads of the process.
+    They are decoded host by host (`decode_loads`): decoding all at once would block the other threads of the process.
     """
 
     host: int
@@ -74,7 +75,7 @@ _samples = msgspec.json.Decoder(wire.Samples)
 
 
 class Door:
-    """The ASGI application at `PATH`: it answers an Ask from a `Board`."""
+    """The ASGI application at `LOAD_PATH`: it answers a SampleRequest from a `SampleCache`."""
 
     def __init__(self, board: Board) -> None:
         self._board = board
@@ -82,20 +83,20 @@ class Door:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Serve one request.
 
-        Errors: 403 without a valid signature, 413 for a body that is too long, 400 for one that is no Ask or not the
-        signed one, 503 if too many censuses run.
+        Errors: 403 without a valid signature, 413 for a body that is too long, 400 for one that is no SampleRequest or
+        not the signed one, 503 if too many censuses run.
         """
         digest = _signed(scope)
         if scope["method"] != "POST" or digest is None:
-            await _refuse(send, 403, "This is for the gateways' own processes.")
+            await _refuse(send, 403, "Only processes of this installation may send this request.")
             return
         body = await _body(receive)
         if body is None:
-            await _refuse(send, 413, f"More than {MAX_ASK_BYTES} bytes.")
+            await _refuse(send, 413, f"The request is longer than {MAX_ASK_BYTES} bytes.")
             return
         try:
             if _digest(body) != digest:
-                raise ValueError("the signature is not over this body")
+                raise ValueError("the signature does not match this body")
             asked = _ask.decode(body)
         except ValueError as error:
             await _refuse(send, 400, str(error))
@@ -124,7 +125,7 @@ async def _do(board: Board, asked: Ask) -> float:
 
 
 def _pieces(board: Board, hosts: Collection[int] | None, since: float) -> Iterator[bytes]:
-    """Yield an Answer as JSON in pieces of HOSTS_A_PIECE hosts, without the closing `]}`."""
+    """Yield a SampleResponse as JSON in chunks of HOSTS_PER_CHUNK hosts, without the closing `]}`."""
     begin = b'{"gateway":%s,"hosts":[' % msgspec.json.encode(board.name)
     piece: list[bytes] = []
     for number, (host, at, said) in enumerate(board.said(hosts, since), 1):
@@ -136,7 +137,7 @@ def _pieces(board: Board, hosts: Collection[int] | None, since: float) -> Iterat
 
 
 async def _body(receive: Any) -> bytes | None:
-    """Receive the request's body; return None if it is longer than MAX_ASK_BYTES."""
+    """Receive the request's body; return None if it is longer than MAX_REQUEST_BYTES."""
     body, more = b"", True
     while more:
         event = await receive()
@@ -164,7 +165,7 @@ def _digest(body: bytes) -> str:
 
 
 def _signed(scope: Any) -> str | None:
-    """Return the body's digest from the signed header; None if that is missing, wrong or older than MAX_AGE_S."""
+    """Return the body's digest from the signed header; None if it is missing, wrong or too old."""
     value = next((value for name, value in scope["headers"] if name == HEADER.encode()), b"")
     try:
         return str(_signer().unsign(value.decode("latin-1"), max_age=MAX_AGE_S))
@@ -184,7 +185,7 @@ def ask(url: str, asked: Ask, timeout_s: float) -> Answer:
         kind = http.client.HTTPSConnection if address.scheme == "https" else http.client.HTTPConnection
         connection = kind(address.hostname or "", address.port, timeout=timeout_s)
     except (ValueError, http.client.HTTPException) as error:
-        raise GatewayUnreachableError(f"{url[:200]!r} is no address: {error}") from None
+        raise GatewayUnreachableError(f"{url[:200]!r} is not a valid address: {error}") from None
     try:
         connection.request("POST", PATH, body, {HEADER: _signer().sign(_digest(body))})
         response = connection.getresponse()

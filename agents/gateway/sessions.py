@@ -7,7 +7,7 @@ connection with its key is still open, the gateway compares the two:
 * Otherwise it is a restart, a reboot, or a copy of the key on another machine. What distinguishes them is whether a
   process still holds the older connection. After the first message on the new connection, the gateway therefore sends a
   Probe with a fresh nonce on the older one. An answer proves that two processes use the key at once: both connections
-  are ended, and the key is barred until a person decides. No answer within `PROBE_S` (a dead host's half-open
+  are ended, and the key is barred until a person decides. No answer within `PROBE_TIMEOUT_S` (a dead host's half-open
   connection), or the end of the older connection, proves nothing against the new one, which takes over. A message that
   was already on its way is not an answer, because it does not contain the nonce.
 """
@@ -44,8 +44,8 @@ class SessionClosedError(Exception):
 class Session:
     """The state of one connected agent.
 
-    `applied` is the hash of the report known to be applied for its host, '' if unknown; `last` the newest (epoch, seq)
-    that this connection has acknowledged: durable, or found applied.
+    `applied_hash` is the hash of the report known to be applied for its host, '' if unknown; `last_acknowledged` the
+    newest (epoch, seq) that this connection has acknowledged: durable, or found applied.
     """
 
     __slots__ = (
@@ -119,7 +119,7 @@ class Session:
 class Holders:
     """The sessions of one gateway: per host the one that holds it, and those that wait for their first message.
 
-    `bar` is called to store that two connections hold one key.
+    `bar_clone` is called to store that two connections hold one key.
     """
 
     def __init__(self, bar: Bar) -> None:
@@ -129,16 +129,17 @@ class Holders:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def enter(self, session: Session) -> None:
-        """Add a new connection. If its host has one already, the new one must wait for its first message and `settle`.
+        """Add a new connection. If its host has one already, the new one must wait for its first message and
+        `claim_host`.
 
-        The oldest waiting connection is expelled if there are more than MAX_COMING.
+        The oldest waiting connection is expelled if there are more than MAX_WAITING_CONNECTIONS.
         """
         host = session.identity.host_id
         if self.by_host.setdefault(host, session) is not session:
             waiting = self._coming.setdefault(host, [])
             waiting.append(session)
             if len(waiting) > MAX_COMING:
-                waiting.pop(0).expel("superseded", "this host has connected again")
+                waiting.pop(0).expel("superseded", "a newer connection of this host has replaced this one")
 
     def leave(self, session: Session) -> None:
         """Remove a connection that has ended; its open probes count as not answered."""
@@ -153,14 +154,14 @@ class Holders:
     async def settle(self, session: Session) -> None:
         """Make this session, which has sent its first message, the holder of its host, or raise SessionClosedError.
 
-        See the rule in the module's docstring. It may take PROBE_S.
+        See the rule in the module's docstring. It may take PROBE_TIMEOUT_S.
         """
         host = session.identity.host_id
         while (older := self.by_host.get(host)) is not session:
             if older is None:
                 self.by_host[host] = session
             elif older.identity.number > session.identity.number:
-                raise SessionClosedError("superseded", "this host has connected again")
+                raise SessionClosedError("superseded", "a newer connection of this host has replaced this one")
             elif _same_process(older.connection(), session.connection()):
                 self._supersede(older)
             elif await self.answers(older):
@@ -170,7 +171,7 @@ class Holders:
         self._arrived(session)
 
     async def answers(self, session: Session) -> bool:
-        """Send a Probe with a fresh nonce; return True if a process answers it within PROBE_S."""
+        """Send a Probe with a fresh nonce; return True if a process answers it within PROBE_TIMEOUT_S."""
         nonce = secrets.token_urlsafe(12)
         asked = session.probes[nonce] = asyncio.get_running_loop().create_future()
         try:
@@ -202,11 +203,11 @@ class Holders:
             self._start(tell(session, wire.Rotate()))
 
     def _judge(self, session: Session, now: News) -> None:
-        """Expel, probe or ask one session for a new key, as the agent's row `now` requires."""
+        """Expel, probe or ask one session for a new key, as the agent's row `change` requires."""
         if now.barred:
             session.expel(now.barred, key_revocation.why(now.barred, now.reason, session.identity.host))
         elif now.public_key not in (session.key, session.next_key):
-            session.expel("replaced", "another key speaks for this host now")
+            session.expel("replaced", "this host has a different key now")
         elif now.number > session.identity.number:
             if not session.contested:
                 session.contested = True
@@ -224,7 +225,7 @@ class Holders:
 
     def _supersede(self, session: Session) -> None:
         """Expel a session because a newer connection takes over its host."""
-        session.expel("superseded", "this host has connected again")
+        session.expel("superseded", "a newer connection of this host has replaced this one")
         if self.by_host.get(session.identity.host_id) is session:
             del self.by_host[session.identity.host_id]
 
@@ -270,6 +271,6 @@ async def send_text(session: Session, text: str) -> bool:
     try:
         await session.send({"type": "websocket.send", "text": text})
     except (RuntimeError, OSError) as error:
-        log.debug("%s was gone before it was told: %s", session.identity.host, error)
+        log.debug("%s disconnected before a message could be sent: %s", session.identity.host, error)
         return False
     return True

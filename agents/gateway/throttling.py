@@ -1,8 +1,8 @@
 """Throttle agents that connect, and spread the reports of agents that have connected.
 
-`Admission` decides whether a handshake may begin now, and when a refused agent should come back. The gateway asks it on
-the event loop before it verifies or looks up anything. `Spread` computes the time over which new agents spread their
-reports, from what `writer.Writer` measures. Both are pure: no input or output, no database.
+`HandshakeThrottle` decides whether a handshake may begin now, and when a refused agent should come back. The gateway
+asks it on the event loop before it verifies or looks up anything. `ReportJitter` computes the time over which new
+agents spread their reports, from what `writer.DatabaseWriter` measures. Both are pure: no input or output, no database.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ WINDOW_S = 1.0
 ON_THE_WAY_S = 1.0
 """Seconds for which a place is kept for a client that was given a challenge; then it counts as not coming."""
 SHARE, LEAST_SHARE = 16, 8
-"""Once more than half of the places are taken, one address can have at most 1/SHARE of all places kept for its
-challenges, but always LEAST_SHARE. Asking for challenges costs a client nothing, so one address must not take all
-places; but many hosts may share an address."""
+"""Once more than half of the places are taken, one address can have at most 1/ADDRESS_SHARE of all places kept for its
+challenges, but always MIN_ADDRESS_PLACES. Asking for challenges costs a client nothing, so one address must not take
+all places; but many hosts may share an address."""
 SLOWEST, AT_FIRST = 50.0, 400.0
 """Handshakes per second: the lowest rate that is assumed, and the rate before the first measurement."""
 OVERBOOKED = 2.0
@@ -29,14 +29,14 @@ little, and an empty place costs much; agents add a back-off of their own, and s
 LONGEST_S = 30
 """Maximum seconds after which a refused agent is asked to come back (plus at most 1 s for rounding)."""
 CALM_S, DEEP_S, MOST_S = 1.0, 20.0, 30.0
-"""Seconds. Reports are not spread if the disk can store them within CALM_S and the merge needs at most DEEP_S; they
-are never spread over more than MOST_S."""
+"""Seconds. Reports are not spread if the disk can store them within MAX_DISK_DELAY_S and the merge needs at most
+MAX_MERGE_DELAY_S; they are never spread over more than MAX_JITTER_S."""
 
 Clock = Callable[[], float]
 
 
 class Admission:
-    """Limits the handshakes in progress to `limit`, and the open sockets to `connections`.
+    """Limits the handshakes in progress to `max_handshakes`, and the open sockets to `max_connections`.
 
     Refused agents get return times one after the other, at the rate at which agents were admitted lately, so that they
     do not come back together. Who is admitted is random, so that no agent starves.
@@ -70,7 +70,7 @@ class Admission:
         return 0
 
     def _has_its_share(self, address: str) -> bool:
-        """Return whether as many places are kept for this address as one address may have (see SHARE)."""
+        """Return whether as many places are kept for this address as one address may have (see ADDRESS_SHARE)."""
         kept = sum(1 for _, other in self._coming if other == address)
         return kept >= max(LEAST_SHARE, self.limit // SHARE)
 
@@ -108,7 +108,7 @@ class Admission:
         return 1 + int(self._last - now + self._draw())
 
     def _measure(self, now: float) -> None:
-        """Update `rate` from the handshakes admitted since the last measurement, at most once per WINDOW_S.
+        """Update `rate` from the handshakes admitted since the last measurement, at most once per RATE_WINDOW_S.
 
         While agents are refused, the admitted ones are all that is possible, so the rate follows them down. While none
         is refused, more may be possible, so the rate grows.
@@ -129,8 +129,8 @@ class Admission:
 class Spread:
     """Computes the seconds over which new agents should spread their reports; 0 while disk and merge keep up.
 
-    The writer thread calls `stored` and `looked`, the event loop calls the others. No lock is needed, because each only
-    sets numbers.
+    The writer thread calls `update_stored_rate` and `update_merge_time`, the event loop calls the others. No lock is
+    needed, because each only sets numbers.
     """
 
     def __init__(self, clock: Clock = time.monotonic) -> None:
@@ -168,7 +168,7 @@ class Spread:
         self._merge_s = (last - first + 1) / self._merged_rate
 
     def _fade(self) -> None:
-        """Halve the number of expected reports every DEEP_S / 4, because agents without changes send none."""
+        """Halve the number of expected reports every MAX_MERGE_DELAY_S / 4: agents without changes send none."""
         now = self._clock()
         self._expected *= 0.5 ** ((now - self._at) / (DEEP_S / 4))
         self._at = now

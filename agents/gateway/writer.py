@@ -51,16 +51,16 @@ SELECT (SELECT id FROM spool ORDER BY id LIMIT 1), (SELECT id FROM spool ORDER B
 PAUSE_S = 1.0
 """Seconds to wait after an unexpected error."""
 FORGOTTEN_S = 10.0
-"""Seconds between two looks for rows left in the spool; if there are any, a merge job is enqueued."""
+"""Seconds between two checks for rows left in the spool; if there are any, a merge job is enqueued."""
 DEPTH_S = 1.0
 """Seconds between two measurements of the spool's depth while it is not empty."""
 PLAIN_SHARE = 4
-"""One place in PLAIN_SHARE of each batch of reports is kept for reports without a fault."""
+"""One place in NORMAL_REPORT_SHARE of each batch of reports is kept for reports without a fault."""
 LOOK_S = 2.5
-"""Seconds between two looks for changed agent rows, which also find a decision whose notification was lost."""
+"""Seconds between two polls for changed agent rows, which also find a decision whose notification was lost."""
 OVERLAP_S = 15.0
-"""Seconds by which each look for changed agent rows goes back before the last look. A row that changed before that
-look may have been committed, or its agent admitted, only after it."""
+"""Seconds by which each poll for changed agent rows goes back before the last poll. A row that changed before that
+poll may have been committed, or its agent admitted, only after it."""
 
 
 @dataclass(slots=True)
@@ -77,7 +77,7 @@ class SpoolJob:
 
 @dataclass(slots=True)
 class AdmitJob:
-    """Look up or enrol the agent of a verified credential. The future gives an Identity or raises
+    """Look up or enrol the agent of a verified credential. The future gives an EnrolledAgent or raises
     ConnectionRejectedError."""
 
     future: asyncio.Future[Any]
@@ -108,7 +108,7 @@ Results = list[tuple[asyncio.Future[Any], Any]]
 class Writer(threading.Thread):
     """Takes jobs from the event loop by `put`, and resolves their futures there after the commit.
 
-    `hear` is called on the event loop with agent rows that have changed.
+    `on_agent_changes` is called on the event loop with agent rows that have changed.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class Writer(threading.Thread):
                 self._turn()
                 self._until_done(self._housekeeping)
             except Exception:  # all agents depend on this thread, so it must not end
-                log.exception("the writer of what agents say met what nobody expected")
+                log.exception("unexpected error in the thread that stores agents' messages; it goes on")
                 time.sleep(PAUSE_S)
         connection.close()
 
@@ -215,7 +215,7 @@ class Writer(threading.Thread):
             self._others.append(job)
 
     def _let_go(self, batch: list[Job]) -> None:
-        """Stop counting the reports of these jobs in `_held`: they are stored, or nobody waits for them any more."""
+        """Stop counting these jobs in `_reports_by_host`: they are stored, or nobody waits for them any more."""
         for job in batch:
             if isinstance(job, SpoolJob):
                 self._held[job.host_id] -= 1
@@ -270,7 +270,7 @@ class Writer(threading.Thread):
             self._loop.call_soon_threadsafe(_resolve, _apart(self._spool, plain, _unserved))
 
     def _admit(self, jobs: list[AdmitJob]) -> Results:
-        """Look up all connecting agents in one statement, enrol those with a token; return an Identity or
+        """Look up all connecting agents in one statement, enrol those with a token; return an EnrolledAgent or
         ConnectionRejectedError each.
 
         The applied hash is given as '' while a report of the host is queued here.
@@ -317,7 +317,7 @@ class Writer(threading.Thread):
     def _housekeeping(self) -> None:
         """Do what is due: flush leases, metrics and refusals, read changed agent rows, measure the spool.
 
-        Every FORGOTTEN_S enqueue a merge job if the spool has rows, in case an earlier job was lost.
+        Every SPOOL_CHECK_INTERVAL_S enqueue a merge job if the spool has rows, in case an earlier job was lost.
         """
         if self._leases.flush():
             metrics.push()
@@ -338,7 +338,7 @@ class Writer(threading.Thread):
             ticks.kick("merge")
 
     def _measure(self) -> None:
-        """Measure how many reports wait to be merged. It is repeated every DEPTH_S until the spool is empty."""
+        """Measure how many reports wait to be merged. It repeats every DEPTH_INTERVAL_S until the spool is empty."""
         self._measured = time.monotonic()
         with connection.cursor() as cursor:
             cursor.execute(DEPTH)
@@ -347,9 +347,9 @@ class Writer(threading.Thread):
         self._spread.looked(first, last)
 
     def _look(self) -> None:
-        """Read agent rows that changed since the last look, and hand them to the sessions on the event loop.
+        """Read agent rows that changed since the last poll, and hand them to the sessions on the event loop.
 
-        It goes OVERLAP_S further back than the last look, because a row becomes visible only with its commit.
+        It goes CHANGES_OVERLAP_S further back than the last poll, because a row becomes visible only with its commit.
         """
         began, self._rung = time.monotonic(), False
         news = key_revocation.news(began - self._heard + OVERLAP_S)
@@ -397,15 +397,15 @@ def _apart(serve: Callable[[list[T]], Results], jobs: list[T], refused: Callable
     except (DatabaseError, psycopg.Error) as error:
         if len(jobs) > 1:
             return [result for job in jobs for result in _apart(serve, [job], refused)]
-        log.warning("what an agent said cannot be stored: %s", str(error).splitlines()[0])
+        log.warning("an agent's message cannot be stored: %s", str(error).splitlines()[0])
         return [(jobs[0].future, refused(jobs[0]))]
 
 
 def _unserved(job: Job) -> Exception:
     """Return the exception for the future of a job that could not be served."""
     if isinstance(job, AdmitJob):
-        return ConnectionRejectedError(503, "database", "the database refuses this: see the gateway's log")
-    return SessionClosedError("database", "the database cannot store this: see the gateway's log")
+        return ConnectionRejectedError(503, "database", "the database rejected this connection: see the gateway's log")
+    return SessionClosedError("database", "the database cannot store this message: see the gateway's log")
 
 
 def _resolve(results: Results) -> None:

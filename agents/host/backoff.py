@@ -10,7 +10,10 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Pace:
-    """All waiting times of a connection, in seconds; tests use smaller ones. `draw` returns a random [0, 1)."""
+    """All waiting times of a connection, in seconds; tests use smaller ones.
+
+    `draw_fraction` returns a random number in [0, 1).
+    """
 
     low: float = 0.5
     """Upper bound of the first back-off delay."""
@@ -33,7 +36,10 @@ class Pace:
 
 @dataclass
 class Backoff:
-    """Exponential back-off with full jitter: each delay is drawn from [0, cap); cap doubles from `low` to `high`."""
+    """Exponential back-off with full jitter: each delay is drawn from [0, cap).
+
+    cap doubles from `first_backoff_s` to `max_backoff_s`.
+    """
 
     pace: Pace
     failures: int = 0
@@ -67,7 +73,7 @@ class Owed:
     """When the last Ack came; until then, when the connection began."""
 
     def sent(self, of: str, seq: int, now: float) -> None:
-        """Note that a Beat or a Report (`of`) was sent at `now`."""
+        """Note that a Beat or a Report (`message_type`) was sent at `now`."""
         if self._silent_since is None:
             self._silent_since = now
         if of == "Report":
@@ -86,7 +92,7 @@ class Owed:
         self._silent_since = now if self._beats or self.report is not None else None
 
     def due(self) -> float:
-        """Return when the next Ack is overdue, on the clock of `sent`; infinity while no Ack is owed."""
+        """Return when the next Ack is overdue, on the caller's clock; infinity while no Ack is owed."""
         ends = [float("inf")]
         if self._silent_since is not None:
             ends.append(self._silent_since + max(self.pace.silence, 3 * self.beat_s))
@@ -105,9 +111,9 @@ class Owed:
         """Return a sentence for the log when the gateway has owed an Ack for too long, else ''."""
         if now < self.due():
             return ""
-        what = "nothing" if self.report is None else f"report {self.report}"
+        what = "acknowledged nothing" if self.report is None else f"not acknowledged report {self.report}"
         since = now - (self._silent_since if self._silent_since is not None else self._report_at)
-        return f"the gateway acknowledged {what if self.report is None else 'not ' + what} for {since:.0f} s"
+        return f"the gateway has {what} for {since:.0f} s"
 
 
 def worth_saying(times: int) -> bool:

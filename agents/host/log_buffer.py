@@ -6,11 +6,11 @@ import logging
 from collections import deque
 
 LINES, WIDTH, SIZE = 200, 500, 64 * 1024
-"""Limits: number of lines kept, characters per line, and bytes that `Tail.text` returns."""
+"""Limits: number of lines kept, characters per line, and bytes that `LogTail.read_text` returns."""
 
 
 class Tail(logging.Handler):
-    """A logging handler that keeps the last LINES lines."""
+    """A logging handler that keeps the last MAX_LINES lines."""
 
     def __init__(self, layout: str) -> None:
         super().__init__()
@@ -18,7 +18,7 @@ class Tail(logging.Handler):
         self._lines: deque[str] = deque(maxlen=LINES)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Format a record and keep its lines, each cut to WIDTH characters."""
+        """Format a record and keep its lines, each cut to MAX_LINE_LENGTH characters."""
         try:
             lines = self.format(record).splitlines()
         except Exception:  # noqa: BLE001 - as logging itself does with a record that cannot be formatted
@@ -27,5 +27,5 @@ class Tail(logging.Handler):
         self._lines.extend(line[:WIDTH] for line in lines)
 
     def text(self) -> str:
-        """Return the last lines, the newest last, cut at the beginning to SIZE bytes of UTF-8."""
+        """Return the last lines, the newest last, cut at the beginning to MAX_TEXT_BYTES bytes of UTF-8."""
         return "\n".join(self._lines).encode(errors="replace")[-SIZE:].decode(errors="ignore")

@@ -91,9 +91,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Finds this host's accelerators and keeps the conductor informed over one WebSocket.",
         epilog=f"""\
 first steps:
-  cyborg-agent --once                       what is found here; contacts nobody, writes nothing
-  manage.py join_token HOST                 (on the conductor) prints one line
-  CYBORG_JOIN_TOKEN=THAT_LINE cyborg-agent  joins, then runs; the line is needed only once
+  cyborg-agent --once                       prints what is found here; contacts nobody, writes nothing
+  manage.py join_token HOST                 (on the conductor) prints the join token, one line
+  CYBORG_JOIN_TOKEN=THAT_LINE cyborg-agent  joins, then runs; the token is needed only once
 
 environment (or a TOML file named by CYBORG_CONFIG):
 {table}""",
@@ -254,13 +254,13 @@ async def _serve(executor: Executor, reporter: Reporter, link: Link) -> None:
 
 
 async def _feed(watch: Watch, reporter: Reporter) -> None:
-    """Have the reporter ask drivers again each time the watch names them."""
+    """Have the reporter ask drivers again each time the change watcher names them."""
     while True:
         reporter.look(await watch.changed())
 
 
 def _roster(settings: AgentSettings, node: str, tables: Mapping[str, Any], wishes: Wishes | None) -> Roster:
-    """Return the drivers of this host. Without `wishes` only those are run that its own configuration enables.
+    """Return the drivers of this host. Without `desired_drivers` only those run that its own configuration enables.
 
     Raises ConfigurationError when CYBORG_ENABLED_DRIVERS names a driver that is not installed.
     """
@@ -284,7 +284,7 @@ def _state(settings: AgentSettings, driver: str) -> str:
 
 
 async def _close(drivers: Mapping[str, DriverProcess]) -> None:
-    """End all driver processes at once; after STOP_S stop waiting for those that have not ended."""
+    """End all driver processes at once; after STOP_TIMEOUT_S stop waiting for those that have not ended."""
     closing = [asyncio.ensure_future(driver.close()) for driver in drivers.values()]
     done, late = await asyncio.wait(closing, timeout=STOP_S)
     for task in late:
@@ -296,7 +296,7 @@ async def _close(drivers: Mapping[str, DriverProcess]) -> None:
 def hello(drivers: tuple[str, ...], writes: str | None = None) -> wire.Hello:
     """Build the Hello message: release, boot id of the kernel, running drivers, commands, access to Placement.
 
-    `writes` is the reason why this host cannot write to Placement, '' when it can.
+    `placement_problem` is the reason why this host cannot write to Placement, '' when it can.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -325,7 +325,7 @@ def claim(directory: Path) -> int:
     except BlockingIOError:
         os.close(handle)
         raise ConfigurationError(
-            f"another agent runs in {directory}: stop it, or give this one its own CYBORG_AGENT_STATE_DIR"
+            f"another agent already uses {directory}: stop it, or give this one its own CYBORG_AGENT_STATE_DIR"
         ) from None
     return handle
 

@@ -19,7 +19,7 @@ def as_json(reports: Sequence[DriverReport]) -> str:
 def as_table(reports: Sequence[DriverReport], host: str, lacks: Mapping[str, Sequence[str]]) -> str:
     """Return a table with one line per device, followed by faults, failed drivers, and what drivers cannot use here.
 
-    `lacks` is driver → the reasons why it cannot use all features of this host.
+    `limitations` is driver → the reasons why it cannot use all features of this host.
     """
     rows = [_row(report.driver, device) for report in reports for device in report.devices]
     lines = [f"{host}: {len(rows)} {'device' if len(rows) == 1 else 'devices'}"]
@@ -27,12 +27,12 @@ def as_table(reports: Sequence[DriverReport], host: str, lacks: Mapping[str, Seq
         lines += ["", *_columns([HEADINGS, *rows])]
     faults = [f"  {r.driver}  {f.subject}: {f.reason}" for r in reports for f in r.faults]
     if faults:
-        lines += ["", "Not taken for a device:", *faults]
+        lines += ["", "Skipped, with the reason:", *faults]
     errors = [f"  {r.driver}: {r.error.removeprefix(f'{r.driver}: ')}" for r in reports if r.error]
     if errors:
         lines += ["", "Drivers that failed:", *errors]
     if missing := [f"  {driver}: {reason}" for driver, reasons in lacks.items() for reason in reasons]:
-        lines += ["", "Not to be used to the full here:", *missing]
+        lines += ["", "Features that cannot be used on this host:", *missing]
     return "\n".join(lines) + "\n"
 
 

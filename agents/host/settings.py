@@ -36,7 +36,7 @@ class AgentSettings:
     join_token_file: str = key(
         "CYBORG_JOIN_TOKEN_FILE",
         "",
-        "A file that holds the same line; `CYBORG_JOIN_TOKEN` wins.",
+        "A file that holds the same line; `CYBORG_JOIN_TOKEN` has precedence.",
         "*(absent)*",
     )
     state_dir: str = key(
@@ -45,31 +45,35 @@ class AgentSettings:
     host_name: str = key(
         "CYBORG_HOST_NAME",
         "",
-        "This host as Placement names its compute provider.",
+        "The name of this host's compute provider in Placement.",
         "the join token's host, else `getfqdn()`",
     )
-    host_node: str = key("CYBORG_HOST_NODE", "", "This host as upstream's `[DEFAULT]host` names it.", "`gethostname()`")
+    host_node: str = key(
+        "CYBORG_HOST_NODE", "", "The name of this host in upstream's `[DEFAULT]host`.", "`gethostname()`"
+    )
     enabled_drivers: tuple[str, ...] = key(
         "CYBORG_ENABLED_DRIVERS",
         ("fake_driver",),
-        "Drivers to run, comma separated. Where two claim one PCI address, the first one here has it. What is "
-        "wanted of a driver by `manage.py driver` goes before this.",
+        "Drivers to run, separated by commas. If two of them claim one PCI address, the first in this list gets it. A "
+        "state that `manage.py driver` sets for a driver has precedence.",
         "`fake_driver`",
     )
     driver_settings: str = key(
         "CYBORG_DRIVER_SETTINGS",
         "",
         'A TOML file with one table per driver, such as `[pci_driver]` with its `rules`. `acts = ["attach", …]` in a '
-        "table: nothing else is done to that driver's devices here, whatever `manage.py driver` wants. The table "
-        '`["*"]` has `acts` alone: they hold for every driver without a list of its own, also one installed from afar.',
+        "table: only these acts are done to that driver's devices here, whatever `manage.py driver` sets. The table "
+        '`["*"]` has only `acts`: they apply to every driver without a list of its own, also one installed remotely.',
         "*(absent)*",
     )
-    rescan_s: float = key("CYBORG_RESCAN_S", 60.0, "Seconds between two full looks when no uevent asks for one.")
+    rescan_s: float = key(
+        "CYBORG_RESCAN_S", 60.0, "Seconds between two searches for devices by all drivers when no uevent causes one."
+    )
     uevent_debounce_ms: int = key(
-        "CYBORG_UEVENT_DEBOUNCE_MS", 100, "Milliseconds in which a burst of uevents becomes one look."
+        "CYBORG_UEVENT_DEBOUNCE_MS", 100, "Milliseconds in which several uevents cause only one search for devices."
     )
     driver_deadline_s: float = key(
-        "CYBORG_DRIVER_DEADLINE_S", 20.0, "Seconds a driver has for one answer; then its process is killed."
+        "CYBORG_DRIVER_DEADLINE_S", 20.0, "Seconds that a driver has for one answer; then its process is killed."
     )
 
 
@@ -85,7 +89,7 @@ def read_settings(environ: Mapping[str, str]) -> AgentSettings:
             raise ConfigurationError(f"{name}={value} is not usable: give {low} or more")
     drivers = settings.enabled_drivers
     if not 1 <= len(drivers) <= 64 or len(set(drivers)) != len(drivers):
-        raise ConfigurationError("CYBORG_ENABLED_DRIVERS names no driver, more than 64, or one of them twice")
+        raise ConfigurationError("CYBORG_ENABLED_DRIVERS must name 1 to 64 drivers, and none of them twice")
     for word in drivers:
         if not _WORD.fullmatch(word):
             raise ConfigurationError(f"CYBORG_ENABLED_DRIVERS: {word!r} cannot be a driver's name")
@@ -130,15 +134,15 @@ def check_address(address: str, fingerprint: str, source: str) -> None:
     if not usable:
         raise ConfigurationError(f"{source}: the gateway's address {address!r} is not http://HOST:PORT or https://…")
     if fingerprint and not address.startswith("https:"):
-        raise ConfigurationError(f"{source}: it pins a certificate, but its address {address} is not https")
+        raise ConfigurationError(f"{source}: the token pins a certificate, but its address {address} is not https")
 
 
 def host_of(settings: AgentSettings, join: credentials.Join | None, known: str = "") -> tuple[str, str]:
     """Return (name, node) of this host.
 
-    The name is the configured one, else the join token's, else `known` (the journal's), else `getfqdn()`; the node is
-    the configured one, else `gethostname()`. Raises ConfigurationError when the configured name is not the token's: the
-    gateway would refuse such an agent.
+    The name is the configured one, else the join token's, else `known_name` (the journal's), else `getfqdn()`; the node
+    is the configured one, else `gethostname()`. Raises ConfigurationError when the configured name is not the token's:
+    the gateway would refuse such an agent.
     """
     name = settings.host_name or (join.host if join else "") or known or socket.getfqdn()
     if join and name != join.host:
@@ -164,16 +168,16 @@ def driver_tables(settings: AgentSettings) -> dict[str, dict[str, Any]]:
         raise ConfigurationError(f"CYBORG_DRIVER_SETTINGS={path} is not TOML: {error}") from None
     for name, table in stored.items():
         if not isinstance(table, dict):
-            raise ConfigurationError(f"CYBORG_DRIVER_SETTINGS={path}: {name!r} stands outside of a [driver] table")
+            raise ConfigurationError(f"CYBORG_DRIVER_SETTINGS={path}: {name!r} is outside of a [driver] table")
     return stored
 
 
 def allowed_acts(tables: dict[str, dict[str, Any]]) -> dict[str, frozenset[str]]:
     """Take the `acts` out of the drivers' tables and return driver → the acts that are allowed on this host.
 
-    For a driver that is not in the result the entry EVERY applies, and without that entry all acts are allowed. Changes
-    `tables`: `acts` is removed from each, so that only the driver's own settings are left, and the table EVERY is
-    removed. Raises ConfigurationError.
+    For a driver that is not in the result the entry ALL_DRIVERS applies, and without that entry all acts are allowed.
+    Changes `driver_settings`: `acts` is removed from each table, so that only the driver's own settings are left, and
+    the table ALL_DRIVERS is removed. Raises ConfigurationError.
     """
     allowed = {}
     for name, table in tables.items():
@@ -182,9 +186,11 @@ def allowed_acts(tables: dict[str, dict[str, Any]]) -> dict[str, frozenset[str]]
         acts = table.pop("acts")
         if not isinstance(acts, list) or not set(map(str, acts)) <= set(get_args(Act)):
             known = ", ".join(get_args(Act))
-            raise ConfigurationError(f"CYBORG_DRIVER_SETTINGS: acts = {acts!r} of [{name}] is no list of {known}")
+            raise ConfigurationError(f"CYBORG_DRIVER_SETTINGS: acts = {acts!r} of [{name}] is not a list of {known}")
         allowed[name] = frozenset(acts)
     if more := tables.pop(EVERY, {}):
-        text = f'CYBORG_DRIVER_SETTINGS: the table ["*"] has acts alone; {", ".join(more)} belongs to one driver'
+        text = (
+            f'CYBORG_DRIVER_SETTINGS: the table ["*"] can have only acts; move {", ".join(more)} to a driver\'s table'
+        )
         raise ConfigurationError(text)
     return allowed

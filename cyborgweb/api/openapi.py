@@ -25,29 +25,29 @@ from accelerators.domain import groups
 from cyborgweb.manual import fields
 
 ERRORS = {
-    "400": "Something in the query or the body cannot be used; the message names it, and what can.",
+    "400": "The query or the body contains an invalid value; the message names it and says what is valid.",
     "401": "There is no valid token in X-Auth-Token, and no session.",
-    "403": "The policy does not let you; the message names its rule.",
+    "403": "The policy does not allow this; the message names the rule.",
     "404": SENTENCES[404],
     "406": SENTENCES[406],
-    "409": "Something else is in the way; the message says what.",
+    "409": "The request conflicts with the current state; the message says why.",
     "413": SENTENCES[413],
     "415": SENTENCES[415],
-    "503": "The database, or who vouches for tokens, does not answer; try again in a moment.",
+    "503": "The database or the identity service does not answer; try again in a moment.",
 }
 ERROR = {
     "type": "object",
-    "description": "Every refusal.",
+    "description": "The body of every error answer.",
     "required": ["error"],
     "properties": {
         "error": {
             "type": "object",
             "required": ["code", "title", "message", "request_id"],
             "properties": {
-                "code": {"type": "integer", "description": "The status."},
+                "code": {"type": "integer", "description": "The HTTP status."},
                 "title": {"type": "string"},
                 "message": {"type": "string", "description": "One sentence that says what to do."},
-                "request_id": {"type": "string", "description": "Names this request in logs and events."},
+                "request_id": {"type": "string", "description": "Identifies this request in logs and events."},
             },
         }
     },
@@ -56,15 +56,15 @@ SECURITY = {
     "token": {"type": "apiKey", "in": "header", "name": "X-Auth-Token"},
     "session": {"type": "apiKey", "in": "cookie", "name": "sessionid", "description": "A login to the console."},
 }
-TAG = {"ETag": {"description": "Holds until what the answer shows was written.", "schema": {"type": "string"}}}
+TAG = {"ETag": {"description": "Stays valid until the data in the answer changes.", "schema": {"type": "string"}}}
 CONDITION = {
     "in": "header",
     "name": "If-None-Match",
     "schema": {"type": "string"},
-    "description": "An ETag of an earlier answer: 304 without a body while it holds.",
+    "description": "An ETag of an earlier answer. While it is still valid, the answer is 304 without a body.",
 }
 COMBINATIONS = "x-combinations"
-VERBS = {"list": "List", "retrieve": "Show", "create": "Make", "partial_update": "Change", "destroy": "Delete"}
+VERBS = {"list": "List", "retrieve": "Show", "create": "Create", "partial_update": "Change", "destroy": "Delete"}
 
 
 class Schema(AutoSchema):
@@ -127,9 +127,11 @@ class Schema(AutoSchema):
         if self.method != "GET":
             return []
         names = {"type": "array", "items": {"type": "string", "enum": [*self.view.get_serializer_class()().fields]}}
-        shown = OpenApiParameter("fields", names, style="form", explode=False, description="Only these are shown.")
+        shown = OpenApiParameter(
+            "fields", names, style="form", explode=False, description="Only these fields are shown."
+        )
         orders = [sign + word for word in self.view.orders for sign in ("", "-")]
-        described = f"A - turns it around; {self.view.default_order} if nothing is said."
+        described = f"A leading - reverses the order; {self.view.default_order} if left out."
         if self.view.detail:
             return [shown, *(OpenApiParameter(name, **said) for name, said in self.view.parameters.items())]
         return [shown, OpenApiParameter("ordering", str, enum=orders, description=described)]
@@ -159,8 +161,8 @@ class Combined(OpenApiSerializerExtension):
     match_subclasses = True
 
     def map_serializer(self, auto_schema: AutoSchema, direction: str) -> dict[str, Any]:
-        """Return the schema of its fields. For a request it also has the serializer's `combinations`, which
-        `complete` moves into `allOf`.
+        """Return the schema of its fields. For a request it also has the serializer's `field_conditions`, which
+        `complete_document` moves into `allOf`.
         """
         schema: dict[str, Any] = auto_schema._map_serializer(self.target, direction, bypass_extensions=True)
         said = self.target.combinations
@@ -223,7 +225,7 @@ def complete(result: dict[str, Any], **_: Any) -> dict[str, Any]:
         if method == "get":
             operation["parameters"].append(CONDITION)
             operation["responses"]["200"] |= {"headers": TAG}
-            operation["responses"]["304"] = {"description": "What you have still holds."}
+            operation["responses"]["304"] = {"description": "The answer that you have is still current."}
         for response in operation["responses"].values():
             response.get("content", {}).pop("text/html", None)
     for name, schema in components["schemas"].items():

@@ -1,5 +1,5 @@
-"""Asks Keystone about tokens and passwords, and makes the service user's session, which is used for all other services
-of the cloud, too.
+"""Ask Keystone about tokens and passwords, and make the service user's session, which is used for all other services of
+the cloud, too.
 
 openstacksdk and keystoneauth1 take as long to import as all of Django, so they are imported only when they are needed.
 """
@@ -36,7 +36,7 @@ def service_session() -> Any:
     """
     if not keys().has_cloud:
         raise ConfigurationError(
-            "No cloud is configured: set CYBORG_CLOUD to one in clouds.yaml, or OS_AUTH_URL and its like"
+            "No cloud is configured: set CYBORG_CLOUD to one in clouds.yaml, or OS_AUTH_URL, OS_USERNAME …"
         )
     import openstack.config
     from keystoneauth1.exceptions import ClientException
@@ -94,7 +94,7 @@ def judge(token: str, allow_expired: bool) -> Judged:
         case 401 | 403:
             raise TokenCheckUnavailableError(NOT_ALLOWED, unreachable=False)
         case 429:
-            raise TokenCheckUnavailableError("Keystone has had too many questions", unreachable=False)
+            raise TokenCheckUnavailableError("Keystone throttles requests (429)", unreachable=False)
         case status if 400 <= status < 500:
             return REFUSED
     raise TokenCheckUnavailableError(f"{UNREACHABLE}: it answered {response.status_code}", unreachable=True)

@@ -1,7 +1,7 @@
-"""Decides which caller may do what, with oslo.policy, the rules of `cyborgweb.auth.policy_rules` and `policy.yaml`.
+"""Decide which caller may do what, with oslo.policy, the rules of `cyborgweb.auth.policy_rules` and `policy.yaml`.
 
 A view names its rules in `policy_rules` (method → rule) and needs to know nothing else about identity; other code calls
-`allows`. Decisions are cached. Importing oslo.policy takes 0.1 s, so it is imported at the first decision.
+`is_allowed`. Decisions are cached. Importing oslo.policy takes 0.1 s, so it is imported at the first decision.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ RANKS = ("reader", "member", "manager", "admin")
 ROLES = {role: frozenset(RANKS[: n + 1]) for n, role in enumerate(RANKS)}
 ROLES[OPERATOR] = frozenset({OPERATOR, *RANKS[:2]})
 ROLES[AUDITOR] = frozenset({AUDITOR, *RANKS[:1]})
-"""Each usual role with the roles that it implies in Keystone. The operator's role implies member, the auditor's
-implies reader."""
+"""Each usual role with the roles that it implies in Keystone. The operator's role implies member, the auditor's implies
+reader."""
 
 
 class PolicyDeniedError(PermissionDenied):
@@ -82,10 +82,10 @@ def allows(caller: Caller, rule: str) -> bool:
 def remedy(caller: Caller, rule: str) -> str:
     """Return one sentence that tells a denied caller what would help, according to the rules in force."""
     if not caller.project_id or caller.system_scope or caller.domain_id:
-        return "Ask with a token of a project."
+        return "Use a project-scoped token."
     if role := least(caller, rule):
-        return f"The role {role} would do."
-    return "None of the usual roles would do; the policy file says who may."
+        return f"The role {role} would be sufficient."
+    return "None of the usual roles is sufficient; the policy file says who may do this."
 
 
 def least(caller: Caller, rule: str) -> str:
@@ -127,7 +127,7 @@ class Policy:
         self._in_force = InForce()
 
     def allows(self, caller: Caller, rule: str) -> bool:
-        """See the module's `allows`. A token without a project, or with domain or system scope, is always refused,
+        """See the module's `is_allowed`. A token without a project, or with domain or system scope, is always refused,
         whatever the policy file says (CVE-2026-40213, CVE-2026-40214)."""
         if not caller.project_id or caller.system_scope or caller.domain_id:
             return False
@@ -155,19 +155,24 @@ class Policy:
     def _read(self, there: bool) -> None:
         in_force = self._in_force.enforcer is not None
         if in_force and not there:
-            log.warning("%s is gone; its rules stay in force until it is back or this process ends", self._path)
+            log.warning(
+                "The policy file %s is missing; its rules stay in force until it is back or this process ends",
+                self._path,
+            )
             return
         try:
             written = _parse(self._path) if there else {}
             self._in_force = InForce(_enforcer(written, self._new_defaults))
         except PolicyFileError as error:
-            instead = "the last good rules stay in force" if in_force else "nobody may do anything until it is mended"
-            log.error("%s is broken (%s); %s", self._path, error, instead)
+            instead = "the last good rules stay in force" if in_force else "nobody may do anything until it is repaired"
+            log.error("The policy file %s cannot be used (%s); %s", self._path, error, instead)
             return
         if there:
-            log.info("%s is in force, with %d rules of its own", self._path, len(written))
+            log.info("The policy file %s is in force; number of rules in it: %d", self._path, len(written))
             if strange := sorted(n for n in written if n.startswith("cyborg:") and n not in _NAMES):
-                log.warning("%s names rules that do not exist here: %s", self._path, ", ".join(strange)[:500])
+                log.warning(
+                    "The policy file %s names rules that do not exist: %s", self._path, ", ".join(strange)[:500]
+                )
 
 
 _NAMES = frozenset(rule.name for rule in RULES)
@@ -206,7 +211,7 @@ def _parse(path: Path) -> dict[str, str]:
     except ValueError as error:
         raise PolicyFileError(f"it is not YAML: {' '.join(str(error).split())[:300]}") from None
     if not isinstance(written, dict):
-        raise PolicyFileError("it is not a list of rules, each `name: check`")
+        raise PolicyFileError("it does not consist of rules, each `name: check`")
     for name, check in written.items():
         if not isinstance(name, str) or not isinstance(check, str):
             raise PolicyFileError(f"the rule {str(name)[:100]!r} is not text")
@@ -217,7 +222,7 @@ def _parse(path: Path) -> dict[str, str]:
 
 
 def _enforcer(written: Mapping[str, str], new_defaults: bool) -> Any:
-    """Return an Enforcer with the default rules and the overrides `written`; it never reads files itself.
+    """Return an Enforcer with the default rules and the `overrides`; it never reads files itself.
 
     Raises PolicyFileError if a rule refers to itself or to an unknown rule.
     """

@@ -46,9 +46,13 @@ def _composite(name: str, check: str, who: str) -> Rule:
 BLOCKS = (
     Rule("admin_api", "role:admin", "Administrators of the cloud."),
     Rule("service_api", "role:service", "Other services of the cloud."),
-    Rule("project_reader_api", "role:reader and project_id:%(project_id)s", "Who may look, in a project."),
-    Rule("project_member_api", "role:member and project_id:%(project_id)s", "Who may use resources, in a project."),
-    Rule("project_manager_api", "role:manager and project_id:%(project_id)s", "Who runs a project."),
+    Rule("project_reader_api", "role:reader and project_id:%(project_id)s", "Readers of a project."),
+    Rule(
+        "project_member_api",
+        "role:member and project_id:%(project_id)s",
+        "Members of a project, who may use resources.",
+    ),
+    Rule("project_manager_api", "role:manager and project_id:%(project_id)s", "Managers of a project."),
     Rule(
         "project_member_or_service",
         "rule:project_member_api or rule:service_api",
@@ -60,9 +64,9 @@ BLOCKS = (
     Rule(
         "elevated",
         f"role:admin or role:{OPERATOR}",
-        "Who runs accelerators of the whole cloud, an administrator or not: sees them all, looks for more, installs"
-        " drivers on hosts, attaches and detaches for every project. A project's manager only looks. Give the role to"
-        " whom you trust with all hosts, or name another one here.",
+        "Operators of the accelerators of the whole cloud, who need not be administrators: they see all accelerators,"
+        " search for more, install drivers on hosts, attach and detach for every project. A project's manager can only"
+        " view. Give the role to people whom you trust with all hosts, or name another role here.",
     ),
     Rule("admin_or_owner", "is_admin:True or project_id:%(project_id)s", "Legacy: every token of a project."),
     Rule("admin_or_user", "is_admin:True or user_id:%(user_id)s", "Legacy: every user."),
@@ -123,22 +127,32 @@ OWN = (
     Rule(
         "cyborg:inventory:get_all",
         STRICT_MANAGER,
-        "List devices and deployables with their states, reasons and holders, and what contradicts them.",
+        "List devices and deployables with their states, reasons and holders, and list discrepancies.",
         ("GET /api/devices/", "GET /api/deployables/", "GET /api/discrepancies/"),
     ),
     Rule(
         "cyborg:inventory:get_one",
         STRICT_MANAGER,
-        "Show a device or a deployable with its state, reason and holders, or what contradicts it.",
+        "Show a device or a deployable with its state, reason and holders, or a discrepancy.",
         ("GET /api/devices/{uuid}/", "GET /api/deployables/{uuid}/", "GET /api/discrepancies/{uuid}/"),
     ),
+    Rule("cyborg:device:get_usage", STRICT_MANAGER, "See the load of a device.", ("GET /api/devices/{uuid}/usage/",)),
     Rule(
-        "cyborg:device:get_usage", STRICT_MANAGER, "See what a device has to do.", ("GET /api/devices/{uuid}/usage/",)
+        "cyborg:attach_handle:get_all",
+        STRICT_MANAGER,
+        "List attach handles with their holders.",
+        ("GET /api/attach_handles/",),
     ),
-    Rule("cyborg:attach_handle:get_all", STRICT_MANAGER, "List who holds what.", ("GET /api/attach_handles/",)),
-    Rule("cyborg:attach_handle:get_one", STRICT_MANAGER, "Show who holds it.", ("GET /api/attach_handles/{uuid}/",)),
-    Rule("cyborg:event:get_all", READER, "List events, of one's own project's requests.", ("GET /api/events/",)),
-    Rule("cyborg:event:get_one", READER, "Show such an event.", ("GET /api/events/{id}/",)),
+    Rule(
+        "cyborg:attach_handle:get_one",
+        STRICT_MANAGER,
+        "Show an attach handle with its holder.",
+        ("GET /api/attach_handles/{uuid}/",),
+    ),
+    Rule("cyborg:event:get_all", READER, "List the events of requests of one's own project.", ("GET /api/events/",)),
+    Rule(
+        "cyborg:event:get_one", READER, "Show an event of a request of one's own project.", ("GET /api/events/{id}/",)
+    ),
     Rule("cyborg:seal:get_all", STRICT_MANAGER, "List the seals over events.", ("GET /api/seals/",)),
     Rule("cyborg:seal:get_one", STRICT_MANAGER, "Show a seal.", ("GET /api/seals/{number}/",)),
     Rule("cyborg:subscription:get_all", READER, "List subscriptions.", ("GET /api/subscriptions/",)),
@@ -147,26 +161,31 @@ OWN = (
     Rule(
         "cyborg:subscription:update",
         STRICT_MEMBER,
-        "Change a subscription, test it, give it another secret; see the whole URL it leads to.",
+        "Change a subscription, test it, give it another secret; see its whole URL.",
         ("PATCH /api/subscriptions/{uuid}/", "POST /api/subscriptions/{uuid}/{test,rotate}/"),
     ),
     Rule("cyborg:subscription:delete", STRICT_MEMBER, "Unsubscribe.", ("DELETE /api/subscriptions/{uuid}/",)),
     Rule(
         "cyborg:subscription:elevated",
         ELEVATED,
-        "Subscribe to what happens to every device and request, not only to one's own project's.",
+        "Subscribe to the events of every device and request, not only of one's own project.",
         ("POST /api/subscriptions/ (scope: cloud)",),
     ),
-    Rule("cyborg:delivery:get_all", READER, "List what was brought to subscriptions.", ("GET /api/deliveries/",)),
+    Rule("cyborg:delivery:get_all", READER, "List deliveries to subscriptions.", ("GET /api/deliveries/",)),
     Rule("cyborg:delivery:get_one", READER, "Show a delivery.", ("GET /api/deliveries/{uuid}/",)),
-    Rule("cyborg:delivery:update", STRICT_MEMBER, "Bring it again.", ("POST /api/deliveries/{uuid}/replay/",)),
+    Rule("cyborg:delivery:update", STRICT_MEMBER, "Repeat a delivery.", ("POST /api/deliveries/{uuid}/replay/",)),
     Rule("cyborg:inbox:get_all", READER, "List one's own messages.", ("GET /api/inbox/",)),
     Rule("cyborg:inbox:get_one", READER, "Show one's own message.", ("GET /api/inbox/{uuid}/",)),
-    Rule("cyborg:inbox:update", READER, "Mark it read.", ("POST /api/inbox/{uuid}/read/",)),
-    Rule("cyborg:inbox:read_all", READER, "Mark all of them read.", ("POST /api/inbox/read_all/",)),
-    Rule("cyborg:accelerator:get_all", READER, "List what is attached.", ("GET /api/accelerators/",)),
-    Rule("cyborg:accelerator:get_one", READER, "Show what is attached.", ("GET /api/accelerators/{uuid}/",)),
-    Rule("cyborg:accelerator:update", STRICT_MEMBER, "Label what is attached.", ("PATCH /api/accelerators/{uuid}/",)),
+    Rule("cyborg:inbox:update", READER, "Mark one's own message as read.", ("POST /api/inbox/{uuid}/read/",)),
+    Rule("cyborg:inbox:read_all", READER, "Mark all of one's own messages as read.", ("POST /api/inbox/read_all/",)),
+    Rule("cyborg:accelerator:get_all", READER, "List attached accelerators.", ("GET /api/accelerators/",)),
+    Rule("cyborg:accelerator:get_one", READER, "Show an attached accelerator.", ("GET /api/accelerators/{uuid}/",)),
+    Rule(
+        "cyborg:accelerator:update",
+        STRICT_MEMBER,
+        "Label an attached accelerator.",
+        ("PATCH /api/accelerators/{uuid}/",),
+    ),
     Rule(
         "cyborg:accelerator:elevated",
         STRICT_MANAGER,
@@ -174,7 +193,7 @@ OWN = (
         ("GET /api/accelerators/", "PATCH /api/accelerators/{uuid}/"),
     ),
     Rule("cyborg:accelerator:create", ADMIN, "Divide devices into more units.", ("POST /api/accelerators/",)),
-    Rule("cyborg:accelerator:delete", ADMIN, "Divide them into fewer.", ("POST /api/accelerators/delete/",)),
+    Rule("cyborg:accelerator:delete", ADMIN, "Divide devices into fewer units.", ("POST /api/accelerators/delete/",)),
     Rule(
         "cyborg:device:update",
         ADMIN,
@@ -192,12 +211,15 @@ OWN = (
     ),
     Rule("cyborg:service:get", STRICT_MANAGER, "See what backends can do.", ("GET /api/services/",)),
     Rule(
-        "cyborg:service:discover", ELEVATED, "Have a host's drivers look again.", ("POST /api/commands/ (op: rescan)",)
+        "cyborg:service:discover",
+        ELEVATED,
+        "Make a host's drivers search for devices again.",
+        ("POST /api/commands/ (op: rescan)",),
     ),
     Rule(
         "cyborg:driver:get",
         STRICT_MANAGER,
-        "See hosts' drivers and what is rolled out.",
+        "See hosts' drivers and rollouts.",
         ("GET /api/drivers/", "GET /api/rollouts/", "GET /api/rollouts/{uuid}/"),
     ),
     Rule(
@@ -213,7 +235,12 @@ OWN = (
         ("GET /api/attachments/", "GET /api/attachments/{uuid}/"),
     ),
     Rule("cyborg:attachment:create", ELEVATED, "Attach to a running instance.", ("POST /api/attachments/",)),
-    Rule("cyborg:attachment:delete", ELEVATED, "Detach from it.", ("POST /api/attachments/{uuid}/detach/",)),
+    Rule(
+        "cyborg:attachment:delete",
+        ELEVATED,
+        "Detach from a running instance.",
+        ("POST /api/attachments/{uuid}/detach/",),
+    ),
     Rule(
         "cyborg:attachment:elevated",
         ELEVATED,
@@ -230,7 +257,7 @@ OWN = (
     Rule(
         "cyborg:census:create",
         STRICT_MANAGER,
-        "Ask hosts now how busy they are, and which have room. Nothing is changed.",
+        "Ask hosts now how busy they are, and which have free units. Nothing is changed.",
         ("POST /api/census/",),
     ),
     Rule("cyborg:command:get_all", STRICT_MANAGER, "List commands to agents.", ("GET /api/commands/",)),

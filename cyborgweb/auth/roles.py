@@ -2,8 +2,8 @@
 
 With Keystone, `cyborgweb.auth.login` puts a person into the group of their roles at every login; without it, an
 administrator does so by hand. The console checks an action with the same rules as the APIs (`cyborgweb.auth.policy`),
-so that a person can do the same things in the console as with a token. The settings name `why_not` as
-`CONSOLE_WHY_NOT`, and `project_of` as `CONSOLE_PROJECT`.
+so that a person can do the same things in the console as with a token. The settings name `explain_refusal` as
+`CONSOLE_WHY_NOT`, and `get_only_project` as `CONSOLE_PROJECT`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SESSION = "keystone"
 
 @dataclass(frozen=True)
 class Role:
-    """A role of the console. Without Keystone, members of `group` have the Keystone roles `words` for the APIs."""
+    """A role of the console. Without Keystone, members of `group` have the roles `keystone_roles` for the APIs."""
 
     group: str
     words: frozenset[str]
@@ -133,7 +133,7 @@ def session_caller(user: Any, session: Any) -> Caller | None:
 
 
 def caller_of(request: HttpRequest) -> Caller | None:
-    """Return the Caller for the user and session of this request; None as in `session_caller`."""
+    """Return the Caller for the user and session of this request; None as in `get_session_caller`."""
     return session_caller(request.user, getattr(request, "session", {}))
 
 
@@ -150,11 +150,13 @@ def why_not(request: HttpRequest, rule: str, permission: str) -> str:
     if user.has_perm(permission) or (caller and policy.allows(caller, rule)):
         return ""
     if caller is None:
-        return "Your session does not say who you are any more: log out and in again."
+        return "Your session no longer contains your roles. Log out and log in again."
     would_do = policy.least(caller, rule)
     if not would_do:
-        return f"Nobody may: the policy file has a rule {rule} of its own."
+        return f"No usual role is sufficient, because the policy file changes the rule {rule}."
     helps = next((role.group for role in reversed(ROLES) if would_do in role.words), "")
-    into = f", or a place in the group {helps}" if helps else ""
+    into = f" or membership in the group {helps}" if helps else ""
     has = ", ".join(sorted(caller.roles)) or "none"
-    return f"It takes the role {would_do}{into}; yours: {has}. Who administers this console can give it to you."
+    return (
+        f"You need the role {would_do}{into}. Your roles: {has}. An administrator of this console can give it to you."
+    )

@@ -32,7 +32,7 @@ ENTRIES = 10_000
 
 
 class TokenCheckUnavailableError(Exception):
-    """Keystone gave no answer about a token. `why` is one line.
+    """Keystone gave no answer about a token. `reason` is one line.
 
     `unreachable` is True if the network or Keystone itself failed, and False if Keystone rejects the service user or
     our configuration is unusable.
@@ -149,7 +149,7 @@ class Tokens:
                 # No pause if Keystone answered, even with a refusal: it is quick, and no odd token must cause a pause.
                 self._ask_again_at = self._steady() + PAUSE_S if failure.unreachable else 0.0
             if first:
-                log.warning("tokens cannot be validated: %s", failure.why)
+                log.warning("Tokens cannot be validated: %s", failure.why)
             raise
         if self._failure:
             self._failure = None

@@ -29,7 +29,7 @@ PERMISSIONS = "camera=(), display-capture=(), geolocation=(), microphone=(), pay
 
 @lru_cache(maxsize=8)
 def policy(more: tuple[tuple[str, str], ...] = ()) -> str:
-    """Return the value of Content-Security-Policy; `more` are pairs of a directive and its additional sources."""
+    """Return the value of Content-Security-Policy; `extra_sources` are pairs of a directive and its sources."""
     allowed = dict(more)
     return "; ".join(f"{name} {value} {allowed.get(name, '')}".rstrip() for name, value in SOURCES.items())
 

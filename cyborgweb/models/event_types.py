@@ -65,24 +65,24 @@ JOBS: Mapping[str, str] = {Way.WEBHOOK: "deliveries", Way.EMAIL: "mails"}
 """The job that sends the messages of each way. An inbox needs no job: its messages are delivered when written."""
 TEST = "subscription.test"
 PAUSED = "subscription.paused"
-"""The kinds `TEST` and `PAUSED` are messages about a subscription itself."""
+"""The kinds `TEST_KIND` and `PAUSED_KIND` are messages about a subscription itself."""
 
 MEANINGS: Mapping[str, str] = {
     Kind.REQUEST_BOUND: "An accelerator is ready for its instance.",
     Kind.REQUEST_FAILED: "An accelerator could not be bound; the message says why.",
-    Kind.REQUEST_UNBOUND: "An accelerator was given back.",
-    Kind.DEVICE_READY: "A device is offered.",
+    Kind.REQUEST_UNBOUND: "An accelerator was released.",
+    Kind.DEVICE_READY: "A device is ready and offered.",
     Kind.DEVICE_FAILED: "A device failed.",
-    Kind.DEVICE_MISSING: "A device is not seen any more.",
+    Kind.DEVICE_MISSING: "A device is no longer found on its host.",
     Kind.DEVICE_QUARANTINED: "A device is in quarantine.",
-    Kind.DEVICE_HEALTH: "A device says that its health has changed.",
-    TEST: "Somebody pressed Test.",
+    Kind.DEVICE_HEALTH: "The health that a device reports has changed.",
+    TEST: "Somebody sent a test message.",
     PAUSED: "A subscription is paused, because its destination failed for days.",
 }
 TITLES: Mapping[str, str] = {
     Kind.REQUEST_BOUND: "Accelerator ready",
     Kind.REQUEST_FAILED: "Accelerator not bound",
-    Kind.REQUEST_UNBOUND: "Accelerator given back",
+    Kind.REQUEST_UNBOUND: "Accelerator released",
     Kind.DEVICE_READY: "Device ready",
     Kind.DEVICE_FAILED: "Device failed",
     Kind.DEVICE_MISSING: "Device missing",

@@ -41,8 +41,8 @@ SELECT json_build_object(
 
 @dataclass(frozen=True)
 class Telling:
-    """Intents of one kind: how many are waiting, how many of them are stuck, when the oldest was created, and the
-    last error of the one with the most attempts.
+    """Intents of one kind: how many are waiting, how many of them are stuck, when the oldest was created, and the last
+    error of the one with the most attempts.
     """
 
     number: int = 0

@@ -20,14 +20,14 @@ METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE"})
 
 _calls = metrics.counter(
     "cyborg_cloud_calls_total",
-    "Calls to other services by what came of them: a status, `timeout`, `unreachable`, `error`.",
+    "Calls to other services by outcome: a status, `timeout`, `unreachable`, `error`.",
     "service",
     "method",
     "status",
 )
 _seconds = metrics.histogram(
     "cyborg_cloud_call_seconds",
-    "How long other services took to answer, or not to.",
+    "How long other services took to answer or to fail.",
     (0.02, 0.1, 0.3, 1.0, 3.0, 10.0),
     "service",
     "method",
@@ -64,8 +64,8 @@ def _counting(ask: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_counted(error: BaseException | None, since: float) -> bool:
-    """Return whether the error comes from an inner call, such as a login, that was already counted since `since`:
-    then the outer call was never made.
+    """Return whether the error comes from an inner call, such as a login, that was already counted since `since`: then
+    the outer call was never made.
     """
     while error is not None:
         if vars(error).get(COUNTED_AT, float("-inf")) >= since:

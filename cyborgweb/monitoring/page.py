@@ -1,7 +1,7 @@
 """`GET /metrics`: all metrics for Prometheus, in its text format or as OpenMetrics, for this machine itself or for
 clients with the token.
 
-A collection is served to everybody for `KEPT_S` seconds, so ten scrapers cost as much as one. A request that arrives
+A collection is served to everybody for `CACHE_S` seconds, so ten scrapers cost as much as one. A request that arrives
 during a collection gets the previous one. A collection is bounded: a fixed number of statements, each with a timeout.
 """
 
@@ -27,13 +27,12 @@ KEPT_S = 3.0
 STALE_S = 60.0
 """A request that arrives during a collection waits for it if the previous one is older than this, in seconds."""
 FORWARDED = re.compile(r"forwarded|x-forwarded-.*|x-real-ip|via", re.IGNORECASE)
-"""Headers of requests that came through a proxy. The address of a proxy on this machine says nothing about the
-client.
+"""Headers of requests that came through a proxy. The address of a proxy on this machine says nothing about the client.
 """
 OPENMETRICS = "application/openmetrics-text"
 REFUSED = (
-    "Metrics are told to this machine itself, or to who sends Authorization: Bearer with the value of "
-    "CYBORG_METRICS_TOKEN.\n"
+    "Metrics are served only to this machine itself, and to requests that send Authorization: Bearer with the value "
+    "of CYBORG_METRICS_TOKEN.\n"
 )
 
 

@@ -25,17 +25,20 @@ _requests = metrics.counter(
 )
 _seconds = metrics.histogram(
     "cyborg_http_request_seconds",
-    "How long HTTP requests took until the answer began.",
+    "Time until the answer to an HTTP request began.",
     (0.005, 0.02, 0.1, 0.5, 2.0, 10.0),
     "route",
     "method",
 )
-busy = metrics.counter("cyborg_http_busy_total", "HTTP requests that found no free thread and no place to wait: 503.")
+busy = metrics.counter(
+    "cyborg_http_busy_total", "HTTP requests that were answered with 503, because all threads and the queue were full."
+)
 
 
 class ServedMiddleware:
-    """Count and time every request. It must be the outermost middleware, so that it counts the answers of the
-    others.
+    """Count and time every request.
+
+    It must be the outermost middleware, so that it counts the answers of the others.
     """
 
     def __init__(self, get_response: Callable[[HttpRequest], HttpResponse]) -> None:
@@ -54,8 +57,8 @@ class ServedMiddleware:
 
 @lru_cache(maxsize=1024)
 def template(route: str) -> str:
-    r"""Return a route in readable form: `^api(?:/|$)\Ahosts/(?P<uuid>…)/?\Z` becomes `/api/hosts/{uuid}`. Both
-    mounts of v2 give the same.
+    r"""Return a route in readable form: `^api(?:/|$)\Ahosts/(?P<uuid>…)/?\Z` becomes `/api/hosts/{uuid}`. Both mounts
+    of v2 give the same.
     """
     _, anchored, rest = route.rpartition(r"\A")
     if route.startswith("^api"):

@@ -39,8 +39,8 @@ NAME = re.compile(
     r"|busy_seconds_total|errors_(?:correctable|nonfatal|fatal)_total",
     re.ASCII,
 )
-"""Metric names that our drivers use (`drivers.inventory.Sample`, `drivers.pci.pci_health`). Names that a host makes
-up are not exported.
+"""Metric names that our drivers use (`drivers.inventory.Sample`, `drivers.pci.pci_health`). Names that a host makes up
+are not exported.
 """
 
 COUNTED = """
@@ -64,7 +64,7 @@ JOIN accelerators_host h ON h.id = d.host_id WHERE d.host_id = ANY(%s)
 
 
 class _Counted(msgspec.Struct):
-    """The answer of COUNTED; null where there are no rows."""
+    """The answer of SELECT_COUNTS; null where there are no rows."""
 
     rollouts: int
     requests: dict[str, int] | None
@@ -108,7 +108,7 @@ def collect() -> Iterator[Metric]:
             if loads is not None:
                 _loads(loads, found)
     except Error as error:
-        log.warning("metrics without the database: %s", type(error).__name__)
+        log.warning("The database failed, so most metrics are missing: %s", type(error).__name__)
         into.add("cyborg_database_up", "1 when the database answered all that was asked, else 0.", 0)
     else:
         into.made += found.made
@@ -126,11 +126,11 @@ def _fleet(into: Families) -> None:
     hosts = Host.objects.aggregate(all=Count("pk"), stale=Count("pk", filter=Q(stale_since__isnull=False)), **counts)
     live = hosts["all"] - hosts["stale"]
     into.by("cyborg_hosts", "Hosts.", ["state"], [(["live"], live), (["stale"], hosts["stale"])])
-    into.by("cyborg_agents", "Agents by how they stand.", ["state"], [([word], hosts[word]) for word in liveness.WORDS])
+    into.by("cyborg_agents", "Agents by their liveness.", ["state"], [([word], hosts[word]) for word in liveness.WORDS])
     counted = Device.objects.order_by().values_list("state", "type", "status").annotate(n=Count("*"))
     into.by(
         "cyborg_devices",
-        "Devices by their state, type and what the hardware says of itself.",
+        "Devices by state, type and the health that the hardware reports.",
         ["state", "type", "health"],
         [((state, kind, health), number) for state, kind, health, number in counted],
     )
@@ -146,17 +146,31 @@ def _work(into: Families) -> None:
     def age(moment: datetime | None) -> float:
         return max(0.0, (now - moment).total_seconds()) if moment else 0.0
 
-    into.add("cyborg_spool_reports", "Reports that are acknowledged and not merged.", doing.spool)
-    into.add("cyborg_spool_oldest_seconds", "How long the oldest of them waits; 0: none.", age(doing.spool_oldest))
+    into.add("cyborg_spool_reports", "Reports that are acknowledged but not merged yet.", doing.spool)
+    into.add(
+        "cyborg_spool_oldest_seconds",
+        "How long the oldest unmerged report has waited; 0: there is none.",
+        age(doing.spool_oldest),
+    )
     into.add("cyborg_tasks_queued", "Tasks that wait for a worker of the clusters.", doing.tasks)
     into.add(
-        "cyborg_wakeup_oldest_seconds", "How long a job was woken and not taken up; 0: none.", age(doing.tick_oldest)
+        "cyborg_wakeup_oldest_seconds",
+        "How long the oldest wake-up of a job has waited; 0: there is none.",
+        age(doing.tick_oldest),
     )
     intents = [(kind, one) for kind, one in sorted(doing.intents.items()) if jobs.has_taker(kind)]
     for name, text, value in (
-        ("cyborg_intents", "What is still to be done outside the database, by kind.", lambda one: one.number),
-        ("cyborg_intents_stuck", "Of these, what failed ten times and more.", lambda one: one.stuck),
-        ("cyborg_intents_oldest_seconds", "How long the oldest of a kind waits.", lambda one: age(one.oldest)),
+        (
+            "cyborg_intents",
+            "Intents: work that is still to be done outside the database, by kind.",
+            lambda one: one.number,
+        ),
+        ("cyborg_intents_stuck", "Intents that have failed ten times or more, by kind.", lambda one: one.stuck),
+        (
+            "cyborg_intents_oldest_seconds",
+            "How long the oldest intent of a kind has waited.",
+            lambda one: age(one.oldest),
+        ),
     ):
         into.by(name, text, ["kind"], [([kind], value(one)) for kind, one in intents])
     into.add("cyborg_binds_overdue", "Binds that are past their deadline.", doing.overdue)
@@ -168,15 +182,20 @@ def _work(into: Families) -> None:
         ("cyborg_requests", "Accelerator requests by state.", "state", open_.requests),
         ("cyborg_commands_open", "Commands that have not ended, by state.", "state", open_.commands),
         ("cyborg_attachments_open", "Attachments that have not ended, by state.", "state", open_.attachments),
-        ("cyborg_discrepancies", "What contradicts Placement or Nova, by kind.", "kind", open_.discrepancies),
+        (
+            "cyborg_discrepancies",
+            "Discrepancies with Placement, Nova or the hardware, by kind.",
+            "kind",
+            open_.discrepancies,
+        ),
         ("cyborg_host_drivers", "Drivers on hosts, by state.", "state", open_.drivers),
     ):
         into.by(name, text, [label], [([word], number) for word, number in (counts or {}).items()])
 
 
 def _loads(loads: telemetry.Loads, into: Families) -> None:
-    """Add the loads of devices from their hosts' last samples, which are not stored. Values that are too many,
-    unknown by name or of an unknown device are counted and left out.
+    """Add the loads of devices from their hosts' last samples, which are not stored. Values that are too many, unknown
+    by name or of an unknown device are counted and left out.
     """
     since = time.time() - OLD_S
     fresh = {host: said.devices for host, said in sorted(loads.hosts.items()) if said.at >= since}
@@ -194,10 +213,14 @@ def _loads(loads: telemetry.Loads, into: Families) -> None:
                 else:
                     series.append(((*known, metric), value))
     labels = ["host", "device", "type", "metric"]
-    into.by("cyborg_device_load", "What a device has to do; `metric` names what, with its unit.", labels, series)
+    into.by(
+        "cyborg_device_load", "Load of a device; the label `metric` names the quantity with its unit.", labels, series
+    )
     into.add(
         "cyborg_device_load_left_out",
-        "Values that are not told: too many, of no device, or of a name that is none of ours.",
+        "Values that are not exported: too many, of an unknown device, or with an unknown name.",
         left_out,
     )
-    into.add("cyborg_gateways_silent", "Gateways that did not tell what they know of loads.", len(loads.silent))
+    into.add(
+        "cyborg_gateways_silent", "Gateways that did not answer when they were asked for loads.", len(loads.silent)
+    )

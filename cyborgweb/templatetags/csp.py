@@ -1,5 +1,5 @@
-"""The tag `{% csp_allow script="'unsafe-eval'" %}`: lets a template add sources to the Content-Security-Policy of
-its page.
+"""The tag `{% csp_allow script="'unsafe-eval'" %}`: lets a template add sources to the Content-Security-Policy of its
+page.
 
 `cyborgweb.middleware.headers` reads them after the page is rendered.
 """
@@ -14,8 +14,8 @@ register = template.Library()
 
 @register.simple_tag(takes_context=True)
 def csp_allow(context: Context, **more: str) -> str:
-    """For each argument `NAME`, add its value to the directive `NAME-src`. Renders nothing. A second call replaces
-    the first.
+    """For each argument `NAME`, add its value to the directive `NAME-src`. Renders nothing. A second call replaces the
+    first.
     """
     context["request"].csp_allowed = tuple((f"{name}-src", source) for name, source in more.items())
     return ""

@@ -25,8 +25,7 @@ from cyborgweb.settings.keys import keys
 register = template.Library()
 
 TONES = {"prod": "bad", "production": "bad", "live": "bad", "staging": "warn", "preprod": "warn", "test": "busy"}
-"""Colour of each environment's strip: production is red, because mistakes there affect people. Any other word is
-calm.
+"""Colour of each environment's strip: production is red, because mistakes there affect people. Any other word is calm.
 """
 
 
@@ -55,7 +54,7 @@ def read_only() -> SafeString | str:
 def manual(context: Context) -> SafeString:
     """Return a link to the part of the manual about this page."""
     url = SERVED.address(place(context["request"]))
-    title = "What the manual says of this page"
+    title = "Read about this page in the manual"
     return format_html(
         '<a class="manual-link" href="{}" title="{}" aria-label="{}"><span aria-hidden="true">?</span></a>',
         url,

@@ -28,7 +28,7 @@ def lines(writes: Iterable[Write]) -> Iterator[str]:
             case Move():
                 yield f"~ {write.name}: moved here; it was {write.was}"
             case Delete():
-                yield f"- {write.name}: the provider goes"
+                yield f"- {write.name}: the provider is deleted"
             case SetInventories():
                 yield from _inventories(write)
             case SetTraits():

@@ -29,14 +29,14 @@ from placement_sync.models import Discrepancy, Kind, Tree, Who
 
 STANDINGS = ("in step", "problems", "behind")
 WAITING = 20
-"""Largest number of hosts that are named above the list because Placement was never updated for them."""
+"""Largest number of hosts that are named above the list because they were never written to Placement."""
 OFF = "No cloud is configured, or CYBORG_PLACEMENT_ENDPOINT is off: see docs/configuration.md."
 
 
 class Standing(admin.SimpleListFilter):
     """Filter hosts by their state: in step, with problems, or behind (an intent is waiting)."""
 
-    title, parameter_name = "standing", "is"
+    title, parameter_name = "state", "is"
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, str]]:
         return [(word, word) for word in STANDINGS]
@@ -66,7 +66,7 @@ class TreeAdmin(ReadOnly):
     search_fields = ("host__name__icontains", "root__startswith")
     search_help_text = "host, uuid of its compute provider"
     exports = {"standing": ("waiting", "problems"), "providers": ()}
-    empty = "Placement has been told of no host yet. Enable a device, and configure a cloud: docs/configuration.md."
+    empty = "No host was written to Placement yet. Configure a cloud (docs/configuration.md) and enable a device."
 
     def get_queryset(self, request: HttpRequest) -> QuerySet[Tree]:
         """Annotate each row with `waiting`: the last error of the host's open intent, None if it has none."""
@@ -122,11 +122,13 @@ class TreeAdmin(ReadOnly):
         if request.POST.get("op") == "compare":
             return self._page(request, tree, asked=_compared(tree.host))
         _look([tree.host])
-        self.message_user(request, "It is looked at now, and what differs is mended; reload in a few seconds.")
+        self.message_user(
+            request, "The host is compared with Placement now, and differences are corrected. Reload in a few seconds."
+        )
         return HttpResponseRedirect(_address(str(tree.host_id)))
 
     def _page(self, request: HttpRequest, tree: Tree, asked: list[str] | None = None) -> HttpResponse:
-        """Render the host's page; `asked` are the lines of a comparison that was just made."""
+        """Render the host's page; `comparison_lines` describe a comparison that was just made."""
         host = tree.host
         providers, problems = status.beside(host)
         intent = Intent.objects.filter(kind=tasks.KIND, key=str(host.uuid)).first()
@@ -153,7 +155,7 @@ class TreeAdmin(ReadOnly):
     def shown_host(self, tree: Tree) -> SafeString:
         return badges.link("host", tree.host_id, tree.host.name)
 
-    @display(description="Standing")
+    @display(description="State")
     def standing(self, tree: Any) -> SafeString:
         return _standing(tree, tree.waiting)
 
@@ -178,7 +180,8 @@ class TreeAdmin(ReadOnly):
         """Have the job synchronize the selected hosts now."""
         hosts = list(Host.objects.filter(placement__in=trees))
         _look(hosts)
-        self.message_user(request, f"{len(hosts)} hosts are compared now; what differs is mended.")
+        subject = "1 host is" if len(hosts) == 1 else f"{len(hosts)} hosts are"
+        self.message_user(request, f"{subject} compared with Placement now, and differences are corrected.")
 
 
 @admin.register(Discrepancy)
@@ -211,9 +214,9 @@ class DiscrepancyAdmin(ReadOnly):
     )
     readonly_fields = fields
     empty = (
-        "Placement, Nova and the hardware agree with what is bound. What does not is listed here by itself, after every"
-        " look at a host: an instance whose device Placement takes for free, a device that is claimed and used by"
-        " nobody, an instance that came back without its device. It goes when it is mended."
+        "Placement, Nova and the hardware agree with what is bound. Every look at a host adds discrepancies to this"
+        " list: an instance whose device Placement considers free, a device that is claimed but used by nobody, an"
+        " instance that runs without its device. A discrepancy leaves the list when it is resolved."
     )
 
     @display(description="What is wrong", ordering="kind")
@@ -281,16 +284,16 @@ def _compared(host: Host) -> list[str]:
 def _standing(tree: Tree, waiting: str | None) -> SafeString:
     """Return the badge of a host's state. `waiting` is the last error of its open intent, None if it has none."""
     if waiting is not None:
-        return badges.mark("behind", "warn", waiting or "is being told")
+        return badges.mark("behind", "warn", waiting or "is being written")
     if tree.problems:
         count = len(tree.problems)
         return badges.mark(f"{count} problem{'' if count == 1 else 's'}", "bad", "; ".join(tree.problems)[:500])
-    return badges.mark("in step", "good") if tree.looked_at else badges.mark("not told yet", "calm")
+    return badges.mark("in step", "good") if tree.looked_at else badges.mark("not written yet", "calm")
 
 
 def _writer(host: Host) -> str:
-    """Return who writes for this host, and if agents write but its agent cannot, why."""
+    """Return who writes for this host; if agents write but its agent cannot, also return why."""
     if writer_election.current().who == Who.CONDUCTOR:
         return "the conductor"
     left = writer_election.left_aside([host])
-    return f"the conductor, since of its agent: {left[0][1]}" if left else "its agent"
+    return f"the conductor, because its agent cannot write: {left[0][1]}" if left else "its agent"

@@ -1,7 +1,7 @@
 """Describe a host's providers for the console: the desired state beside the one observed at the last look.
 
 Only the database is read. `providers.sync_hosts` with `dry_run` reads from Placement instead; both describe differences
-with `describe.lines`.
+with `describe.describe_writes`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def pairs(desired: Mapping[str, Provider], written: Mapping[str, Written], root:
 def _wanted(wanted: Provider | None) -> tuple[str, ...]:
     """Describe the desired inventory."""
     if wanted is None:
-        return ("nothing: its device is gone",)
+        return ("nothing: its device was removed",)
     if not wanted.resource_class:
         return ("no inventory",)
     return (_inventory(wanted.resource_class, {"total": wanted.total, "reserved": wanted.reserved}),)

@@ -38,7 +38,7 @@ class WriterForm(forms.ModelForm):
         model = Writer
         fields = ("who", "reason")
         help_texts = {
-            "who": "Agents write for their own hosts where they can; for all others the conductor does.",
+            "who": "Agents write for their own hosts where they can; the conductor writes for all others.",
             "reason": "Shown here and in the event.",
         }
 
@@ -92,10 +92,10 @@ class WriterAdmin(RefusalAsMessage):
         why = f": {now.reason}" if now.reason else ""
         return format_html("{} (epoch {}), changed {} by {}{}", now.who, now.epoch, badges.ago(now.since), now.by, why)
 
-    @display(description="Hosts whose agent cannot write: the conductor does")
+    @display(description="Hosts whose agent cannot write, so the conductor writes")
     def shown_unable(self, writer: Writer) -> SafeString | str:
         """List the hosts whose agent cannot write, each with the reason."""
         unable = writer_election.left_aside(Host.objects.order_by("name"))
         rows = format_html_join("", "<tr><td>{}</td><td>{}</td></tr>", unable[:SHOWN])
-        more = f"and {len(unable) - SHOWN} more: manage.py placement_writer names them all" if unable[SHOWN:] else ""
+        more = f"and {len(unable) - SHOWN} more: manage.py placement_writer lists them all" if unable[SHOWN:] else ""
         return format_html("<table>{}</table>{}", rows, more) if rows else "none"

@@ -2,7 +2,7 @@
 
 Intents of the kind `attachment` wake it. A change of Placement is recorded and committed by one step and sent by the
 next (`allocations`), so it happens once, wherever the worker is killed. The amounts in Placement show whether it
-happened only while no other attachment of the instance changes them, so one attachment goes at a time (`_in_turn`).
+happened only while no other attachment of the instance changes them, so one attachment goes at a time (`_check_turn`).
 Requests are bound and deleted in the transaction that records it. What fails before it is attached is undone; an undo
 that fails is retried until it succeeds.
 """
@@ -49,7 +49,7 @@ UNSETTLED = ("claiming", "claimed", "returning")
 """In these steps a write is under way, or its claim is not bound yet, so that `attachment_steps.others` does not count
 it.
 """
-OFF = "Placement is switched off: nothing is claimed there"
+OFF = "Placement is switched off, so nothing is claimed there"
 
 
 class RetryLaterError(Exception):
@@ -80,14 +80,14 @@ def step() -> bool:
                 with steps.asked_for(row):
                     _forward(row)
             if row and row.step == "binding":
-                outbox.waits(intent, f"{row.host} prepares it", PAUSE_S)
+                outbox.waits(intent, f"{row.host} prepares the device", PAUSE_S)
             elif row is None or row.state in AT_REST:
                 outbox.done([intent])
     except PlacementUnavailableError as away:
         _wait_together(str(away))
         return False
     except ConcurrentUpdateError:
-        outbox.failed([intent], "somebody else moved it", 0.0)
+        outbox.failed([intent], "another process changed the attachment meanwhile", 0.0)
     except RetryLaterError as wait:
         outbox.waits(intent, str(wait), PAUSE_S)
     except (PlacementConflictError, PlacementRejectedError, RefusedError) as error:
@@ -107,7 +107,7 @@ def look(uuid: str, project: str | None = None) -> Instance:
     """
     keys = settings.KEYS
     if (cloud := session(keys.nova_endpoint)) is None:
-        text = "Nova is switched off or not configured: whose instance it is, and where, only Nova can tell."
+        text = "Nova is switched off or not configured; without it, the instance's project and host are unknown."
         raise RefusedError(Reason.CONFLICT, text)
     try:
         found = _instance(uuid, client.get(cloud, keys.nova_endpoint, f"/servers/{uuid}", {}, client.DEADLINE_S))
@@ -116,7 +116,9 @@ def look(uuid: str, project: str | None = None) -> Instance:
         if keys.placement_endpoint != "off":
             consumer = Placement(cloud, keys.placement_endpoint, client.DEADLINE_S).consumer(uuid)
             if consumer.generation is None:
-                text = f"Placement has nothing allocated to instance {uuid}: nothing can be added to that."
+                text = (
+                    f"Placement has nothing allocated to instance {uuid}, so no device can be added to its allocations."
+                )
                 raise RefusedError(Reason.CONFLICT, text)
     except (
         client.NovaUnavailableError,
@@ -129,7 +131,7 @@ def look(uuid: str, project: str | None = None) -> Instance:
 
 
 def _instance(uuid: str, answer: Any) -> Instance:
-    """Convert Nova's answer into an Instance. Raises RefusedError UNKNOWN, and Unusable."""
+    """Convert Nova's answer into an Instance. Raises RefusedError UNKNOWN and NovaUnavailableError."""
     if answer.status_code == 404:
         raise RefusedError(Reason.UNKNOWN, NOT_THERE.format(uuid))
     if answer.status_code != 200:
@@ -141,15 +143,15 @@ def _instance(uuid: str, answer: Any) -> Instance:
         named = frozenset(str(place)[:255] for place in places if place)
         return Instance(uuid, str(found["tenant_id"])[:255], str(found["status"])[:64], named, task)
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise client.NovaUnavailableError("Nova's answer is no server") from None
+        raise client.NovaUnavailableError("Nova's answer does not describe a server") from None
 
 
 def _forward(row: Attachment) -> None:
     """Take the next step of an attachment.
 
     Raises PlacementUnavailableError, ConcurrentUpdateError, RetryLaterError, PlacementConflictError,
-    PlacementRejectedError and RefusedError AWAY if the step has to be retried. Any other refusal
-    fails the attachment or starts its undo.
+    PlacementRejectedError and RefusedError AWAY if the step has to be retried. Any other refusal fails the attachment
+    or starts its undo.
     """
     try:
         match row.state, row.step:
@@ -179,7 +181,7 @@ def _claim(row: Attachment) -> None:
 
     One step records the write and the next one sends it. When Placement shows the shares, the attachment is `claimed`.
     Raises RefusedError CONFLICT if the instance has no allocations or Placement rejects the write;
-    PlacementConflictError if another writer was faster; Waits.
+    PlacementConflictError if another writer was faster; RetryLaterError.
     """
     if (placement := _placement()) is None:
         return attachments.advance(row, AttachmentState.ATTACHING, "claimed", OFF)
@@ -228,7 +230,7 @@ def _give_back(row: Attachment) -> None:
         except (PlacementConflictError, PlacementRejectedError) as error:
             if _overtaken(error) or not change.nothing or not steps.long_given_up(row):
                 raise
-            return steps.end(row, "nothing of it is there")
+            return steps.end(row, "Placement has nothing of it")
     steps.end(row)
 
 
@@ -245,7 +247,7 @@ def _in_turn(row: Attachment) -> None:
         first |= Q(state=AttachmentState.UNDOING, claim__isnull=False)
     others = Attachment.objects.filter(first, instance=row.instance, ended_at=None).exclude(pk=row.pk)
     if (uuid := others.values_list("uuid", flat=True).first()) is not None:
-        raise RetryLaterError(f"attachment {uuid} of this instance comes first")
+        raise RetryLaterError(f"attachment {uuid} of this instance has to finish first")
 
 
 def _overtaken(error: PlacementConflictError | PlacementRejectedError) -> bool:

@@ -1,9 +1,10 @@
 """The job `faults`: after each look at a host, compare what is bound there with what Placement and Nova show.
 
-It finds three kinds of contradiction (`models.Kind`), stores them, and deletes them when they are resolved; each of
-these changes records an event. Allocations are read if the provider's generation changed, if there is a suspicion, and
-every REREAD_S if something is bound: Placement raises the generation when something is allocated, but not always when
-an allocation is deleted. `of` and `at` return what pages show.
+It finds three kinds of contradiction (`models.DiscrepancyKind`), stores them, and deletes them when they are resolved;
+each of these changes records an event. Allocations are read if the provider's generation changed, if a discrepancy is
+stored or suspected, and every REREAD_S if something is bound: Placement raises the generation when something is
+allocated, but not always when an allocation is deleted. `list_discrepancies_of_devices` and
+`list_discrepancies_of_host` return what pages show.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ it. A claim comes seconds before its bind and may outlive it.
 """
 REREAD_S = 1800.0
 HOSTS, QUESTIONS, AT_ONCE = 16, 64, 8
-"""Limits of one step: HOSTS per batch, QUESTIONS instances that Nova is asked for, AT_ONCE calls at the same time."""
+"""Limits of one step: hosts in a batch, instances that Nova is asked for, and calls at the same time."""
 SHOWN = 100
 """Largest number of discrepancies that a page shows."""
 
@@ -59,7 +60,7 @@ class Claims(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Provider:
-    """A provider as of the last look; the columns of `sql.PROVIDERS`. `device` is None if it has been removed."""
+    """A provider as of the last look; the columns of `sql.SELECT_PROVIDERS`. `device_id` is None after removal."""
 
     uuid: str
     host: int
@@ -72,9 +73,9 @@ class Provider:
 
 @dataclass(frozen=True)
 class Holding:
-    """A request that holds a handle; the columns of `sql.HOLDINGS`.
+    """A request that holds a handle; the columns of `sql.SELECT_HOLDINGS`.
 
-    `broken` tells what is wrong with the device or handle.
+    `defect` tells what is wrong with the device or handle; it is '' if nothing is.
     """
 
     request: str
@@ -124,12 +125,12 @@ class Found:
 
 
 def of(devices: Collection[int]) -> list[Found]:
-    """Return the discrepancies of these devices, the newest first, at most SHOWN. One statement."""
+    """Return the discrepancies of these devices, the newest first, at most MAX_SHOWN. One statement."""
     return _found(Q(device__in=list(devices)))
 
 
 def at(host: int) -> list[Found]:
-    """Return the discrepancies of a host, including those of removed devices, at most SHOWN. One statement."""
+    """Return the discrepancies of a host, including those of removed devices, at most MAX_SHOWN. One statement."""
     return _found(Q(host=host))
 
 
@@ -152,7 +153,7 @@ def _found(wanted: Q) -> list[Found]:
 
 
 def reread(hosts: Collection[int]) -> None:
-    """Have the next comparison of these hosts read all allocations again."""
+    """Mark the stored allocations of these hosts as outdated, so that the next comparison reads them again."""
     _execute(sql.REREAD, {"hosts": list(hosts)})
 
 
@@ -214,8 +215,8 @@ def compare(
 ) -> tuple[Claims | None, list[Fault]]:
     """Compare one provider's allocations with the requests that hold its handles. Pure.
 
-    `read` are the allocations read at `now`; None if the stored ones are still valid. Returns the claims to store and
-    the faults.
+    `read_allocations` were read at `now`; None if the stored ones are still valid. Returns the claims to store and the
+    contradictions.
     """
     known = one.claims
     if read is not None:
@@ -236,10 +237,11 @@ def compare(
 
 def _unclaimed(one: Holding) -> Fault:
     said = (
-        f"Instance {one.instance} holds request {one.request} on {one.provider_name}, and Placement has no allocation"
-        " of it there: it may give the same part to another. Shelve and unshelve the instance through Nova, which"
-        f" claims and binds anew; or add rp={one.provider} to its allocations: openstack resource provider allocation"
-        f" show {one.instance}, then “allocation set”. What was attached while it ran, detach and attach again instead."
+        f"Instance {one.instance} holds request {one.request} on {one.provider_name}, but Placement has no allocation"
+        " for it there, so Placement may offer the same part to another instance. Shelve and unshelve the instance"
+        f" through Nova, which claims and binds it again; or add rp={one.provider} to its allocations: openstack"
+        f" resource provider allocation show {one.instance}, then “allocation set”. If the device was attached to the"
+        " running instance, detach it and attach it again instead."
     )
     return _fault(Kind.UNCLAIMED, one, said)
 
@@ -247,9 +249,9 @@ def _unclaimed(one: Holding) -> Fault:
 def _unattached(one: Provider, who: str, amounts: Mapping[str, int]) -> Fault:
     what = ", ".join(f"{amount} {name}" for name, amount in sorted(amounts.items()))
     said = (
-        f"Instance {who} has {what} of {one.name} allocated in Placement, and no request bound there: nobody can use"
-        " that part. If it needs no device, or Nova has no such instance, release it: openstack resource provider"
-        f" allocation unset --provider {one.uuid} {who}."
+        f"Instance {who} has {what} of {one.name} allocated in Placement, but no request is bound there, so nobody can"
+        " use that part. If the instance needs no device, or Nova does not know it, release the allocation: openstack"
+        f" resource provider allocation unset --provider {one.uuid} {who}."
     )
     return Fault(Kind.UNATTACHED, one.host, one.device, one.uuid, one.name, who, said)
 
@@ -257,7 +259,8 @@ def _unattached(one: Provider, who: str, amounts: Mapping[str, int]) -> Fault:
 def _without_device(broken: Sequence[Holding]) -> tuple[list[Fault], set[str]]:
     """Find instances that Nova shows as ACTIVE on their host although what they hold is broken.
 
-    Returns the faults, and the instances for which Nova gave no answer. Asks Nova for at most QUESTIONS instances.
+    Returns the contradictions, and the instances for which Nova gave no answer. Asks Nova for at most MAX_NOVA_QUERIES
+    instances.
     """
     if not broken or (cloud := session(settings.KEYS.nova_endpoint)) is None:
         return [], set()
@@ -270,9 +273,9 @@ def _without_device(broken: Sequence[Holding]) -> tuple[list[Fault], set[str]]:
         server, host = answers.get(one.instance), hosts[one.host]
         if isinstance(server, client.Server) and server.status == "ACTIVE" and server.on(host.name, host.node):
             said = (
-                f"Instance {one.instance} is ACTIVE on {host.name}, as Nova says, without what it holds of"
-                f" {one.provider_name}: {one.broken}. Bring the device back and reboot the instance hard; or shelve and"
-                " unshelve it through Nova, which gives it another one."
+                f"Nova shows instance {one.instance} as ACTIVE on {host.name}, but it cannot use what it holds of"
+                f" {one.provider_name}: {one.broken}. Repair or reconnect the device and hard-reboot the instance; or"
+                " shelve and unshelve the instance through Nova, which gives it another device."
             )
             found[one.provider, one.instance] = _fault(Kind.WITHOUT_DEVICE, one, said)
     return [*found.values()], unclear
@@ -290,7 +293,7 @@ def _provider(uuid: str, host: int, name: str, generation: int, claims: str | No
 def _read(cloud: Any, providers: Sequence[str]) -> dict[str, dict[str, dict[str, int]]]:
     """Read the allocations of these providers in parallel; leave out those that Placement did not answer.
 
-    After Placement was found away, the other providers are not read.
+    After one call could not reach Placement, the other providers are not read.
     """
     away: list[Exception] = []
 
@@ -314,9 +317,9 @@ def _read(cloud: Any, providers: Sequence[str]) -> dict[str, dict[str, dict[str,
 
 
 def _settle(found: Iterable[Fault], rows: Sequence[Discrepancy], kept: Sequence[Discrepancy], now: datetime) -> None:
-    """Store the faults: insert the new ones, update the old ones, delete those that are resolved; record events.
+    """Store the contradictions: insert new ones, update known ones, delete those that are resolved; record events.
 
-    The rows in `kept` are not deleted, because it is unknown whether they are resolved.
+    The rows in `undecided` are not deleted, because it is unknown whether they are resolved.
     """
     faults = {fault.key: fault for fault in found}
     here = {(row.kind, str(row.provider), str(row.instance)): row for row in rows}
@@ -368,7 +371,10 @@ def _event(verb: str, row: Discrepancy, change: list[str | None]) -> dict[str, A
 def _remember(
     judged: Iterable[tuple[Provider, Claims | None, list[Fault]]], looked: Mapping[int, datetime], restless: set[int]
 ) -> None:
-    """Store the changed claims and mark the hosts as compared; hosts in `restless` are compared again after APART_S."""
+    """Store the changed claims and mark the hosts as compared.
+
+    Those in `hosts_to_recheck` are compared again after CONFIRM_AFTER_S.
+    """
     changed = [{"uuid": one.uuid, "claims": claims} for one, claims, _ in judged if claims and claims != one.claims]
     if changed:
         _execute(sql.CLAIMS, {"rows": msgspec.json.encode(changed).decode()})

@@ -24,8 +24,8 @@ SHOWN = 5
 AWAY_S = 10.0
 """A service that was away is not asked again for this many seconds, because a sweep asks about hundreds of devices."""
 DAYS, LATELY = 30, 64
-"""The check of Nova covers the instances that gave back a handle of the device in the last DAYS days; at most LATELY of
-them, the latest first.
+"""The check of Nova covers the instances that gave back a handle of the device within these days, the latest first, and
+at most this number of them.
 """
 NOBODY = HolderCheck()
 GONE = 10_000
@@ -63,7 +63,7 @@ def allocations(device: Device) -> HolderCheck:
 
 
 def testimony(cloud: Any, endpoint: str, providers: Iterable[str]) -> HolderCheck:
-    """Return the consumers with an allocation of any of these providers (at most SHOWN), or why that is unknown.
+    """Return the consumers with an allocation of any of these providers (at most MAX_SHOWN), or why that is unknown.
 
     Costs one call per provider, each with a deadline of 2 s.
     """
@@ -94,13 +94,13 @@ def instances(device: Device) -> HolderCheck:
 
 
 def _living(cloud: Any, endpoint: str, had: Iterable[str], *names: str) -> HolderCheck:
-    """Ask Nova for the instances in `had` and return those that are on the host with one of `names`."""
+    """Ask Nova for these instances and return those that are on the host with one of `host_names`."""
     found = client.servers(cloud, endpoint, list(had))
     if len(_gone) > GONE:
         _gone.clear()
     _gone.update(uuid for uuid, answer in found.items() if answer is None)
     holders = [
-        f"instance {uuid} ({answer.status} on {names[0]}), which still has it, by Nova"
+        f"instance {uuid} ({answer.status} on {names[0]}), which may still use it, according to Nova"
         for uuid, answer in found.items()
         if isinstance(answer, client.Server) and answer.on(*names)
     ]
@@ -111,7 +111,7 @@ def _living(cloud: Any, endpoint: str, had: Iterable[str], *names: str) -> Holde
 def _asked(name: str, endpoint: str, ask: Callable[[Any], HolderCheck]) -> HolderCheck:
     """Call `ask` with the cloud session and return its answer; without a cloud, nobody holds anything.
 
-    If the service was away less than AWAY_S ago, return its last error without a call.
+    If the service was away less than BACK_OFF_S ago, return its last error without a call.
     """
     if (cloud := session(endpoint)) is None:
         return NOBODY

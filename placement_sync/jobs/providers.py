@@ -111,7 +111,7 @@ def sync_hosts(cloud: Any, hosts: Sequence[Host], dry_run: bool = False) -> list
     ours = [host for host in hosts if host not in theirs]
     conductor.providers_changed(theirs)
     left: dict[int, Ended] = {
-        host.id: AgentWritesError("left to its agent, which is told what differs") for host in theirs
+        host.id: AgentWritesError("its agent writes for this host and is sent the differences") for host in theirs
     }
     looks = [host.id for host in ours] if dry_run else ()
     came = dict(zip((host.id for host in ours), _brought(cloud, ours, looks), strict=True)) | left
@@ -119,9 +119,10 @@ def sync_hosts(cloud: Any, hosts: Sequence[Host], dry_run: bool = False) -> list
 
 
 def _brought(cloud: Any, hosts: Sequence[Host], looks: Collection[int] = ()) -> list[Ended]:
-    """Synchronize the hosts in parallel and return the results in their order; for the host ids in `looks`, a dry run.
+    """Synchronize the hosts in parallel and return the results in their order; for the host ids in `dry_run_hosts`, a
+    dry run.
 
-    After one host found Placement away, the others are not tried and get the same error.
+    After one host could not reach Placement, the others are not tried and get the same error.
     """
     words: set[str] = set()
     gone: list[PlacementUnavailableError] = []
@@ -164,7 +165,7 @@ def _bind_programmed(host: str) -> None:
 
 
 def _look_again() -> None:
-    """Raise an intent for up to BATCH hosts that were not looked at for SWEEP_S."""
+    """Raise an intent for up to INTENT_BATCH hosts that were not looked at for SWEEP_S."""
     with conductor.writing():
         found = conductor.cursor().execute(NOT_LOOKED_AT, [SWEEP_S, BATCH]).fetchall()
         if found:

@@ -63,7 +63,7 @@ def switch(who: str, by: str, reason: str = "", source: Source = Source.PERSON) 
     agent has taken yet are refused. Raises RefusedError INVALID.
     """
     if who not in Who.values:
-        raise RefusedError(Reason.INVALID, f"Nobody called {who[:64]!r} writes: say {' or '.join(Who.values)}.")
+        raise RefusedError(Reason.INVALID, f"{who[:64]!r} cannot be the writer: name {' or '.join(Who.values)}.")
     reason = check_reason(reason)
     with conductor.writing():
         Writer.objects.get_or_create(id=1)
@@ -83,8 +83,8 @@ def switch(who: str, by: str, reason: str = "", source: Source = Source.PERSON) 
 def turns(told: Mapping[int, bool]) -> dict[int, Turn]:
     """Return whose turn it is for each host (id).
 
-    The value in `told` is true if the host's agent was already sent a command since the change. Then it is the
-    conductor's turn when the command has ended: it looks itself and corrects what is still different.
+    The value in `already_commanded` is true if the host's agent was already sent a command since the change. Then it is
+    the conductor's turn when the command has ended: it looks itself and corrects what is still different.
 
     Also ends the open commands of silent agents. Reads with at most three statements, one while the writer was never
     changed.
@@ -116,7 +116,7 @@ def _give_up(numbers: Sequence[int]) -> None:
 def tell(host: Host, seen: Outcome) -> int:
     """Place a command that has the host's agent write what differs.
 
-    Returns the command's number, or 0 if the work is larger than LONGEST.
+    Returns the command's number, or 0 if the work is larger than MAX_PAYLOAD_BYTES.
     """
     desired, _ = mapping.desired(repository.parts(host))
     work = Work(desired, seen.written, seen.root, settings.KEYS.placement_endpoint)
@@ -125,7 +125,7 @@ def tell(host: Host, seen: Outcome) -> int:
         return 0
     arguments = {"writer": epoch(), "payload": payload.decode()}
     order = Order(
-        placement_delegation.OP, host=host.id, arguments=arguments, actor=JOB, reason=f"{len(seen.writes)} writes"
+        placement_delegation.OP, host=host.id, arguments=arguments, actor=JOB, reason=f"writes: {len(seen.writes)}"
     )
     with conductor.writing():
         number: int = placing.place([order])[0].pk

@@ -1,10 +1,11 @@
 """Read instances from Nova through a keystoneauth1 session. Free of Django.
 
-`Nova` answers for many instances with one listing per project, within 2 s, and caches the states for 10 s;
-`placement_sync.apps` registers it as the source of `accelerators.api.own.instances`. After a failed listing it makes no
-call for 10 s; meanwhile, and while Nova is off or not configured, states that are not cached are unknown.
+`InstanceStateCache` answers for many instances with one listing per project, within 2 s, and caches the states for ten
+seconds; `placement_sync.apps` registers it as the source of `accelerators.api.own.instances`. After a failed listing it
+makes no call for ten seconds; meanwhile, and while Nova is off or not configured, states that are not cached are
+unknown.
 
-`servers` asks for single instances, for holder checks and discrepancies. `get` sends any GET request.
+`get_servers` asks for single instances, for holder checks and discrepancies. `send_get` sends any GET request.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def look_up(fetch: Fetch, project: str, uuids: Collection[str]) -> dict[str, Kno
 
 
 def fetcher(session: Any, endpoint: str = "", timeout_s: float = DEADLINE_S) -> Fetch:
-    """Return a Fetch that uses the session. `endpoint` overrides the address of Nova in Keystone's catalogue."""
+    """Return a FetchServers that uses the session. `endpoint` overrides the address of Nova in Keystone's catalogue."""
     where = {"endpoint_override": endpoint} if endpoint else {}
 
     def fetch(params: Mapping[str, str]) -> Mapping[str, Any]:
@@ -100,7 +101,7 @@ UNASKED = NovaUnavailableError("Nova was not asked")
 
 @dataclass(frozen=True)
 class Server:
-    """An instance as Nova shows it. `places` are the names of its host, empty if Nova does not tell them."""
+    """An instance as Nova shows it. `host_names` are the names of its host, empty if Nova does not show them."""
 
     status: str
     places: frozenset[str] = frozenset()
@@ -108,14 +109,16 @@ class Server:
     def on(self, *names: str) -> bool:
         """Whether the instance is on a host with one of these names.
 
-        False if the instance is deleted or shelved-offloaded; otherwise True if Nova does not tell the host.
+        False if the instance is deleted or shelved-offloaded; otherwise True if Nova does not show the host.
         """
         return self.status not in LEFT and (not self.places or not self.places.isdisjoint(names))
 
 
 def get(session: Any, endpoint: str, path: str, params: Mapping[str, str], timeout_s: float) -> Any:
-    """Send a GET request and return Nova's answer, whatever its status. Raises NovaUnavailableError if there is no
-    answer."""
+    """Send a GET request and return Nova's answer, whatever its status.
+
+    Raises NovaUnavailableError if there is no answer.
+    """
     from keystoneauth1.exceptions import ClientException
 
     try:
@@ -147,13 +150,13 @@ def server(session: Any, endpoint: str, uuid: str, timeout_s: float = DEADLINE_S
         places = (found.get(f"OS-EXT-SRV-ATTR:{name}") for name in ("host", "hypervisor_hostname"))
         return Server(str(found["status"])[:64], frozenset(str(place) for place in places if place))
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise NovaUnavailableError(f"GET /servers/{uuid}: not a server") from None
+        raise NovaUnavailableError(f"GET /servers/{uuid}: the answer does not describe a server") from None
 
 
 def servers(
     session: Any, endpoint: str, uuids: Collection[str], deadline_s: float = DEADLINE_S
 ) -> dict[str, Server | NovaUnavailableError | None]:
-    """Return several instances, read in parallel (AT_ONCE threads).
+    """Return several instances, read in parallel (MAX_PARALLEL_CALLS threads).
 
     An instance maps to NovaUnavailableError if Nova has not answered for it within `deadline_s`, which is for all
     together.
@@ -246,7 +249,7 @@ class Nova:
             errors = [future.exception() for future in failed if future.done() and not future.cancelled()]
             why = errors[0] if errors else TimeoutError("Nova did not answer in time")
             if not self._away and not isinstance(why, ConfigurationError):
-                log.warning("instances' states are unknown: %s", _line(why))
+                log.warning("The states of instances are unknown, because Nova cannot be asked: %s", _line(why))
         self._away = bool(failed)
 
 

@@ -1,8 +1,9 @@
 """The job `instances`: delete the requests of instances that do not exist any more.
 
 Observed with a real Nova: a server that is deleted while it is being bound leaves its requests behind. An instance
-counts as deleted only if two complete listings, at least APART_S apart, lack it and Nova answers 404 to a direct query.
-A listing that contains none of MANY or more instances is taken for another cloud's and ignored.
+counts as deleted only if two complete listings, at least LISTING_INTERVAL_S apart, lack it and Nova answers 404 to a
+direct query. A listing that contains none of MIN_FOREIGN_CLOUD or more instances is taken for another cloud's and
+ignored.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def run() -> None:
 
 
 def step() -> bool:
-    """Compare the instances that hold requests with Nova, at most every APART_S.
+    """Compare the instances that hold requests with Nova, at most every LISTING_INTERVAL_S.
 
     Always returns False: there is never more.
     """
@@ -73,22 +74,25 @@ def step() -> bool:
             if nova.is_gone(uuid):
                 _free(uuid)
     except NovaUnavailableError as error:
-        log.warning("who holds accelerators was not compared with Nova: %s", error)
+        log.warning("The instances that hold accelerators could not be compared with Nova: %s", error)
     return False
 
 
 def gone(missing: Collection[str], known: Mapping[str, datetime], now: datetime) -> set[str]:
-    """Return the missing instances that were first missed at least APART_S ago."""
+    """Return the missing instances that were first missed at least LISTING_INTERVAL_S ago."""
     before = now - timedelta(seconds=APART_S)
     return {uuid for uuid in missing if uuid in known and known[uuid] <= before}
 
 
 def _missing(held: Collection[str], listed: Collection[str]) -> set[str]:
-    """Return the instances that the listing lacks. Raises NovaUnavailableError if it lacks all of MANY or more."""
+    """Return the instances that the listing lacks.
+
+    Raises NovaUnavailableError if it lacks all of MIN_FOREIGN_CLOUD or more.
+    """
     missing = set(held) - set(listed)
     if len(missing) == len(held) >= MANY:
         raise NovaUnavailableError(
-            f"its listing has none of the {len(held)} instances that hold accelerators: is it this cloud's?"
+            f"its listing has none of the {len(held)} instances that hold accelerators; check that it is the same cloud"
         )
     return missing
 
@@ -102,8 +106,8 @@ def _free(instance: str) -> None:
     requests = AcceleratorRequest.objects.filter(instance_uuid=instance)
     with conductor.writing():
         names = ", ".join(str(uuid) for uuid in requests.values_list("uuid", flat=True))
-        reason = f"instance {instance} is no more: two listings of Nova's lacked it, and it answered 404"
-        conductor.record("instance.vanished", Source.SYSTEM, JOB, reason=f"{reason}; freed: {names}")
+        reason = f"instance {instance} was deleted: two of Nova's listings lacked it, and a query was answered with 404"
+        conductor.record("instance.vanished", Source.SYSTEM, JOB, reason=f"{reason}; its deleted requests: {names}")
         binding.delete_of_instance(instance, WATCHER)
     _forget([instance])
 
@@ -115,8 +119,10 @@ class _Nova:
         self._session, self._endpoint = session, endpoint
 
     def listed(self) -> set[str]:
-        """Return the uuids of all instances of all projects. Raises NovaUnavailableError unless the listing is
-        complete."""
+        """Return the uuids of all instances of all projects.
+
+        Raises NovaUnavailableError unless the listing is complete.
+        """
         return {uuid for page in self._pages() for uuid in page}
 
     def _pages(self) -> Iterator[list[str]]:
@@ -129,7 +135,7 @@ class _Nova:
                 found = [str(server["id"]) for server in answer.json()["servers"]]
                 more = any(link.get("rel") == "next" for link in answer.json().get("servers_links", ()))
             except (ValueError, KeyError, TypeError, AttributeError):
-                raise NovaUnavailableError("GET /servers: not a list of servers") from None
+                raise NovaUnavailableError("GET /servers: the answer is not a list of servers") from None
             yield found
             if not more or not found:
                 return

@@ -32,8 +32,8 @@ class Notice:
 class Answer:
     """The result of a notice.
 
-    `done`: no retry is needed. `alarm`: a person should look at it. `away`: Nova was unreachable, throttled, refused
-    the credentials or answered unusably, so further calls are pointless for now.
+    `is_final`: no retry is needed. `needs_attention`: a person should look at it. `nova_unavailable`: Nova was
+    unreachable, throttled, refused the credentials or answered unusably, so further calls are pointless for now.
     """
 
     done: bool
@@ -67,7 +67,7 @@ def judge(notices: Sequence[Notice], status: int, answer: object) -> list[Answer
         return [Answer(False, f"Nova answered {status}", alarm=True)] * len(notices)
     codes = _codes(answer)
     if codes is None:
-        return [Answer(False, f"Nova answered {status} and no list of events", away=True)] * len(notices)
+        return [Answer(False, f"Nova answered {status}, but not with a list of events", away=True)] * len(notices)
     return [_one(codes.get(notice.request, 200 if status == 200 else 0)) for notice in notices]
 
 
@@ -111,8 +111,8 @@ def _codes(answer: object) -> Mapping[str, int] | None:
 def _one(code: int) -> Answer:
     """Return the result that the code of one event stands for; 0 means that Nova's answer lacks the event."""
     meaning = {
-        200: "taken",
+        200: "accepted",
         404: "Nova does not know the instance",
-        422: "the instance has no host yet, and asks by itself when it has",
+        422: "the instance has no host yet; Nova will query the request when it has one",
     }.get(code, "not answered" if not code else "refused")
     return Answer(code in ANSWERED, f"{code or ''} {meaning}".strip(), alarm=code not in ANSWERED)

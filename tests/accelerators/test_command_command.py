@@ -128,7 +128,7 @@ def test_who_stops_waiting_is_told_that_it_goes_on(device: Device, monkeypatch: 
         raise KeyboardInterrupt
 
     monkeypatch.setattr(following.time, "sleep", stop)
-    with pytest.raises(CommandError, match="what was ordered goes on"):
+    with pytest.raises(CommandError, match="the ordered commands continue"):
         said("command", "reset", str(device.uuid), "--wait")
     assert Command.objects.filter(OPEN).count() == 1
 

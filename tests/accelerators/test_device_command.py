@@ -85,7 +85,7 @@ def test_bad_words_are_refused_with_a_sentence(
     monkeypatch.setattr(sys, "stdin", io.StringIO("nonsense"))
     with pytest.raises(CommandError, match="there is no device"):
         said("show", "00000000-0000-4000-8000-000000000000")
-    with pytest.raises(CommandError, match="'nonsense' on standard input is no uuid"):
+    with pytest.raises(CommandError, match="'nonsense' on standard input is not a uuid"):
         said("enable", "-")
     assert said("enable", "x")[0] == 2
-    assert "'x' is no uuid; `manage.py device list` shows them" in capsys.readouterr().err
+    assert "'x' is not a uuid; `manage.py device list` shows the uuids" in capsys.readouterr().err

@@ -86,7 +86,7 @@ def test_it_is_begun_listed_shown_and_cancelled() -> None:
         "driver", "update", "test_driver", "--running", "test_driver", "--disable", "--max-parallel", "1"
     )
     rollout = Rollout.objects.get()
-    assert (status, out.split(";")[0]) == (0, f"begun on 2 hosts: {rollout.uuid}")
+    assert (status, out.split(";")[0]) == (0, f"started on 2 hosts: {rollout.uuid}")
     driver_rollouts.step()
     assert "drifts" in said("driver", "list", "--drifts")[1]
     assert str(rollout.uuid) in said("driver", "rollout")[1]
@@ -99,7 +99,7 @@ def test_it_is_begun_listed_shown_and_cancelled() -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("install", "pci_driver"), "Say on which hosts"),
+        (("install", "pci_driver"), "Give either the names of the hosts"),
         (("install", "pci_driver", "--host", "nope"), "There is no host nope"),
         (("install", "pci_driver", "--all", "--settings-file", "/nowhere.toml"), "cannot be read"),
         (("update", "pci_driver", "--host", "cmp0", "--enable"), "install it there first"),
@@ -112,7 +112,7 @@ def test_what_is_refused_says_why(words: tuple[str, ...], says: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"), [("[1]", "holds no object"), ("{", "is not JSON"), ('{"a_token": 1}', "secret")]
+    ("text", "says"), [("[1]", "contains no object"), ("{", "is not JSON"), ('{"a_token": 1}', "secret")]
 )
 def test_settings_that_are_none(tmp_path: Path, text: str, says: str) -> None:
     file = tmp_path / "settings.json"

@@ -123,7 +123,7 @@ def test_commands_are_given_uploaded_images_by_id_and_by_function(wait: Wait) ->
     assert by_id.arguments["image"] == store.as_ref(image)
     assert [unknown.answered_at, no_id.answered_at].count(None) == 2
     assert "no image with accel:function_id=AFU-2 is uploaded" in given(unknown)[1]
-    assert "'nope' is no image's id" in given(no_id)[1]
+    assert "'nope' is not the id of an image" in given(no_id)[1]
     upload(**{"accel:function_id": "AFU-1"})
     several = wait(function_id="AFU-1")
     download.run()

@@ -213,7 +213,7 @@ def test_what_is_decided_about_a_missing_device_holds_when_it_is_back(device: De
     lifecycle.ask(Action.DRAIN, device.uuid, OLGA, "pulled", Drain.RETIRED)
     device.refresh_from_db()
     assert (device.state, device.returns_to, device.drain_to) == ("missing", "maintenance", "retired")
-    assert device.state_reason == "test_driver answered and did not name it"
+    assert device.state_reason == "test_driver no longer reports this device"
     binding.delete([request], NOVA)
     lifecycle.run_drains()
     device.refresh_from_db()

@@ -149,7 +149,7 @@ def test_beyond_the_bound_the_challenge_is_503_with_one_sentence_and_no_work(
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(f"http://127.0.0.1:{house.port}{wire.CHALLENGE_PATH}")
         body = json.loads(refused.value.read())
-        assert (refused.value.code, body["code"]) == (503, "busy") and "come back when" in body["error"]
+        assert (refused.value.code, body["code"]) == (503, "busy") and "try again after" in body["error"]
         assert 1 <= int(refused.value.headers["Retry-After"]) <= LONGEST_S + 1
         with pytest.raises(InvalidStatus) as closed:
             agent.connect(spare)

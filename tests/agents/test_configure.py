@@ -102,12 +102,17 @@ def test_an_agent_from_before_says_so(agent: WireAgent) -> None:
         (row,) = rita.call("GET", "/api/drivers/")["results"]
         assert (row["seen"]["state"], row["seen"]["generation"], row["version"]) == ("ok", 0, "")
         made = rita.call("POST", "/api/rollouts/", op="update", driver="fake_driver", hosts=["cmp1"], enabled=False)
-        end(socket, take(socket), "refused", "this release of the agent has no command 'configure': update it")
+        end(
+            socket,
+            take(socket),
+            "refused",
+            "this release of the agent does not support the command 'configure': update the agent",
+        )
         until(lambda: Command.objects.filter(answered_at__isnull=False).exists())
         command_results.run()
         driver_rollouts.run()
         (step,) = rita.call("GET", made["url"])["steps"]
-        assert (step["state"], step["text"].endswith("update it")) == ("failed", True)
+        assert (step["state"], step["text"].endswith("update the agent")) == ("failed", True)
 
 
 class Killed(BaseException):

@@ -143,10 +143,10 @@ def test_C2_an_agent_that_is_older_than_commands_is_sent_none(agent: WireAgent) 
         until(lambda: state(command) and command.answered_at)
         command_results.run()
         assert state(command) == "refused"
-        assert command.text == "the agent of cmp1 (release 0.1) takes no commands: update it"
+        assert command.text == "the agent of cmp1 (release 0.1) accepts no commands: update it"
         assert ask(socket, wire.Beat(1)) == wire.Ack(1, "Beat"), "nothing else was sent to it"
         until(lambda: Agent.objects.get().ops == "")
-        with pytest.raises(RefusedError, match="takes no commands: update it"):
+        with pytest.raises(RefusedError, match="accepts no commands: update it"):
             logs()
 
 

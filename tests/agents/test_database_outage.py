@@ -62,7 +62,7 @@ def test_an_outage_is_logged_once_however_many_agents_connect_and_so_is_its_end(
         for _ in range(8):
             assert agent.refused() == (503, "database")
         (said,) = lines("PostgreSQL does not answer")
-        assert "Check that PostgreSQL runs" in said and "told to come back" in said
+        assert "Check that PostgreSQL runs" in said and "asked to retry later" in said
         assert not lines("answers again")
         assert not lines("ERROR") and not lines("Traceback")
         assert len(lines("WARNING")) == 1

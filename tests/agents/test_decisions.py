@@ -112,11 +112,11 @@ def test_deciding_in_the_console(agents: list[Agent], client: Client) -> None:
     act("revoke", agents[0])
     assert Agent.objects.filter(barred="revoked").count() == 0, "who may only look decides nothing"
     client.force_login(User.objects.create(username="olga", is_staff=True, is_superuser=True))
-    assert "2 revoked: cmp0, cmp1" in act("revoke", agents[0], agents[1])
+    assert "2 agents revoked: cmp0, cmp1" in act("revoke", agents[0], agents[1])
     page = act("admit", agents[0], agents[2])
-    assert "1 admitted: cmp2" in page
-    assert "was revoked, and its key stays out" in page
-    assert "1 asked for a new key: cmp2" in act("rotate", agents[2])
+    assert "1 agent admitted: cmp2" in page
+    assert "was revoked, and its key stays barred" in page
+    assert "1 agent asked for a new key: cmp2" in act("rotate", agents[2])
     assert client.get(url, {"is": "revoked"}).context["cl"].result_count == 2
     assert (
         "revoked in the console"

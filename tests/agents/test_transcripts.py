@@ -124,7 +124,7 @@ def test_C2_our_gateway_and_the_agent_of_another_release(path: Path, gateway: Ga
                 key_revocation.revoke(key_revocation.find("cmp1"), "olga", "")
                 hear(socket, head, message, inbox)
     command.refresh_from_db()
-    refusal = "the agent of cmp1 (release 0.1.0) takes no commands: update it"
+    refusal = "the agent of cmp1 (release 0.1.0) accepts no commands: update it"
     assert (command.state, command.text) == (("queued", "") if takes_commands else ("refused", refusal))
     known = {name for line in lines if line["from"] == "agent" for name in [line["message"]["type"]]}
     assert gateway.counters["unknown_types"] == len([name for name in known if not hasattr(wire, name)])

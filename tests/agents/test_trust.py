@@ -143,7 +143,7 @@ def test_two_living_holders_of_one_key_are_both_refused_until_a_person_decides(a
         for socket in (first, second):
             told = heard(socket, wire.Refuse)
             assert (told.code, is_closed(socket)) == ("clone", True)
-            assert "two machines hold the key of cmp1" in told.reason
+            assert "two machines use the key of cmp1" in told.reason
     agent.token = ""
     until(lambda: Agent.objects.get().barred)
     assert agent.refused() == (403, "clone")

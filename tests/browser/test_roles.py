@@ -30,8 +30,8 @@ OFFERED = {
 ACCESS = {"API tokens", "Users", "Maintenance"}
 TENANTS = {"Overview", "Requests", "Device profiles", "Inbox", "Subscriptions", "Deliveries", "Manual"}
 NOT_SEEN = "Your account may not see this. An administrator can put it into a group that may."
-TAKES_ADMIN = "It takes the role admin, or a place in the group role:administrator; yours: {}."
-TAKES_OPERATOR = "It takes the role accelerator_operator, or a place in the group role:operator; yours: {}."
+TAKES_ADMIN = "You need the role admin or membership in the group role:administrator. Your roles: {}."
+TAKES_OPERATOR = "You need the role accelerator_operator or membership in the group role:operator. Your roles: {}."
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def is_refused(page: Page, path: str, why: str, heading: str = "Not allowed", st
     assert answer is not None and answer.status == status, path
     expect(page.get_by_role("heading", level=1)).to_have_text(heading)
     expect(page.get_by_role("main")).to_contain_text(why)
-    expect(page.get_by_role("link", name="To the overview")).to_be_visible()
+    expect(page.get_by_role("link", name="Back to the overview")).to_be_visible()
     expect(page.locator("p.live")).to_have_count(0)
 
 

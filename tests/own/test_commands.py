@@ -119,9 +119,13 @@ def test_filters(ask: Ask, device: Device) -> None:
         ({"op": "health"}, 400, "op: Say one of health, reset"),
         ({"op": "health", "device": "DEVICE", "host": "HOST"}, 400, "op: Say one of health, reset"),
         ({"op": "logs", "device": "DEVICE"}, 400, "op: Say one of health, reset"),
-        ({"op": "logs", "host": "HOST", "driver": "pci_driver"}, 400, "driver: logs takes none."),
-        ({"op": "health", "device": "DEVICE", "layout": {"vfs": "4"}}, 400, "layout: health takes none."),
-        ({"op": "reset", "device": "DEVICE", "image": NOBODY}, 400, "image: reset takes none."),
+        ({"op": "logs", "host": "HOST", "driver": "pci_driver"}, 400, "driver: the command logs does not accept it."),
+        (
+            {"op": "health", "device": "DEVICE", "layout": {"vfs": "4"}},
+            400,
+            "layout: the command health does not accept it.",
+        ),
+        ({"op": "reset", "device": "DEVICE", "image": NOBODY}, 400, "image: the command reset does not accept it."),
         ({"op": "health", "device": NOBODY}, 400, "device: Device not found"),
         ({"op": "logs", "host": NOBODY}, 400, "host: Host not found"),
         ({"op": "health", "device": 7}, 400, "device: Must be a valid UUID."),
@@ -186,4 +190,4 @@ def test_the_end_can_be_waited_for(ask: Ask, device: Device, monkeypatch: pytest
     for text in ("-1", "31", "x", "1.5", "%C2%B2", "001"):
         assert "wait: say a number" in message(ask(f"/api/commands/{row.uuid}/?wait={text}"), 400)
     message(ask(f"/api/commands/{NOBODY}/?wait=30"), 404)
-    assert "wait: unknown here" in message(ask(f"/api/devices/{device.uuid}/?wait=1"), 400)
+    assert "wait: unknown parameter" in message(ask(f"/api/devices/{device.uuid}/?wait=1"), 400)

@@ -144,18 +144,18 @@ def test_filters(ask: Ask, fill: Fill) -> None:
 @pytest.mark.parametrize(
     ("path", "says"),
     [
-        ("hosts/?nmae=cmp1", "nmae: unknown here; known are cursor, fields, limit, name, ordering, stale."),
+        ("hosts/?nmae=cmp1", "nmae: unknown parameter; known are cursor, fields, limit, name, ordering, stale."),
         ("devices/?state=enabled", "state: Select a valid choice. enabled is not one of the available choices."),
         ("deployables/?device=nope", "device: Enter a valid UUID."),
         ("devices/?state=", "state: say a value, or leave it out."),
         ("devices/?stale=null", "stale: say true or false."),
-        ("hosts/?ordering=", "ordering: say one of name, created, or one with a - before it."),
+        ("hosts/?ordering=", "ordering: say one of name, created; a leading - reverses the order."),
         ("hosts/?limit=", "limit: say a number from 1 to 500."),
         ("hosts/?limit=0", "limit: say a number from 1 to 500."),
         ("hosts/?limit=501", "limit: say a number from 1 to 500."),
         ("hosts/?limit=%C2%B2", "limit: say a number from 1 to 500."),
-        ("hosts/?ordering=node", "ordering: say one of name, created, or one with a - before it."),
-        ("hosts/?fields=uuid,secret", "fields: there is no secret; there are uuid, url, name"),
+        ("hosts/?ordering=node", "ordering: say one of name, created; a leading - reverses the order."),
+        ("hosts/?fields=uuid,secret", "fields: there is no field secret; known are uuid, url, name"),
         ("hosts/?name=%00", "name: Null characters are not allowed."),
     ],
 )
@@ -171,7 +171,7 @@ def test_a_cursor_of_another_order_is_refused(ask: Ask, fill: Fill) -> None:
         "/api/hosts/?cursor=x",
         "/api/hosts/?cursor=%00",
     ):
-        assert "cursor: this is no cursor of this list in this order" in message(ask(path), 404)
+        assert "cursor: it does not belong to this list in this order" in message(ask(path), 404)
 
 
 def test_chosen_fields_are_all_there_is(ask: Ask, fill: Fill) -> None:
@@ -196,7 +196,7 @@ def test_a_tag_holds_until_its_collection_is_written(ask: Ask, fill: Fill) -> No
         Host.objects.update(stale_since="2026-01-01T00:00:00Z")
     changed = ask("/api/devices/", **{"If-None-Match": tag})
     assert changed.status_code == 200
-    assert "nothing heard of the agent of cmp0" in results(changed)[0]["stale"]
+    assert "the agent of cmp0 has sent no heartbeat" in results(changed)[0]["stale"]
     for nonsense in ("state=x", "limit=x", "ordering=x"):
         message(ask(f"/api/devices/?{nonsense}", **{"If-None-Match": "*"}), 400)
 

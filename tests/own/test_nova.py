@@ -127,7 +127,7 @@ def test_an_outage_of_nova_is_logged_once_until_nova_was_back(
         return [line.getMessage() for line in caplog.records if line.name == "placement_sync.nova.client"]
 
     (line,) = lines_after_asking_with(503)
-    assert line.startswith("instances' states are unknown: ServiceUnavailable: ")
+    assert line.startswith("The states of instances are unknown, because Nova cannot be asked: ServiceUnavailable: ")
     assert lines_after_asking_with(503) == [line], "the same outage"
     assert lines_after_asking_with(200) == [line]
     assert lines_after_asking_with(503) == [line, line], "another outage"

@@ -108,7 +108,7 @@ def test_a_list_of_v2_is_cut_on_a_page_and_goes_on_from_there(
     fill(6)
     text = page(ask, "/v2/devices")
     assert text.count('<td class="tight mono">') == 4
-    assert "2 more are not shown." in text
+    assert "2 more rows are not shown." in text
     rest = re.search(r'href="(/v2/devices\?limit=4&amp;marker=[^"]+)">Next 4', text)
     assert rest
     assert page(ask, rest[1].replace("&amp;", "&")).count('<td class="tight mono">') == 2

@@ -182,7 +182,7 @@ def test_who_may_not_listen_is_told_why_as_elsewhere(
         (address, {}, 401, "requires authentication"),
         (address, {"X-Auth-Token": member}, 403, "cyborg:device:get_usage"),
         (f"/api/devices/{NOWHERE}/usage/", {"X-Auth-Token": token}, 404, "nothing here that you may see"),
-        (f"{address}?colour=red", {"X-Auth-Token": token}, 400, "unknown here"),
+        (f"{address}?colour=red", {"X-Auth-Token": token}, 400, "unknown parameter"),
     ):
         head = Stream(house.port, path, **sent).head
         assert head.status == status and says in json.loads(head.read())["error"]["message"]

@@ -71,7 +71,7 @@ def test_a_name_is_taken_once(ask: Ask) -> None:
         ({"name": 7}, "name: Not a valid string."),
         ({"groups": [{"resources:PIGS": "1"}]}, "groups: Unsupported resource class PIGS"),
         ({"description": "a\0"}, "description: Null characters are not allowed."),
-        ({"uuid": "x"}, "uuid: cannot be written; name, description, groups can."),
+        ({"uuid": "x"}, "uuid: cannot be written; writable fields: name, description, groups."),
     ],
 )
 def test_a_profile_that_makes_no_sense(ask: Ask, changes: dict[str, Any], says: str) -> None:
@@ -89,7 +89,7 @@ def test_only_admins_write_profiles(ask: Ask) -> None:
     for method, verb in (("POST", "create"), ("PATCH", "update"), ("DELETE", "delete")):
         where = "/api/profiles/" if method == "POST" else path
         denied = message(ask(where, "manager", method=method, data=SMALL), 403)
-        assert denied.endswith(f"cyborg:device_profile:{verb}. The role admin would do.")
+        assert denied.endswith(f"cyborg:device_profile:{verb}. The role admin would be sufficient.")
 
 
 def test_a_member_labels_its_own_accelerators(ask: Ask, fill: Fill) -> None:

@@ -1,4 +1,4 @@
-"""A model of Placement in memory with the calls of `placement_sync.client.Placement`, for the pure tests.
+"""A model of Placement in memory with the calls of `placement_sync.client.PlacementClient`, for the pure tests.
 
 Generations, conflicts and allocations behave as the real one's, which the system lane checks with the same stories.
 """

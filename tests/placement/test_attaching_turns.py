@@ -105,7 +105,7 @@ def test_one_waits_for_the_other_and_says_so(cloud: Cloud, given_up: bool) -> No
     turn(second, "chosen")
     turn(second)
     assert second.step == "chosen"
-    said = f"attachment {first.uuid} of this instance comes first"
+    said = f"attachment {first.uuid} of this instance has to finish first"
     assert Intent.objects.get(key=str(second.uuid)).last_error == said
 
 
@@ -135,7 +135,7 @@ def test_pci_and_another_kind_that_were_chosen_at_once(cloud: Cloud) -> None:
     rows = [ask("", device=pci.uuid), ask("", device=other.uuid)]
     alternately(rows)
     assert [state(row) for row in rows] == ["attached", "failed"]
-    assert "has PCI devices, which Nova would not give it" in rows[1].fault
+    assert "has PCI devices, and Nova does not pass those" in rows[1].fault
     assert (held(), len(cloud.has())) == (["Bound"], 1)
 
 
@@ -168,7 +168,7 @@ def test_what_placement_refuses_for_anothers_sake_ends(cloud: Cloud) -> None:
     with conductor.writing():
         Attachment.objects.update(steps=[one | {"at": LONG_AGO} for one in row.steps])
     work()
-    assert (state(row), row.steps[-1]["text"]) == ("failed", "nothing of it is there")
+    assert (state(row), row.steps[-1]["text"]) == ("failed", "Placement has nothing of it")
     assert AcceleratorRequest.objects.count() == 0
 
 

@@ -208,9 +208,9 @@ def test_an_instance_that_runs_without_its_device(nova: Nova) -> None:
     assert len(shown()) == 1, "nobody could tell"
     nova.status = 0
     with conductor.writing():
-        Device.objects.update(state="ready", status="failed", status_reason="it could not be put back")
+        Device.objects.update(state="ready", status="failed", status_reason="it could not be restored")
     look()
-    assert "it could not be put back" in Discrepancy.objects.get().said
+    assert "it could not be restored" in Discrepancy.objects.get().said
     with conductor.writing():
         Device.objects.update(status="ok")
     look()

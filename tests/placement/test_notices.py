@@ -57,7 +57,7 @@ def test_an_instances_requests_are_told_in_one_call(nova: Nova) -> None:
     assert nova.versions == ["compute 2.82"]
     assert not Intent.objects.exists()
     assert {(e.action, e.reason) for e in Event.objects.all()} == {
-        ("request.notified", "Nova was told completed: 200 taken")
+        ("request.notified", "Nova was told completed: 200 accepted")
     }
 
 

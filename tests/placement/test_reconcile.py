@@ -73,7 +73,7 @@ def test_a_class_that_is_allocated_stays_reserved_until_it_is_free() -> None:
     outcome = sync(placement, [part(rc="PGPU")], written)
     inventories = placement.providers[UUID].inventories
     assert (inventories["FPGA"]["reserved"], inventories["PGPU"]["total"]) == (16, 16)
-    assert outcome.problems == ["cmp1_FakeDevice: FPGA is allocated, so it stays, all reserved"]
+    assert outcome.problems == ["cmp1_FakeDevice keeps FPGA, fully reserved, because of its allocations"]
     placement.allocated.clear()
     sync(placement, [part(rc="PGPU")], outcome.written)
     assert list(placement.providers[UUID].inventories) == ["PGPU"]
@@ -85,7 +85,9 @@ def test_a_provider_that_is_allocated_is_never_deleted() -> None:
     placement.allocated[UUID, "FPGA"] = {"vm": 1}
     outcome = sync(placement, [], written)
     assert UUID in placement.providers
-    assert outcome.problems == ["cmp1_FakeDevice is gone from its host and allocated to vm: the provider stays"]
+    assert outcome.problems == [
+        "cmp1_FakeDevice was removed from its host but stays in Placement, because it is allocated to vm"
+    ]
     placement.allocated.clear()
     assert sync(placement, [], outcome.written).written == {}
     assert set(placement.providers) == {ROOT}
@@ -138,8 +140,8 @@ def test_what_cannot_be_said_is_named() -> None:
     providers, problems = desired([part(rc="gpu", traits1="bad trait"), part("x", rc="CUSTOM_X")])
     assert [one.resource_class for one in providers.values()] == ["", "CUSTOM_X"]
     assert problems == [
-        "cmp1_FakeDevice names no usable resource class ('gpu'): it has no inventory",
-        "cmp1_FakeDevice names a trait that none can be called: 'bad trait'",
+        "cmp1_FakeDevice has no usable resource class ('gpu'), so it has no inventory",
+        "cmp1_FakeDevice has a trait whose name Placement does not accept: 'bad trait'",
     ]
 
 

@@ -76,7 +76,7 @@ def test_the_page_says_what_shall_be_beside_what_was_seen(operator: Client) -> N
         assert fact in told
     providers.step()
     told = page(operator, host)
-    for fact in ("in step", ROOT, "generation 2", "CUSTOM_TEST", "Placement has been told all there is", "by</dt>"):
+    for fact in ("in step", ROOT, "generation 2", "CUSTOM_TEST", "Placement is up to date", "by</dt>"):
         assert fact in told
     assert "</span>differs" not in told
     lifecycle.disable(Device.objects.get().uuid, ADMIN)

@@ -210,11 +210,11 @@ def test_the_command_says_what_differs_and_mends_it() -> None:
         "  + node_0000:00:00.0: a new provider",
         "  + node_0000:00:00.0: FPGA 4",
         "  + node_0000:00:00.0: trait CUSTOM_TEST",
-        "1 hosts, 3 to be written",
+        "1 host, 3 to be written",
     ]
     assert list(there.model.providers) == [ROOT]
     call_command("placement_sync", host=["cmp1"], stdout=StringIO())
     assert provider().inventories["FPGA"]["total"] == 4
     again = StringIO()
     call_command("placement_sync", stdout=again)
-    assert again.getvalue().splitlines() == ["1 hosts, 0 written"]
+    assert again.getvalue().splitlines() == ["1 host, 0 written"]

@@ -131,7 +131,7 @@ def test_an_instance_that_lives_on_with_the_device_holds_it(device: Device, nova
     refused = retire(device)
     assert refused
     assert refused.reason is Reason.HELD
-    assert f"instance {instance} (ACTIVE on cmp1), which still has it, by Nova" in refused.text
+    assert f"instance {instance} (ACTIVE on cmp1), which may still use it, according to Nova" in refused.text
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_an_instance_that_lives_on_with_the_device_holds_it(device: Device, nova
         ({"attached_at": THEN}, False),
         ({"attached_at": THEN, "ended_at": THEN}, True),
         ({"ended_at": THEN, "fault": "none was free"}, True),
-        ({"attached_at": THEN, "ended_at": THEN, "fault": "its requests were taken away"}, False),
+        ({"attached_at": THEN, "ended_at": THEN, "fault": "its requests were deleted or unbound"}, False),
     ],
 )
 def test_what_was_attached_while_it_ran_is_free_when_it_is_detached(
@@ -184,7 +184,7 @@ def test_while_nova_is_away_nobody_knows(device: Device, nova: Nova) -> None:
     holder_checks._away.clear()
     refused = retire(device)
     assert refused
-    assert (refused.reason, "not a server" in refused.text) == (Reason.AWAY, True)
+    assert (refused.reason, "does not describe a server" in refused.text) == (Reason.AWAY, True)
     nova.rubbish = False
     apply(device.host, answer(card(1), card(2)), seq=2)
     assert holder_checks.instances(Device.objects.latest("id")) == holder_checks.NOBODY, (

@@ -90,7 +90,7 @@ def test_what_differs_goes_to_the_agent_and_the_conductor_looks_and_notes(host: 
     providers.step()
     (command,) = placed()
     assert (wrote(), intent().last_error, intent().attempts) == (0, "its agent is writing", 0)
-    assert (command.arguments["writer"], command.actor, command.reason) == (1, "placement", "3 writes")
+    assert (command.arguments["writer"], command.actor, command.reason) == (1, "placement", "writes: 3")
     due_now()
     providers.step()
     assert (len(placed()), wrote()) == (1, 0), "one at a time"
@@ -138,7 +138,7 @@ def test_what_an_agent_could_not_do_the_conductor_mends(host: Host) -> None:
     ("changes", "why"),
     [
         ({"writes": "the host has no credentials"}, "the host has no credentials"),
-        ({"writes": None}, "its agent (release 0.2) knows nothing of it: update it"),
+        ({"writes": None}, "its agent (release 0.2) does not support Placement writes: update it"),
         ({"barred": "revoked"}, "its agent may not connect: revoked"),
         ({}, "its agent is down"),
     ],
@@ -192,7 +192,7 @@ def test_a_switch_is_an_event_raises_the_epoch_and_withdraws_what_nobody_took(ho
         conductor.providers_changed([host])
         providers.step()
     assert (wrote(), len(placed())) == (0, 1), "a switch writes nothing"
-    with pytest.raises(RefusedError, match="say conductor or agents"):
+    with pytest.raises(RefusedError, match="name conductor or agents"):
         writer_election.switch("nova", "olga")
 
 
@@ -207,7 +207,7 @@ def test_the_commands_say_who_writes(host: Host) -> None:
     out = StringIO()
     with pytest.raises(SystemExit):
         call_command("placement_sync", stdout=out)
-    assert "left to its agent, which is told what differs" in out.getvalue()
+    assert "its agent writes for this host and is sent the differences" in out.getvalue()
     assert wrote() == 0
     providers.step()
     assert len(placed()) == 1

@@ -15,12 +15,15 @@ import django
 os.environ.setdefault("DJANGO_SETTINGS_MODULE", "cyborgweb.settings.base")
 django.setup()
 
-from django.db import connection, models, transaction  # noqa: E402  (what follows needs Django's registry)
+from django.contrib.postgres.fields import ArrayField  # noqa: E402  (what follows needs Django's registry)
+from django.db import connection, models, transaction  # noqa: E402
 from django.db.migrations.executor import MigrationExecutor  # noqa: E402
 
 from tests.test_migrations import FORMER, OURS  # noqa: E402
 
 OTHERS = [("auth", "0012_alter_user_first_name_max_length"), ("contenttypes", "0002_remove_content_type_name")]
+APPEND_ONLY = {"accelerators.event", "accelerators.seal"}
+SINGLE_ROW = {"cyborgweb.maintenance", "placement_sync.writer"}
 GIVEN = {"auth.user.username", "accelerators.device.key"}
 """Columns with a default that are unique all the same."""
 VALUES = {
@@ -41,20 +44,21 @@ class Writer:
         self.made: dict[str, models.Model] = {}
 
     def write(self, turn: str) -> None:
-        """A row of each model, then an UPDATE of all of its columns, but for events, which nobody changes."""
+        """A row of each model, then an UPDATE of all of its columns, unless the table is append-only."""
         self.made.clear()
         for model in self.models:
             if model._meta.managed:
                 self.row(model, turn)
         for label, row in self.made.items():
-            if label != "accelerators.event":
+            if label not in APPEND_ONLY:
                 row.save()
 
     def row(self, model: Any, turn: str) -> models.Model:
         """The one of this turn, with those that it names."""
         if (label := model._meta.label_lower) not in self.made:
             values = {field.name: self.value(field, turn) for field in model._meta.concrete_fields if needed(field)}
-            self.made[label] = model.objects.create(**values)
+            first = model.objects.first() if label in SINGLE_ROW else None
+            self.made[label] = first or model.objects.create(**values)
         return self.made[label]
 
     def value(self, field: Any, turn: str) -> Any:
@@ -66,7 +70,8 @@ class Writer:
         if field.choices:
             return field.choices[0][0]
         kinds = {models.UUIDField: uuid.uuid4(), models.DateTimeField: datetime.now(UTC), models.JSONField: {}}
-        kinds |= {models.IntegerField: 1, models.BigIntegerField: int(turn), models.BinaryField: b""}
+        kinds |= {models.BigIntegerField: int(turn), models.IntegerField: 1, models.BinaryField: b""}
+        kinds |= {ArrayField: [], models.BooleanField: True}
         found = [made for kind, made in kinds.items() if isinstance(field, kind)]
         return found[0] if found else f"{turn}-{field.name}"[: field.max_length]
 

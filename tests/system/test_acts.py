@@ -127,7 +127,7 @@ def test_ready_means_installed_or_failed_with_the_drivers_reason(site: Site) -> 
 
     def undone() -> bool:
         last = site.commands("install")[0]
-        return last["state"] == "failed" and "Taken back: " in last["text"]
+        return last["state"] == "failed" and "Undone: " in last["text"]
 
     site.until(undone, "the command failed and was undone")
     assert [path.name for path in site.hardware()] == ["clock", "firmware"]

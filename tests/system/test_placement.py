@@ -83,7 +83,7 @@ def test_what_is_allocated_stays_and_goes_when_it_is_free(site: Site) -> None:
     site.sync(site.part())
     consumer = site.there.allocate(site.uuid(), 3)
     (problem,) = site.sync(site.part(rc="CUSTOM_OTHER")).problems
-    assert problem.endswith("FPGA is allocated, so it stays, all reserved")
+    assert problem.endswith("keeps FPGA, fully reserved, because of its allocations")
     inventories = site.show()["FakeDevice"]["inventories"]
     assert (inventories["FPGA"]["reserved"], inventories["CUSTOM_OTHER"]["total"]) == (16, 16)
     site.sync(site.part(rc="CUSTOM_OTHER"))

@@ -226,6 +226,6 @@ def test_an_agent_notices_within_35_s_that_its_gateway_is_gone(product: Product)
     product.until_said(r"agent +\|.*connected to", 30)
     place = product.mark()
     with stopped(web.pid) as since:
-        pattern = "the gateway acknowledged nothing for"
+        pattern = "the gateway has acknowledged nothing for"
         measure_until(lambda: pattern in product.log()[place:], GATEWAY_GONE_S, "the agent lets go", since)
     product.until_said(r"agent +\|.*connected to", 60, after=place)

@@ -129,7 +129,7 @@ def test_L2_a_backup_taken_amid_writes_brings_back_all_that_was_acknowledged_bef
     site.until_state(meanwhile, "Bound")  # its agent says once more how it ended
     assert site.call("GET", f"/v2/accelerator_requests/{after}").status_code == 404
     site.until(lambda: site.cards() == 2, "its agent shows again what it found since")
-    assert "they fit" in " ".join(product.manage("verify_events"))
+    assert "they match" in " ".join(product.manage("verify_events"))
 
     refused = site.call("POST", "/v2/accelerator_requests", {"device_profile_name": min(profiles)})
     assert refused.status_code == 503 and "restored from the backup" in refused.text

@@ -129,7 +129,7 @@ def test_L2_the_worker_dies_amid_many_changes(cloud: Cloud, placement: Placement
     assert changes.bound
     assert set(changes.bound) <= nova.told().keys()
     assert {status for request in changes.bound for status in nova.told()[request]} == {"completed"}
-    assert product.manage("placement_sync", "--dry-run") == ["1 hosts, 0 to be written"]
+    assert product.manage("placement_sync", "--dry-run") == ["1 host, 0 to be written"]
 
 
 def _numbers(one: dict[str, Any]) -> tuple[str, int, int]:

@@ -58,7 +58,7 @@ def reserved(placement: Placement, root: str) -> int:
 def in_step(cloud: Cloud, placement: Placement, root: str, wanted: int) -> None:
     """One provider, as it is to be, nothing left to be told; and a second run would write nothing."""
     until(lambda: quiet(cloud) and reserved(placement, root) == wanted, SOON_S)
-    assert cloud.product.manage("placement_sync", "--dry-run")[-1] == "1 hosts, 0 to be written"
+    assert cloud.product.manage("placement_sync", "--dry-run")[-1] == "1 host, 0 to be written"
 
 
 def test_writers_are_switched_live_and_killed_and_placement_is_right(
@@ -74,10 +74,10 @@ def test_writers_are_switched_live_and_killed_and_placement_is_right(
 
     said = cloud.product.manage("placement_writer", "agents", "--reason", "closer to the hardware")
     assert said[0].startswith("agents, epoch 1, since ")
-    assert said[1:] == ["every host's agent could write"]
+    assert said[1:] == ["the agent of every host can write"]
     offer("disable")
     in_step(cloud, placement, root, HANDLES)
-    assert told(cloud) == [("succeeded", "1 writes, 1 reads")]
+    assert told(cloud) == [("succeeded", "writes: 1, reads: 1")]
 
     for n in range(6):
         offer("enable" if n % 2 == 0 else "disable")
@@ -105,5 +105,5 @@ def test_writers_are_switched_live_and_killed_and_placement_is_right(
     finally:
         gate.set()
     in_step(cloud, placement, root, 0)
-    assert told(cloud)[-1][1].startswith("interrupted, since the agent stopped while it ran")
+    assert told(cloud)[-1][1].startswith("interrupted, because the agent stopped while it ran")
     assert len(placement.tree(root)) == 1

@@ -55,7 +55,7 @@ def test_each_role_is_offered_what_it_may_do_and_told_why_not_the_rest(enter: En
         False,
         False,
     ]
-    why = "It takes the role admin, or a place in the group role:administrator; yours: auditor, reader."
+    why = "You need the role admin or membership in the group role:administrator. Your roles: auditor, reader."
     assert why in shown["role:auditor"]
     assert "Why can’t I change anything here?" in shown["role:operator"]
     assert "Why can’t I do anything else?" in shown["role:administrator"]
@@ -73,7 +73,7 @@ def test_operators_have_hosts_looked_at_again_and_nothing_that_takes_more(enter:
     for client, op, role in ((viewer, "rescan", "accelerator_operator"), (operator, "logs", "admin")):
         refused = client.post(f"{host}order/", {"op": op})
         assert refused.status_code == 403
-        assert f"It takes the role {role}" in refused.content.decode()
+        assert f"You need the role {role}" in refused.content.decode()
     assert operator.get("/admin/accelerators/attachment/attach/").status_code == 200
 
 

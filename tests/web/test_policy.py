@@ -104,8 +104,8 @@ def test_a_token_without_a_project_gets_nothing_even_from_a_file_that_lets_every
 @pytest.mark.parametrize("scope", WITHOUT_A_PROJECT, ids=["unscoped", "system", "domain"])
 def test_a_denied_token_without_a_project_is_told_to_be_of_a_project(scope: dict[str, str]) -> None:
     member = somebody(*PERSONAS["member"])
-    assert policy.remedy(replace(member, **scope), "cyborg:device:disable") == "Ask with a token of a project."
-    assert policy.remedy(member, "cyborg:device:disable") == "The role admin would do."
+    assert policy.remedy(replace(member, **scope), "cyborg:device:disable") == "Use a project-scoped token."
+    assert policy.remedy(member, "cyborg:device:disable") == "The role admin would be sufficient."
 
 
 @pytest.fixture
@@ -251,7 +251,7 @@ def test_a_rule_nobody_asks_for_is_named_in_the_log(
 ) -> None:
     clock.edit('"cyborg:device:getall": "!"\n"my_own_word": "role:x"')
     assert edited.allows(somebody("admin"), RULE)
-    assert "do not exist here: cyborg:device:getall" in caplog.text and "my_own_word" not in caplog.text
+    assert "do not exist: cyborg:device:getall" in caplog.text and "my_own_word" not in caplog.text
 
 
 def test_decisions_are_remembered_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,7 +75,7 @@ def test_who_may_do_what_and_a_refusal_says_who_may(ask: Ask) -> None:
             if response.status_code == 403:
                 text = json.loads(response.content)["error"]["message"]
                 assert text.startswith("Access was denied to the following resource: cyborg:")
-                assert text.endswith(f". The role {would_do} would do."), (method, path)
+                assert text.endswith(f". The role {would_do} would be sufficient."), (method, path)
     assert not Command.objects.exists() and not Event.objects.filter(source="api").exists()
 
 

@@ -54,7 +54,7 @@ class InstanceSerializer(serializers.Serializer):
 class AcceleratorFilter(filters.FilterSet):
     """Filter by driver, backend, instance, device, host, project or state."""
 
-    attached = filters.BooleanFilter(method="also_free", help_text="false: free ones are listed, too.")
+    attached = filters.BooleanFilter(method="also_free", help_text="With false, free units are listed as well.")
     driver = filters.CharFilter(field_name="deployable__device__driver")
     backend = filters.CharFilter(field_name="deployable__device__backend")
     instance = filters.UUIDFilter(field_name="request__instance_uuid")
@@ -89,7 +89,9 @@ class AcceleratorSerializer(Chosen):
     """One unit, the device it belongs to and the instance that holds it. For a free unit the fields about its holder
     are null."""
 
-    uuid = serializers.UUIDField(source="request.uuid", read_only=True, allow_null=True, help_text="Its request's.")
+    uuid = serializers.UUIDField(
+        source="request.uuid", read_only=True, allow_null=True, help_text="The uuid of its request."
+    )
     url = Url("accelerators", source="request.uuid", allow_null=True)
     request = Url("requests", source="request.uuid", allow_null=True)
     label = Label(
@@ -97,7 +99,7 @@ class AcceleratorSerializer(Chosen):
         max_length=255,
         allow_blank=True,
         required=False,
-        help_text="Your own words for it; up to 255 characters.",
+        help_text="Your own name for it; up to 255 characters.",
     )
     project = serializers.CharField(source="request.project_id", read_only=True, allow_null=True)
     instance = serializers.SerializerMethodField()
@@ -170,13 +172,13 @@ class LayoutSerializer(Closed):
         child=Text(max_length=255),
         allow_empty=False,
         validators=[MinLengthValidator(1)],  # so that the OpenAPI document shows minLength
-        help_text='Words its driver takes, for example {"vfs": "4"}.',
+        help_text='Layout keys that its driver accepts, with their values, for example {"vfs": "4"}.',
     )
     generation = Number(
         min_value=0,
         max_value=HIGHEST,
         required=False,
-        help_text="The device's, as you saw it: 409 when somebody has changed it since.",
+        help_text="The generation of the device as you read it. If it has changed since, the answer is 409.",
     )
     reason = Text(
         max_length=MAX_REASON, allow_blank=True, required=False, help_text="Shown with the commands and their events."
@@ -196,9 +198,11 @@ class MoreSerializer(LayoutSerializer):
         max_length=partitioning.MOST,
         help_text="At least one.",
     )
-    count = Number(min_value=1, max_value=partitioning.MOST_UNITS, help_text="So many of each device.")
+    count = Number(min_value=1, max_value=partitioning.MOST_UNITS, help_text="How many units to add to each device.")
     layout = serializers.DictField(
-        child=Text(max_length=255), required=False, help_text="Other words its driver takes, beside the number."
+        child=Text(max_length=255),
+        required=False,
+        help_text="Other layout keys that its driver accepts, besides the number of units.",
     )
 
 
@@ -209,7 +213,7 @@ class FewerSerializer(MoreSerializer):
         min_value=1,
         max_value=partitioning.MOST_UNITS,
         required=False,
-        help_text="So many of each device; all, if left out.",
+        help_text="How many units to remove from each device; all of them if left out.",
     )
 
 
@@ -219,9 +223,13 @@ class ResultSerializer(serializers.Serializer):
 
     target = TargetSerializer(read_only=True)
     device = serializers.UUIDField(read_only=True, allow_null=True)
-    command = serializers.UUIDField(read_only=True, allow_null=True, help_text="See /api/commands/; null: refused.")
-    refused = serializers.CharField(read_only=True, help_text="Why there is no command.")
-    kind = serializers.CharField(read_only=True, help_text="Of the refusal: held, away, conflict, invalid, unknown.")
+    command = serializers.UUIDField(
+        read_only=True, allow_null=True, help_text="The command, see /api/commands/; null if it was refused."
+    )
+    refused = serializers.CharField(read_only=True, help_text="Why it was refused; empty if there is a command.")
+    kind = serializers.CharField(
+        read_only=True, help_text="The kind of refusal: held, away, conflict, invalid or unknown."
+    )
 
 
 class ResultsSerializer(serializers.Serializer):

@@ -27,7 +27,7 @@ class RuleFilter(filters.FilterSet):
 
 
 def pattern(length: int, about: str) -> Text:
-    """Return an optional pattern field of at most `length` characters; an empty pattern matches everything."""
+    """Return an optional pattern field of at most `max_length` characters; an empty pattern matches everything."""
     return Text(max_length=length, allow_blank=True, required=False, help_text=about)
 
 
@@ -39,17 +39,22 @@ class RuleSerializer(Chosen):
     name = Text(
         validators=[NAME],
         max_length=64,
-        help_text="Letters, digits, ., - and _; events name it.",
+        help_text="Letters, digits, ., - and _. Events mention the rule by this name.",
     )
     order = Number(
-        min_value=0, max_value=MAX_ORDER, required=False, help_text="The lowest is tried first; 100 if nothing is said."
+        min_value=0,
+        max_value=MAX_ORDER,
+        required=False,
+        help_text="The rule with the lowest number is tried first; 100 if left out.",
     )
-    host = pattern(255, "Name of the host; * and ? stand for what differs.")
-    driver = pattern(64, "Name of the driver; * and ? likewise.")
-    vendor = pattern(255, "The vendor, as devices show it; * and ? likewise.")
-    model = pattern(255, "The model or product, as devices show it; * and ? likewise.")
+    host = pattern(255, "Name of the host; * stands for any text, ? for one character.")
+    driver = pattern(64, "Name of the driver; * and ? as for the host.")
+    vendor = pattern(255, "The vendor, as devices show it; * and ? as for the host.")
+    model = pattern(255, "The model or product, as devices show it; * and ? as for the host.")
     type = serializers.ChoiceField(["", *(word.value for word in DeviceType)], required=False)
-    action = serializers.ChoiceField([word.value for word in Admission], help_text="The state of a device that fits.")
+    action = serializers.ChoiceField(
+        [word.value for word in Admission], help_text="The state of a device that matches."
+    )
     enabled = Flag(required=False)
 
     class Meta:

@@ -54,8 +54,10 @@ class AttachmentSerializer(Chosen):
         allow_blank=True,
         help_text="A device profile, by name or uuid.",
     )
-    device = Uuid(required=False, allow_null=True, help_text="Or one unit of this device.")
-    reason = Text(max_length=MAX_REASON, allow_blank=True, required=False, help_text="Shown with it and its events.")
+    device = Uuid(
+        required=False, allow_null=True, help_text="A device, one unit of which is attached; instead of a profile."
+    )
+    reason = Text(max_length=MAX_REASON, allow_blank=True, required=False, help_text="Shown with it and in its events.")
     project = serializers.CharField(source="project_id", read_only=True)
     by = serializers.CharField(source="actor", read_only=True, help_text="Who asked for it.")
     steps = StepSerializer(many=True, read_only=True)
@@ -63,7 +65,7 @@ class AttachmentSerializer(Chosen):
         child=serializers.UUIDField(), read_only=True, help_text="The accelerator requests made for it."
     )
     waits = serializers.CharField(
-        read_only=True, allow_null=True, help_text="What it waits for now; it is tried again by itself."
+        read_only=True, allow_null=True, help_text="What it is waiting for now; it is retried automatically."
     )
     hotplug = serializers.SerializerMethodField()
     libvirt = serializers.SerializerMethodField()

@@ -91,9 +91,9 @@ NEEDED: Mapping[str, Mapping[str, Any]] = {"layout": {"minProperties": 1}, "imag
 
 
 def _form(ops: Sequence[str], about: str, *takes: str) -> dict[str, Any]:
-    """Return the JSON Schema of a body that orders one of `ops` for a `device` or a `host` (`about`).
+    """Return the JSON Schema of a body that orders one of `ops` for a `device` or a `host` (`subject`).
 
-    `takes` names the further fields that these commands accept. Empty values count as left out.
+    `accepted` names the further fields that these commands accept. Empty values count as left out.
     """
     others = {name: empty for name, empty in EMPTY.items() if name not in (about, *takes)}
     named = {"op": {"enum": list(ops)}, about: {"type": "string"}}
@@ -107,31 +107,40 @@ class CommandSerializer(Chosen):
     url = Url("commands", source="uuid")
     op = serializers.ChoiceField(
         OPS,
-        help_text=f"Of a device: {', '.join(OF_DEVICE)}; of a host: {', '.join(OF_HOST)}. Devices are installed by"
-        " enabling them, attached and detached by binding requests.",
+        help_text=f"For a device: {', '.join(OF_DEVICE)}; for a host: {', '.join(OF_HOST)}. A device is installed by"
+        " enabling it. Units are attached and detached by binding requests.",
     )
-    device = Named(DeviceReference, help_text="Its uuid. Null when it is gone, or the command is its host's.")
-    host = Named(HostReference, help_text="Its uuid. A device's command shows its device's host.")
-    reason = Text(max_length=MAX_REASON, allow_blank=True, required=False, help_text="Shown with it and its events.")
+    device = Named(
+        DeviceReference, help_text="Its uuid. Null if the device no longer exists, or if the command is for a host."
+    )
+    host = Named(HostReference, help_text="Its uuid. A command for a device shows the host of the device.")
+    reason = Text(max_length=MAX_REASON, allow_blank=True, required=False, help_text="Shown with it and in its events.")
     layout = serializers.DictField(
         child=Text(max_length=255),
         source="arguments.layout",
         default=dict,
-        help_text='Of partition: words of the driver, for example {"vfs": "4"}.',
+        help_text='Only for partition: layout keys that the driver accepts, for example {"vfs": "4"}.',
     )
-    image = ImageField(required=False, allow_null=True, help_text="Of program: the uuid of an image here or in Glance.")
+    image = ImageField(
+        required=False, allow_null=True, help_text="Only for program: the uuid of an image, here or in Glance."
+    )
     deployable = Uuid(
-        required=False, write_only=True, allow_null=True, help_text="Of program: which part, if it has several."
+        required=False,
+        write_only=True,
+        allow_null=True,
+        help_text="Only for program: which deployable, if the device has several.",
     )
     driver = Text(
         max_length=64,
         source="arguments.driver",
         default="",
         allow_blank=True,
-        help_text="Of rescan: this driver alone, released if it is quarantined.",
+        help_text="Only for rescan: the driver to rescan; it is released if it is quarantined.",
     )
     by = serializers.CharField(source="actor", read_only=True, help_text="Who ordered it.")
-    detail = serializers.JSONField(read_only=True, help_text="What was asked for: health's signals, the log.")
+    detail = serializers.JSONField(
+        read_only=True, help_text="The data that was asked for: signals of health, or the log."
+    )
 
     class Meta:
         model = Command
@@ -189,7 +198,7 @@ class CommandSerializer(Chosen):
         takes = {"partition": {"layout"}, "program": {"image", "deployable"}}.get(said["op"], set())
         takes = takes or {ACTS[said["op"]].takes}
         if extra := {"layout", "image", "deployable", "driver"} & {*said} - takes:
-            raise serializers.ValidationError({min(extra): f"{said['op']} takes none."})
+            raise serializers.ValidationError({min(extra): f"the command {said['op']} does not accept it."})
         return said
 
 
@@ -201,7 +210,8 @@ class CommandView(Collection):
     parameters = {
         "wait": {
             "type": {"type": "integer", "minimum": 0, "maximum": LONGEST_S},
-            "description": "Answer when it has ended, or after so many seconds; at once if too many wait already.",
+            "description": "Answer when the command has ended, or after this number of seconds. If too many clients"
+            " wait already, the answer comes at once.",
         }
     }
     shows = ("commands", "devices", "hosts")

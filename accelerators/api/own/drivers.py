@@ -22,7 +22,7 @@ class DriverFilter(filters.FilterSet):
     host = filters.CharFilter(field_name="host__name", help_text="Exactly this host name.")
     driver = filters.CharFilter(help_text="Exactly this driver.")
     state = filters.MultipleChoiceFilter(choices=[(word, word) for word in DriverState], distinct=False)
-    drifts = filters.BooleanFilter(help_text="Whether what was seen is not what is wanted.")
+    drifts = filters.BooleanFilter(help_text="Whether the reported configuration differs from the wanted one.")
 
 
 class WantedSerializer(serializers.Serializer):
@@ -33,13 +33,17 @@ class WantedSerializer(serializers.Serializer):
     generation = serializers.IntegerField(read_only=True)
     by = serializers.CharField(source="actor", read_only=True)
     reason = serializers.CharField(read_only=True)
-    command = Url("commands", source="command.uuid", default=None, help_text="Which told the host's agent last.")
+    command = Url(
+        "commands", source="command.uuid", default=None, help_text="The command that sent it to the host's agent last."
+    )
 
 
 class SeenSerializer(serializers.Serializer):
     """What the host's agent reports about the driver."""
 
-    generation = serializers.IntegerField(read_only=True, help_text="Of the wish it runs by; 0: its host's own file.")
+    generation = serializers.IntegerField(
+        read_only=True, help_text="The wanted generation that it runs with; 0 if the host's own file applies."
+    )
     version = serializers.CharField(read_only=True)
     state = serializers.ChoiceField([word.value for word in DriverState], read_only=True)
     error = serializers.CharField(read_only=True)
@@ -55,8 +59,8 @@ class DriverSerializer(Chosen):
     version = serializers.SerializerMethodField()
     wanted = WantedSerializer(read_only=True, allow_null=True)
     seen = SeenSerializer(source="said", read_only=True, allow_null=True)
-    devices = serializers.IntegerField(read_only=True, help_text="How many it found.")
-    held = serializers.IntegerField(read_only=True, help_text="How many requests hold a unit of them.")
+    devices = serializers.IntegerField(read_only=True, help_text="How many devices it found.")
+    held = serializers.IntegerField(read_only=True, help_text="How many requests hold a unit of these devices.")
 
     class Meta:
         model = HostDriver

@@ -24,8 +24,8 @@ from accelerators.runtime import database_outage
 log = logging.getLogger(__name__)
 
 SENTENCES: Mapping[int, str] = {
-    404: "There is nothing here that you may see; the address above it lists what there is.",
-    406: "This is served as application/json, or as a page to a browser; say one of them in Accept.",
+    404: "There is nothing here that you may see; the address one level above lists what you may see.",
+    406: "This is served as application/json, or as an HTML page to a browser; name one of them in the Accept header.",
     413: "The body is larger than 1 MiB; send less at a time.",
     415: "Send the body as application/json.",
     503: "The database does not answer; try again in a moment.",
@@ -90,7 +90,7 @@ def explain(error: Exception) -> tuple[int, str]:
         case OperationalError() | InterfaceError():
             database_outage.log_outage(error)
             return 503, SENTENCES[503]
-    log.error("a request failed", exc_info=error)
+    log.error("a request failed with an unexpected error", exc_info=error)
     return 500, SENTENCES[500]
 
 
@@ -99,7 +99,7 @@ def _sentence(error: exceptions.APIException) -> str:
         case exceptions.ValidationError():
             return "; ".join(_lines(error.detail))
         case exceptions.MethodNotAllowed():
-            return f"{str(error.detail).rstrip('.')} here; the header Allow says what is."
+            return f"{str(error.detail).rstrip('.')} here; the Allow header lists the allowed methods."
         case exceptions.NotAcceptable() | exceptions.UnsupportedMediaType():
             return SENTENCES[error.status_code]
         case exceptions.PermissionDenied() if remedy := getattr(error, "remedy", ""):

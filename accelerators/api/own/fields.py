@@ -128,7 +128,7 @@ class Closed(serializers.Serializer):
         """Return the validated values; raise ValidationError (400) if a field does not exist or cannot be written."""
         writable = [name for name, field in self.fields.items() if not field.read_only]
         if isinstance(data, Mapping) and (unknown := sorted(set(data) - set(writable))):
-            sentence = f"{', '.join(unknown)[:200]}: cannot be written; {', '.join(writable)} can."
+            sentence = f"{', '.join(unknown)[:200]}: cannot be written; writable fields: {', '.join(writable)}."
             raise serializers.ValidationError({"non_field_errors": [sentence]})
         return super().to_internal_value(data)
 
@@ -147,7 +147,7 @@ class Why(Closed):
     """The body of an action: an optional reason."""
 
     reason = Text(
-        max_length=MAX_REASON, allow_blank=True, required=False, help_text="Shown with it, and with its event."
+        max_length=MAX_REASON, allow_blank=True, required=False, help_text="Shown with the result and in its event."
     )
 
 
@@ -155,5 +155,5 @@ def chosen(text: str, fields: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the field names in `?fields=`; raise ParseError (400) for a field that does not exist."""
     names = tuple(name for name in text.split(",") if name)
     if unknown := sorted(set(names) - set(fields)):
-        raise ParseError(f"fields: there is no {', '.join(unknown)[:200]}; there are {', '.join(fields)}.")
+        raise ParseError(f"fields: there is no field {', '.join(unknown)[:200]}; known are {', '.join(fields)}.")
     return names

@@ -44,8 +44,10 @@ class ImageSerializer(Chosen):
     """An image that a device can be programmed with; its bytes are complete and were checked."""
 
     url = Url("images", source="uuid")
-    size = serializers.IntegerField(read_only=True, help_text="In bytes.")
-    properties = serializers.DictField(child=serializers.CharField(), read_only=True, help_text="accel:function_id …")
+    size = serializers.IntegerField(read_only=True, help_text="The size in bytes.")
+    properties = serializers.DictField(
+        child=serializers.CharField(), read_only=True, help_text="For example accel:function_id."
+    )
 
     class Meta:
         model = Image
@@ -65,10 +67,10 @@ class ImageView(Collection):
     sends: ClassVar[str] = MEDIA
     """The media type of an upload's body."""
     sent_with: ClassVar[Mapping[str, tuple[dict[str, Any], str]]] = {
-        "name": ({"type": "string", "maxLength": 255, "pattern": "^[^\\x00]*$"}, "How people call it."),
+        "name": ({"type": "string", "maxLength": 255, "pattern": "^[^\\x00]*$"}, "The name of the image."),
         "property": (
             {"type": "array", "maxItems": store.MAX_PROPERTIES, "items": {"type": "string", "pattern": PROPERTY}},
-            "KEY=VALUE; accel:function_id names what the image makes of a device.",
+            "KEY=VALUE; accel:function_id names the function of a device that is programmed with the image.",
         ),
     }
 
@@ -116,7 +118,7 @@ class ImageView(Collection):
 
 def _described(request: Request) -> tuple[str, dict[str, str]]:
     if unknown := sorted(set(request.query_params) - {*ImageView.sent_with}):
-        raise ParseError(f"{', '.join(unknown)[:200]}: unknown here; known are {', '.join(ImageView.sent_with)}.")
+        raise ParseError(f"{', '.join(unknown)[:200]}: unknown parameter; known are {', '.join(ImageView.sent_with)}.")
     pairs = (text.partition("=") for text in request.query_params.getlist("property"))
     return request.query_params.get("name", ""), store.check_properties((key, value) for key, _, value in pairs)
 
@@ -126,9 +128,9 @@ def _size(request: Request) -> int:
         raise errors.ApiError(415, f"Send the image's bytes as {MEDIA}.")
     length = request.META.get("CONTENT_LENGTH") or ""
     if not length.isdecimal():
-        raise errors.ApiError(411, "Say in Content-Length how many bytes the image has.")
+        raise errors.ApiError(411, "Send the number of bytes of the image in the Content-Length header.")
     if int(length) > store.limit():
-        raise errors.ApiError(413, f"An image has at most {store.limit()} bytes here (CYBORG_IMAGE_MAX_BYTES).")
+        raise errors.ApiError(413, f"An image may have at most {store.limit()} bytes (CYBORG_IMAGE_MAX_BYTES).")
     return int(length)
 
 
@@ -137,4 +139,4 @@ def _pieces(request: Request) -> Iterator[bytes]:
         while piece := request._request.read(store.CHUNK):
             yield piece
     except OSError:
-        return  # the client disconnected: `store.upload` sees too few bytes
+        return  # the client disconnected: the store then sees too few bytes and refuses the image

@@ -54,5 +54,5 @@ def states(instances: Collection[Instance]) -> Mapping[str, Known]:
     try:
         return _sources[0](instances)
     except Exception:
-        log.exception("the source of instances' states failed")
+        log.exception("the states of instances could not be looked up")
         return {}

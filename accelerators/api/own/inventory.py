@@ -42,22 +42,23 @@ def number_of(rows: QuerySet[Any], column: str) -> Coalesce:
 
 
 class HostFilter(filters.FilterSet):
-    """Filter by name, or by whether the host is stale: its agent has not been heard."""
+    """Filter by name, or by whether the host is stale: its agent is not heard from."""
 
     name = filters.CharFilter(help_text="Exactly this name.")
     stale = filters.BooleanFilter(
-        field_name="stale_since", lookup_expr="isnull", exclude=True, help_text="Whether nothing is heard of its agent."
+        field_name="stale_since", lookup_expr="isnull", exclude=True, help_text="Whether its agent is not heard from."
     )
 
 
 class HostSerializer(Chosen):
-    """A compute host: the last report of each driver, and since when its agent has not been heard."""
+    """A compute host: the last report of each driver, and since when its agent has not been heard from."""
 
     url = Url("hosts", source="uuid")
     drivers = serializers.JSONField(
-        read_only=True, help_text="Per driver: error (empty when it answered), since when, its devices, its faults."
+        read_only=True,
+        help_text="For each driver: its error (empty if it answered), since when, its devices and its faults.",
     )
-    devices = serializers.IntegerField(read_only=True, source="number_of_devices", help_text="How many it has.")
+    devices = serializers.IntegerField(read_only=True, source="number_of_devices", help_text="How many devices it has.")
 
     class Meta:
         model = Host
@@ -99,9 +100,12 @@ class DeviceFilter(filters.FilterSet):
     driver = filters.CharFilter()
     backend = filters.CharFilter()
     draining = filters.BooleanFilter(
-        field_name="drain_to", lookup_expr="isnull", exclude=True, help_text="Whether it waits for its last request."
+        field_name="drain_to",
+        lookup_expr="isnull",
+        exclude=True,
+        help_text="Whether it is draining: it waits until its last request ends.",
     )
-    stale = filters.BooleanFilter(method="by_freshness", help_text="Whether what is shown may be out of date.")
+    stale = filters.BooleanFilter(method="by_freshness", help_text="Whether the shown data may be out of date.")
 
     def by_freshness(self, devices: QuerySet[Device], name: str, wanted: bool) -> QuerySet[Device]:
         """Keep stale devices if `wanted`, others if not. A device is stale if its host's agent is not heard, or if its
@@ -123,7 +127,9 @@ class DeviceSerializer(Chosen):
     to_install = serializers.SerializerMethodField()
     acts = serializers.SerializerMethodField()
     changeable = serializers.SerializerMethodField()
-    busy_with = Url("commands", allow_null=True, help_text="The command it does alone; nothing is bound meanwhile.")
+    busy_with = Url(
+        "commands", allow_null=True, help_text="The exclusive command that it executes; no request is bound meanwhile."
+    )
     commands = serializers.SerializerMethodField()
 
     class Meta:
@@ -201,7 +207,9 @@ class WhyAndThen(Why):
     """The body of a drain: an optional reason, and the state after it."""
 
     then = serializers.ChoiceField(
-        [word.value for word in Drain], default=Drain.MAINTENANCE.value, help_text="What it becomes when it is free."
+        [word.value for word in Drain],
+        default=Drain.MAINTENANCE.value,
+        help_text="The state that it enters after its last request has ended.",
     )
 
 
@@ -276,7 +284,7 @@ class DeployableSerializer(Chosen):
     device = DeviceReference(read_only=True)
     host = HostReference(source="device.host", read_only=True)
     attributes = AttributeSerializer(source="attribute_objects", many=True, read_only=True)
-    held = serializers.IntegerField(read_only=True, help_text="How many of its attach handles requests hold.")
+    held = serializers.IntegerField(read_only=True, help_text="How many of its attach handles are held by requests.")
 
     class Meta:
         model = Deployable

@@ -25,7 +25,7 @@ MAX_CURSOR = 1024
 
 
 class Cursor(msgspec.Struct, frozen=True, array_like=True):
-    """A position after the row with this `value` of the order's field and this `id`; if `back`, before that row."""
+    """A position after the row with this `value` of the sort field and this `id`; if `backwards`, before that row."""
 
     order: str
     back: bool
@@ -51,7 +51,7 @@ class Cursor(msgspec.Struct, frozen=True, array_like=True):
 
 
 def _not_one() -> NotFound:
-    return NotFound("cursor: this is no cursor of this list in this order; leave it out to start at the first page.")
+    return NotFound("cursor: it does not belong to this list in this order; leave it out to start at the first page.")
 
 
 class Pages(CursorPagination):
@@ -60,8 +60,8 @@ class Pages(CursorPagination):
     page_size = 50
     max_page_size = 500
     page_size_query_param = "limit"
-    page_size_query_description = "Rows on a page, 1 to 500."
-    cursor_query_description = "Where the page begins, as `next` or `previous` of another page says."
+    page_size_query_description = "Number of rows on a page, 1 to 500."
+    cursor_query_description = "Where the page begins; copy it from `next` or `previous` of another page."
 
     def get_page_size(self, request: Request) -> int:
         """Return the page size; raise ParseError (400) if `limit` is not a number from 1 to 500."""
@@ -93,7 +93,7 @@ class Pages(CursorPagination):
         self.cursor = Cursor.read(text, self.order) if text else None
 
     def paginate_queryset(self, queryset: QuerySet[Any], request: Request, view: Any = None) -> list[Any]:
-        """Return the rows of the page that `read` has parsed. Every page takes one statement."""
+        """Return the rows of the page that `parse_request` has read. Every page takes one statement."""
         cursor, size = self.cursor, self.size
         back = cursor is not None and cursor.back
         downwards = self.order.startswith("-") != back

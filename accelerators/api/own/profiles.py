@@ -24,7 +24,7 @@ class ProfileFilter(filters.FilterSet):
     """Filter by name, or by whether requests use the profile."""
 
     name = filters.CharFilter(help_text="Exactly this name.")
-    used = filters.BooleanFilter(help_text="Whether requests were made of it.")
+    used = filters.BooleanFilter(help_text="Whether there are requests that were made from it.")
 
 
 class GroupsField(serializers.ListField):
@@ -79,7 +79,9 @@ class ProfileSerializer(Chosen):
     groups = GroupsField(
         allow_empty=False, help_text='For example [{"resources:FPGA": "1", "trait:CUSTOM_FPGA_INTEL": "required"}].'
     )
-    used = serializers.BooleanField(read_only=True, help_text="Requests were made of it: it cannot be edited any more.")
+    used = serializers.BooleanField(
+        read_only=True, help_text="Whether there are requests that were made from it; if so, it cannot be edited."
+    )
 
     class Meta:
         model = DeviceProfile

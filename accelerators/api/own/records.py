@@ -24,7 +24,7 @@ class Moment(filters.IsoDateTimeFilter):
         try:
             return super().filter(qs, value and value.astimezone(UTC))
         except OverflowError as error:
-            raise ParseError(f"{value} is no moment between the years 1 and 9999.") from error
+            raise ParseError(f"{value} is not a time between the years 1 and 9999.") from error
 
 
 class EventFilter(filters.FilterSet):
@@ -36,9 +36,9 @@ class EventFilter(filters.FilterSet):
     host = filters.CharFilter(help_text="Exactly this host name.")
     action = filters.CharFilter(help_text="For example device.missing.")
     source = filters.MultipleChoiceFilter(choices=[(word, word) for word in Source], distinct=False)
-    request_id = filters.CharFilter(help_text="x-openstack-request-id of the answer to whoever asked for it.")
-    since = Moment(field_name="at", lookup_expr="gte", help_text="Not before this moment.")
-    until = Moment(field_name="at", lookup_expr="lt", help_text="Before this moment.")
+    request_id = filters.CharFilter(help_text="The x-openstack-request-id of the API call that caused the event.")
+    since = Moment(field_name="at", lookup_expr="gte", help_text="At this time or later.")
+    until = Moment(field_name="at", lookup_expr="lt", help_text="Before this time.")
 
     def by(self, rows: QuerySet[Event], name: str, value: str) -> QuerySet[Event]:
         """Keep events of exactly this actor. The word index narrows the search first; it uses at most ten words."""
@@ -50,7 +50,7 @@ class EventSerializer(Chosen):
     """One change: the actor, the subject, the values before and after, and the reason."""
 
     url = Url("events", source="id")
-    changes = serializers.JSONField(read_only=True, help_text="Per field: before and after.")
+    changes = serializers.JSONField(read_only=True, help_text="For each field, the value before and after.")
 
     class Meta:
         model = Event

@@ -41,7 +41,9 @@ class RequestSerializer(Chosen):
     project = serializers.CharField(source="project_id", read_only=True)
     instance = serializers.UUIDField(source="instance_uuid", read_only=True, allow_null=True)
     profile = ProfileReference(read_only=True)
-    group = serializers.JSONField(read_only=True, help_text="The profile's group as it was when this was made.")
+    group = serializers.JSONField(
+        read_only=True, help_text="The group of the profile, as it was when the request was made."
+    )
     handle = HandleReference(source="attach_handle", read_only=True, allow_null=True)
 
     class Meta:

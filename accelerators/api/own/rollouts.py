@@ -35,7 +35,11 @@ class SelectorSerializer(Closed):
 
     all = Flag(required=False, help_text="Every host.")
     driver = Text(max_length=64, required=False, help_text="Hosts where this driver runs or is wanted.")
-    name = Text(max_length=255, required=False, help_text="Hosts whose name fits; * and ? stand for what differs.")
+    name = Text(
+        max_length=255,
+        required=False,
+        help_text="Hosts whose name matches; * stands for any text, ? for one character.",
+    )
 
     combinations: ClassVar[Mapping[str, Any]] = {"properties": {"all": {"enum": [True]}}}
 
@@ -46,7 +50,7 @@ class SettingsField(serializers.JSONField):
     def to_internal_value(self, data: Any) -> Any:
         """Return the settings unchanged; raise ValidationError if they are not an object."""
         if not isinstance(data, dict):
-            raise serializers.ValidationError("Settings are an object, as the driver's table in a TOML file is.")
+            raise serializers.ValidationError("Settings must be an object, like the driver's table in a TOML file.")
         return data
 
 
@@ -62,21 +66,29 @@ class RolloutSerializer(Chosen):
         write_only=True,
         required=False,
         max_length=driver_rollouts.MOST,
-        help_text="Their names.",
+        help_text="The names of the hosts.",
     )
     selector = SelectorSerializer(write_only=True, required=False)
-    enabled = Flag(required=False, allow_null=True, help_text="Left out: as it is; what is installed is enabled.")
+    enabled = Flag(
+        required=False,
+        allow_null=True,
+        help_text="If left out, it stays as it is; a driver that is installed is enabled.",
+    )
     settings = SettingsField(
-        required=False, allow_null=True, help_text="Left out: as they are. They may hold no secrets: they are shown."
+        required=False,
+        allow_null=True,
+        help_text="If left out, they stay as they are. They must not contain secrets: they are shown.",
     )
     max_parallel = Number(
         min_value=1,
         max_value=driver_rollouts.MAX_PARALLEL,
         required=False,
-        help_text="Hosts at a time; 5 if nothing is said.",
+        help_text="How many hosts are changed at the same time; 5 if left out.",
     )
-    stop_on_failure = Flag(required=False, help_text="Begin no further host when one has failed; true if not said.")
-    reason = Text(max_length=MAX_REASON, allow_blank=True, required=False, help_text="Shown with it and its events.")
+    stop_on_failure = Flag(
+        required=False, help_text="Whether to start no further host after one has failed; true if left out."
+    )
+    reason = Text(max_length=MAX_REASON, allow_blank=True, required=False, help_text="Shown with it and in its events.")
     by = serializers.CharField(source="actor", read_only=True)
     counts = serializers.SerializerMethodField()
 

@@ -51,7 +51,7 @@ class JsonBody(BaseParser):
         try:
             return orjson.loads(body)
         except orjson.JSONDecodeError as error:
-            raise ParseError(f"The body is no JSON: {error}.") from error
+            raise ParseError(f"The body is not valid JSON: {error}.") from error
 
 
 class Filters(DjangoFilterBackend):
@@ -170,11 +170,11 @@ class Collection(GenericViewSet):
         return self.caller.is_admin
 
     def order(self, request: Request) -> str:
-        """Return the requested order: a word of `orders`, with a leading `-` for descending. Raise 400 for any other
-        word."""
+        """Return the requested order: a key of `sort_fields`, with a leading `-` for descending. Raise 400 for any
+        other value."""
         asked = request.query_params.get("ordering", self.default_order)
         if asked.removeprefix("-") not in self.orders:
-            raise ParseError(f"ordering: say one of {', '.join(self.orders)}, or one with a - before it.")
+            raise ParseError(f"ordering: say one of {', '.join(self.orders)}; a leading - reverses the order.")
         return asked
 
     def get_serializer_context(self) -> dict[str, Any]:
@@ -197,14 +197,14 @@ class Collection(GenericViewSet):
         return self.get_paginated_response(self.get_serializer(self.prepare(rows), many=True).data).data
 
     def body(self) -> dict[str, Any]:
-        """Validate and return the body of an action that is declared in `bodies`; raise 400 if it is invalid."""
+        """Validate and return the body of an action with an entry in `body_serializers`; raise 400 if it is invalid."""
         body = self.bodies[self.action](data=self.request.data, context=self.get_serializer_context())
         body.is_valid(raise_exception=True)
         return dict(body.validated_data)
 
     def said(self, request: Request) -> dict[str, Any]:
-        """Validate and return the body of an action that is declared in `verbs`; raise 400 if it is invalid. The body
-        may be empty."""
+        """Validate and return the body of an action that is declared in `member_actions`; raise 400 if it is invalid.
+        The body may be empty."""
         body = self.verbs[self.action](data=request.data, context=self.get_serializer_context())
         body.is_valid(raise_exception=True)
         return dict(body.validated_data)
@@ -214,7 +214,8 @@ class Collection(GenericViewSet):
         return self.verbs.keys()
 
     def prepare(self, rows: list[Any]) -> list[Any]:
-        """Add to the rows of a page what is not in the database, and return them. The default adds nothing."""
+        """Add to the rows of a page the details that are not in the database, and return the rows. The default adds
+        nothing."""
         return rows
 
     def _tagged(self, request: Request, produce: Callable[[], Any]) -> Response:
@@ -246,8 +247,8 @@ class Collection(GenericViewSet):
         if request.method in ("GET", "HEAD"):
             known = ("fields", *self.parameters) if self.detail else (*page_parameters(), *self.filters())
         if unknown := sorted(set(request.query_params) - set(known)):
-            there_are = f"known are {', '.join(sorted(known))}" if known else "there are none"
-            raise ParseError(f"{', '.join(unknown)[:200]}: unknown here; {there_are}.")
+            there_are = f"known are {', '.join(sorted(known))}" if known else "this address takes none"
+            raise ParseError(f"{', '.join(unknown)[:200]}: unknown parameter; {there_are}.")
         serializer: type[Chosen] = self.get_serializer_class()
         self.chosen = chosen(request.query_params.get("fields", ""), serializer().fields)
 

@@ -44,7 +44,7 @@ class ListQuery:
 
 
 def listing(params: Iterable[tuple[str, list[str]]], exact: Collection[str], sortable: Collection[str]) -> ListQuery:
-    """Parse the query string of a list; the parameters in `exact` are compared with columns.
+    """Parse the query string of a list; the parameters in `column_filters` are compared with columns.
 
     The filter `name` is ignored if the resource has no such column. Any filter, even an ignored one, changes the order
     to newest first (contract 2.0, Lists).

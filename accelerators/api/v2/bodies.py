@@ -16,7 +16,7 @@ READABLE = ("", "application/json", "text/javascript", "application/javascript")
 def read(request: Request, name: str) -> Any:
     """Return the parsed body.
 
-    Raises V2Error 400 if it is empty (`name` is upstream's name for the missing argument) or not JSON, and 415 for
+    Raises V2Error 400 if it is empty (`argument` is upstream's name for the missing argument) or not JSON, and 415 for
     another media type.
     """
     raw = request._request.body
@@ -32,7 +32,7 @@ def read(request: Request, name: str) -> Any:
 
 
 def shape(right: bool, sentence: str) -> None:
-    """Raise V2Error 400 with `sentence` unless `right`."""
+    """Raise V2Error 400 with `message` if `condition` is false."""
     if not right:
         raise V2Error(400, sentence)
 

@@ -79,7 +79,7 @@ class DeployableProgram(View):
     def patch(self, request: Request, uuid: str) -> Response:
         """Program a free device with an image, wait for the end, and return the deployable with its new `bitstream_id`.
 
-        Raises V2Error 503 without starting anything if WAITERS requests are waiting already in this process.
+        Raises V2Error 503 without starting anything if MAX_WAITERS requests are waiting already in this process.
         """
         arguments.only(request.query_params.lists())
         image = _image(bodies.read(request, "program_info"))

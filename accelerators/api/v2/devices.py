@@ -15,7 +15,7 @@ from accelerators.devices import lifecycle
 
 
 def held(part: str) -> str:
-    """Return SQL that tests whether a request names the deployable aliased `part`, or holds one of its handles."""
+    """Return SQL that tests whether a request names the deployable with this SQL alias, or holds one of its handles."""
     return f"""(
         EXISTS (SELECT FROM accelerators_acceleratorrequest q WHERE q.deployable_id = {part}.id)
         OR EXISTS (SELECT FROM accelerators_attachhandle t

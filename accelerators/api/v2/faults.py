@@ -63,8 +63,8 @@ class RouterError(Exception):
         self._reason, self._detail = reason, detail
 
     def body(self, accept: str | None, page: bool, silent: bool) -> dict[str, str]:
-        """Return the wrapped text: an HTML page if `page`, plain text otherwise, and empty for HEAD (`silent`, form
-        D)."""
+        """Return the wrapped text: an HTML page if `as_html`, plain text otherwise, and empty for HEAD (`is_head`,
+        form D)."""
         return {"error_message": "" if silent else self._page(accept) if page else self._text(accept)}
 
     def _fill(self, accept: str | None, detail: str) -> str:
@@ -125,7 +125,7 @@ def explain(error: Exception) -> tuple[int, str]:
             database_outage.log_outage(error)
             answer = 503, "The database does not answer; try again in a moment."
         case _:
-            log.error("a request failed", exc_info=error)
+            log.error("a request failed with an unexpected error", exc_info=error)
             answer = 500, "The service failed on this request; its log says why, under this answer's request id."
     return answer
 

@@ -60,7 +60,7 @@ class Resource:
     def find(self, value: str, version: Version, base: str, by: str = "uuid", **params: object) -> bytes | None:
         """Return one element as JSON, or None if it does not exist or is not visible. One statement.
 
-        `params` are the parameters of the condition `shown`.
+        `params` are the parameters of the condition `visible_condition`.
         """
         where = f"{self.shown} AND {self.alias}.{by} = %(value)s"
         values = {"value": value, "base": base, **params}
@@ -69,7 +69,7 @@ class Resource:
     def list(self, query: ListQuery, version: Version, base: str, also: str = "TRUE", **params: object) -> bytes:
         """Return the whole list as JSON; raise V2Error 400 for an unknown marker. One statement, two with a marker.
 
-        `also` is a further SQL condition; it may use only constants and `params`.
+        `condition` is a further SQL condition; it may use only constants and `params`.
         """
         params |= {"base": base, "limit": query.limit, "marker": query.marker, **query.equal}
         key, direction = self._order(query.sort)

@@ -1,7 +1,7 @@
 """The routes of v2, relative to where `cyborgweb.urls` mounts them (contract section 1.4).
 
 `/devices` is the same as `/v2/devices`. A trailing slash and a `.json` suffix are ignored. All other addresses are
-handled by `Nowhere`.
+answered with 404 or 405.
 """
 
 from __future__ import annotations

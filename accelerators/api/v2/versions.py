@@ -36,7 +36,8 @@ def headers(version: Version) -> dict[str, str]:
 def requested(header: str) -> Version:
     """Return the version to answer in.
 
-    Without a header this is MINIMUM. Raises RouterError 406 for a version that is not supported or cannot be parsed.
+    Without a header this is the minimum version. Raises RouterError 406 for a version that is not supported or cannot
+    be parsed.
     """
     wanted = _for_us(header).lower()
     if not wanted:

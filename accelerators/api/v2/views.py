@@ -24,7 +24,7 @@ JSON, HTML = "application/json", "text/html"
 
 
 class View(APIView):
-    """The base class of every view of v2. `allow` lists the methods of the whole collection, not of the single URL."""
+    """The base class of every view of v2. `allow_header` lists the methods of the whole collection, not of one URL."""
 
     renderer_classes = [Json]
     http_method_names = ["get", "post", "patch", "delete"]
@@ -81,7 +81,7 @@ class View(APIView):
 
     @property
     def scope(self) -> dict[str, object]:
-        """Return the parameters for the resource's `shown` condition."""
+        """Return the parameters for the resource's `visible_condition`."""
         return {}
 
     @property
@@ -97,7 +97,7 @@ class Nowhere(View):
 
 
 class ListView(View):
-    """GET of a collection. `exact` names the parameters that are compared with a column."""
+    """GET of a collection. `column_filters` names the parameters that are compared with a column."""
 
     resource: ClassVar[Resource]
     exact: ClassVar[Collection[str]] = ()

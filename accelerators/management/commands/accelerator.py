@@ -22,9 +22,10 @@ from accelerators.models import Command as Row
 
 ROWS = 1000
 TEACHING = """\
-A unit is what one instance gets: a virtual function, a mediated device, a part of a card. Their number is changed by
-dividing the device anew, which is refused while anybody holds one of its units. DEVICE is a uuid; HOST/BACKEND stands
-for all devices of that backend of which the number can be chosen (`manage.py device list` and the console name them).
+A unit is what one instance gets: a virtual function, a mediated device, or a part of a card. To change the number of
+units, the device is partitioned again; this is refused while anybody holds one of its units. DEVICE is a uuid;
+HOST/BACKEND stands for all devices of that backend whose number of units can be chosen (`manage.py device list` and the
+console show them).
 
   manage.py accelerator list --host cmp1.example --free
   manage.py accelerator create cmp1.example/nics cmp2.example/nics --count 4 --reason "more guests" --wait
@@ -32,38 +33,44 @@ for all devices of that backend of which the number can be chosen (`manage.py de
   manage.py accelerator delete 3f1c…               (all of them)
   manage.py accelerator update 3f1c… --layout bind=vfio-pci --generation 7 --wait
 
-Exit status: 0 everything was ordered, with --wait everything succeeded; 1 something was refused, or failed.
+Exit status: 0 if everything was ordered (with --wait: succeeded); 1 if something was refused or failed.
 """
-_uuid = shell.uuid(", and no HOST/BACKEND either")
+_uuid = shell.uuid(" and not HOST/BACKEND")
 
 
 class Command(shell.Taught):
     teaching = TEACHING
-    help = "List accelerators, make more of them or fewer: list, create, delete, update."
+    help = "List accelerators, or change their number: list, create, delete, update."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=argparse.ArgumentParser)
-        listing = verbs.add_parser("list", help=f"the first {ROWS} units, and who has them")
-        listing.add_argument("--host", help="of this host alone, by name")
-        listing.add_argument("--driver", help="of this driver alone")
-        listing.add_argument("--backend", help="of backends of this name alone")
+        listing = verbs.add_parser("list", help=f"list the first {ROWS} units and the instances that hold them")
+        listing.add_argument("--host", help="only units of the host with this name")
+        listing.add_argument("--driver", help="only units of this driver")
+        listing.add_argument("--backend", help="only units of backends with this name")
         which = listing.add_mutually_exclusive_group()
-        which.add_argument("--free", action="store_true", help="those alone that nobody has")
-        which.add_argument("--attached", action="store_true", help="those alone that somebody has")
-        for name, about in (("create", "more units of each device"), ("delete", "fewer units of each, or none")):
+        which.add_argument("--free", action="store_true", help="only units that nobody holds")
+        which.add_argument("--attached", action="store_true", help="only units that an instance holds")
+        for name, about in (("create", "add units to each device"), ("delete", "remove units from each device")):
             verb = verbs.add_parser(name, help=about, description=about)
             verb.add_argument("targets", metavar="DEVICE|HOST/BACKEND", nargs="+", type=_target)
             verb.add_argument(
-                "--count", metavar="N", type=int, required=name == "create", help="so many of each device"
+                "--count",
+                metavar="N",
+                type=int,
+                required=name == "create",
+                help="units to add to or remove from each device",
             )
-            verb.add_argument("--layout", metavar="K=V", nargs="+", default=[], help="other words of the driver")
+            verb.add_argument("--layout", metavar="K=V", nargs="+", default=[], help="more layout keys of the driver")
             _orders(verb)
-        update = verbs.add_parser("update", help="divide one device as its driver's words say")
+        update = verbs.add_parser("update", help="partition one device with the given layout")
         update.add_argument("target", metavar="DEVICE", type=_uuid)
-        update.add_argument("--layout", metavar="K=V", nargs="+", required=True, help="words of its driver: vfs=4")
+        update.add_argument(
+            "--layout", metavar="K=V", nargs="+", required=True, help="layout keys of its driver, such as vfs=4"
+        )
         _orders(update)
         for verb in verbs.choices.values():
-            verb.add_argument("--json", action="store_true", help="for scripts: JSON on standard output")
+            verb.add_argument("--json", action="store_true", help="write JSON to standard output, for scripts")
 
     def handle(self, *args: Any, **options: Any) -> None:
         if options["verb"] == "list":
@@ -113,8 +120,10 @@ def _unit(handle: AttachHandle) -> dict[str, Any]:
 
 
 def _ordered(options: dict[str, Any]) -> list[Result]:
-    """Order the requested change, and return one result per device. Raises RefusedError, and CommandError for a count
-    below 1."""
+    """Order the requested change, and return one result per device.
+
+    Raises RefusedError, and CommandError for a count below 1.
+    """
     who, reason = shell.person(), options["reason"]
     layout = catalogue.layout(options["layout"]) if options["layout"] else {}
     if options["verb"] == "update":
@@ -123,7 +132,7 @@ def _ordered(options: dict[str, Any]) -> list[Result]:
         return [Result(Target(one), one, command)]
     count, sign = options["count"], 1 if options["verb"] == "create" else -1
     if count is not None and count < 1:
-        raise CommandError("--count is 1 or more")
+        raise CommandError("--count must be 1 or more")
     wanted = Change(count and sign * count, layout, options["generation"])
     return partitioning.change(options["targets"], wanted, who, reason, Source.PERSON)
 
@@ -138,15 +147,15 @@ def _line(result: Result, command: Row | None, waited: bool) -> str:
         return f"refused: {result.refused}"
     if waited:
         return f"{command.device_name} on {command.host.name}: {next(following.told(command))}"
-    return f"ordered: {command.uuid}; `manage.py command show {command.uuid} --wait` follows it"
+    return f"ordered: {command.uuid}; `manage.py command show {command.uuid} --wait` shows its progress"
 
 
 def _orders(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("--generation", metavar="N", type=int, help="generation of the device; refused if it has changed")
+    verb.add_argument("--reason", default="", help="reason that is shown with the commands and their events")
     verb.add_argument(
-        "--generation", metavar="N", type=int, help="the device's, as you saw it; refused when it changed"
+        "--wait", action="store_true", help="wait until all commands have ended; exit with 1 if one failed"
     )
-    verb.add_argument("--reason", default="", help="shown with the commands and their events")
-    verb.add_argument("--wait", action="store_true", help="until all have ended; the exit status is their success")
 
 
 def _target(text: str) -> Target:

@@ -23,45 +23,49 @@ from accelerators.workflows import attachments
 ROWS = 50
 EVERY_S = 0.25
 TEACHING = """\
-What is free on the instance's host is claimed in Placement, added to what the instance has, and bound, as Nova does it
-at boot. Stock Nova plugs nothing into a guest that runs: `show` says what is left to do by hand, with what libvirt
-wants. Detach gives it all back; take it out of the guest before. What fails is undone whole.
+Attach claims free accelerators on the instance's host in Placement, adds them to the instance's allocation, and binds
+them, as Nova does at boot. Stock Nova plugs nothing into a running guest: `show` prints what is left to do by hand,
+with the XML for libvirt. Detach releases everything; remove the accelerators from the guest first. An attachment that
+fails is undone completely.
 
   manage.py attachment attach 5e1f… --profile fpga-one --reason "ticket 4711" --wait
   manage.py attachment attach 5e1f… --device 3f1c…
   manage.py attachment list --instance 5e1f…
   manage.py attachment detach 9b02… --wait
 
-Exit status: 0 asked for, with --wait attached or detached; 1 refused or failed; the last line says why.
+Exit status: 0 if the request was accepted (with --wait: attached or detached); 1 if it was refused or failed. The last
+line states the reason.
 """
 _uuid = shell.uuid()
 
 
 class Command(shell.Taught):
     teaching = TEACHING
-    help = (
-        "Attach accelerators to instances that run, detach them, and see what became of it: attach, detach, list, show."
-    )
+    help = "Attach accelerators to running instances, detach them, and show the progress: attach, detach, list, show."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=argparse.ArgumentParser)
-        attach = verbs.add_parser("attach", help="give an instance what a profile asks for, or one unit of a device")
+        attach = verbs.add_parser(
+            "attach", help="attach the accelerators of a profile, or one unit of a device, to an instance"
+        )
         attach.add_argument("uuid", metavar="INSTANCE", type=_uuid)
         what = attach.add_mutually_exclusive_group(required=True)
         what.add_argument("--profile", default="", help="a device profile, by name or uuid")
-        what.add_argument("--device", type=_uuid, help="one unit of this device")
-        detach = verbs.add_parser("detach", help="take an attachment back, whatever it has come to")
+        what.add_argument("--device", type=_uuid, help="uuid of a device of which one unit is attached")
+        detach = verbs.add_parser("detach", help="detach an attachment, in any state")
         detach.add_argument("uuid", metavar="ATTACHMENT", type=_uuid)
         for verb in (attach, detach):
-            verb.add_argument("--reason", default="", help="shown with it and its events")
-            verb.add_argument("--wait", action="store_true", help="until it is done; the exit status is its success")
-        listing = verbs.add_parser("list", help=f"the newest {ROWS}")
-        listing.add_argument("--instance", type=_uuid, help="of this instance alone")
-        listing.add_argument("--state", choices=[*AttachmentState], help="in this state alone")
-        show = verbs.add_parser("show", help="one: how far it is, how it went, what is left to do by hand")
+            verb.add_argument("--reason", default="", help="reason that is shown with the attachment and its events")
+            verb.add_argument("--wait", action="store_true", help="wait until it has ended; exit with 1 if it failed")
+        listing = verbs.add_parser("list", help=f"list the newest {ROWS} attachments")
+        listing.add_argument("--instance", type=_uuid, help="only attachments of this instance")
+        listing.add_argument("--state", choices=[*AttachmentState], help="only attachments in this state")
+        show = verbs.add_parser(
+            "show", help="show the progress and the result of one attachment, and what is left to do by hand"
+        )
         show.add_argument("uuid", metavar="ATTACHMENT", type=_uuid)
         for verb in verbs.choices.values():
-            verb.add_argument("--json", action="store_true", help="for scripts: JSON on standard output")
+            verb.add_argument("--json", action="store_true", help="write JSON to standard output, for scripts")
 
     def handle(self, *args: Any, **options: Any) -> None:
         if options["verb"] == "list":
@@ -120,14 +124,16 @@ class Command(shell.Taught):
 def _until_ended(row: Attachment) -> Attachment:
     """Wait until the attachment is attached or has ended, and return it.
 
-    Raises CommandError on Ctrl-C; the attachment goes on in the background.
+    Raises CommandError on Ctrl-C; the attachment continues in the background.
     """
     try:
         while row.state not in (AttachmentState.ATTACHED, *ENDED):
             time.sleep(EVERY_S)
             row = _one(row.uuid)
     except KeyboardInterrupt:
-        raise CommandError(f"not waited for any longer; it goes on: `manage.py attachment show {row.uuid}`") from None
+        raise CommandError(
+            f"stopped waiting; the attachment continues, see `manage.py attachment show {row.uuid}`"
+        ) from None
     return row
 
 
@@ -151,5 +157,5 @@ def _told(row: Attachment) -> Iterator[str]:
 def _one(uuid: UUID) -> Attachment:
     row = Attachment.objects.filter(uuid=uuid).first()
     if row is None:
-        raise CommandError(f"there is no attachment {uuid}; `manage.py attachment list` shows the newest")
+        raise CommandError(f"there is no attachment {uuid}; `manage.py attachment list` shows the newest ones")
     return row

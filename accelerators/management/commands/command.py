@@ -23,9 +23,10 @@ from accelerators.models.commands import OPEN
 
 ROWS = 50
 TEACHING = """\
-A command is done once by the agent of one host. It is ordered here and goes on by itself; --wait follows it until it
-has ended and tells how. What is destructive (reset, partition, program, uninstall) is refused while anybody holds the
-device. Devices are installed by `manage.py device enable`, attached and detached by binding requests.
+The agent of one host executes a command once. The command continues in the background; --wait shows its progress until
+it has ended, and then its result. Destructive commands (reset, partition, program, uninstall) are refused while anybody
+holds the device. To install a device, use `manage.py device enable`; devices are attached and detached when requests
+are bound and unbound.
 
   manage.py command health 3f1c… --wait
   manage.py command partition 3f1c… --layout vfs=4 --reason "four instances" --wait
@@ -35,7 +36,8 @@ device. Devices are installed by `manage.py device enable`, attached and detache
   manage.py command report cmp1.example --driver pci_driver --wait
   manage.py command list --host cmp1.example --open
 
-Exit status: 0 ordered, with --wait succeeded; 1 refused, failed, expired or unknown; the last line says why.
+Exit status: 0 if the command was ordered (with --wait: succeeded); 1 if it was refused, failed or expired, or if its
+result is unknown. The last line states the reason.
 """
 _uuid = shell.uuid()
 
@@ -43,7 +45,7 @@ _uuid = shell.uuid()
 class Command(shell.Taught):
     teaching = TEACHING
     help = (
-        "Ask a host's agent to do something, and follow it: health, reset, partition, program, uninstall, rescan, "
+        "Send a command to a host's agent and show its result: health, reset, partition, program, uninstall, rescan, "
         "logs, report."
     )
 
@@ -53,22 +55,22 @@ class Command(shell.Taught):
             verb = verbs.add_parser(act.op, help=act.meaning, description=act.meaning)
             if act.of == "device":
                 verb.add_argument(
-                    "target", metavar="DEVICE", type=_uuid, help="its uuid, as `manage.py device list` says"
+                    "target", metavar="DEVICE", type=_uuid, help="uuid of the device, as in `manage.py device list`"
                 )
             else:
-                verb.add_argument("target", metavar="HOST", help="its name or uuid")
+                verb.add_argument("target", metavar="HOST", help="name or uuid of the host")
             _takes(verb, act)
-            verb.add_argument("--reason", default="", help="shown with the command and its events")
-            verb.add_argument("--wait", action="store_true", help="until it has ended; the exit status is its success")
-        listing = verbs.add_parser("list", help=f"the newest {ROWS} commands")
-        listing.add_argument("--host", help="of this host alone, by name")
-        listing.add_argument("--device", type=_uuid, help="of this device alone")
-        listing.add_argument("--open", action="store_true", help="those alone that have not ended")
-        show = verbs.add_parser("show", help="one command: how far it is, how it ended, what came back")
+            verb.add_argument("--reason", default="", help="reason that is shown with the command and its events")
+            verb.add_argument("--wait", action="store_true", help="wait until it has ended; exit with 1 if it failed")
+        listing = verbs.add_parser("list", help=f"list the newest {ROWS} commands")
+        listing.add_argument("--host", help="only commands of the host with this name")
+        listing.add_argument("--device", type=_uuid, help="only commands of this device")
+        listing.add_argument("--open", action="store_true", help="only commands that have not ended")
+        show = verbs.add_parser("show", help="show the progress and the result of one command")
         show.add_argument("uuid", metavar="UUID", type=_uuid)
-        show.add_argument("--wait", action="store_true", help="until it has ended; the exit status is its success")
+        show.add_argument("--wait", action="store_true", help="wait until it has ended; exit with 1 if it failed")
         for verb in verbs.choices.values():
-            verb.add_argument("--json", action="store_true", help="for scripts: JSON on standard output")
+            verb.add_argument("--json", action="store_true", help="write JSON to standard output, for scripts")
 
     def handle(self, *args: Any, **options: Any) -> None:
         if options["verb"] == "list":
@@ -94,7 +96,7 @@ class Command(shell.Taught):
         if options["wait"]:
             (row,) = following.follow([row.pk], self.stderr)
         elif options["verb"] != "show" and not options["json"]:
-            self.stdout.write(f"ordered: {row.uuid}; `manage.py command show {row.uuid} --wait` follows it")
+            self.stdout.write(f"ordered: {row.uuid}; `manage.py command show {row.uuid} --wait` shows its progress")
             return
         if options["json"]:
             self.stdout.write(json.dumps(following.as_json(row), default=str))
@@ -112,7 +114,7 @@ class Command(shell.Taught):
         if options["json"]:
             self.stdout.write(json.dumps([following.as_json(row) for row in rows], default=str))
             return
-        lines = [("uuid", "state", "%", "what", "of", "host", "by", "said")]
+        lines = [("uuid", "state", "%", "op", "device", "host", "by", "text")]
         lines += [
             (
                 str(row.uuid),
@@ -133,18 +135,24 @@ class Command(shell.Taught):
 def _takes(verb: argparse.ArgumentParser, act: Act) -> None:
     match act.takes:
         case "layout":
-            verb.add_argument("--layout", metavar="K=V", nargs="+", required=True, help="words of its driver: vfs=4")
+            verb.add_argument(
+                "--layout", metavar="K=V", nargs="+", required=True, help="layout keys of its driver, such as vfs=4"
+            )
         case "image":
-            verb.add_argument("--image", metavar="UUID", type=_uuid, required=True, help="an image here or in Glance")
-            verb.add_argument("--deployable", metavar="UUID", type=_uuid, help="which part, if the device has several")
+            verb.add_argument(
+                "--image", metavar="UUID", type=_uuid, required=True, help="an image that is stored here or in Glance"
+            )
+            verb.add_argument(
+                "--deployable", metavar="UUID", type=_uuid, help="the deployable, if the device has several"
+            )
         case "driver":
-            verb.add_argument("--driver", default="", help="this one alone; rescan lets it out of quarantine")
+            verb.add_argument("--driver", default="", help="only this driver; a rescan ends its quarantine")
 
 
 def _one(uuid: UUID) -> Row:
     row = Row.objects.select_related("host").filter(uuid=uuid).first()
     if row is None:
-        raise CommandError(f"there is no command {uuid}; `manage.py command list` shows the newest")
+        raise CommandError(f"there is no command {uuid}; `manage.py command list` shows the newest ones")
     return row
 
 

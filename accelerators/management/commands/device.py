@@ -30,50 +30,56 @@ EVENTS = 10
 LOTS = 1000
 """If more devices than these are changed, progress is written to standard error."""
 TEACHING = """\
-A device is found inactive. Enable it, and it is offered (ready), or installing until its driver has made it so: --wait
-follows that to its end. Disable it, and it is in maintenance; what instances hold stays theirs. Drain takes it out of
-offer and says when its last request is gone; --then retired retires it then. Quarantine is for what is not to be
-trusted; release ends it. Retire is for good and refused while somebody holds the device; reinstate takes it back as
-inactive. Admit applies the admission rules to devices that are inactive now.
+A device is inactive when it is found. Enable makes it ready (offered), or installing until its driver has prepared it;
+--wait waits for that. Disable puts it in maintenance; bound requests stay bound. Drain takes it out of offer and
+records when its last request is gone; with --then retired it is retired at that time. Quarantine is for devices that
+cannot be trusted; release ends the quarantine. Retire takes a device out of use for good and is refused while somebody
+holds it; reinstate makes a retired device inactive. Admit applies the admission rules to devices that are inactive now.
 
   manage.py device list --host cmp1.example --state inactive
   manage.py device enable 3f1c… 77ab… --reason "burnt in"
   manage.py device list --host cmp1.example --quiet | manage.py device drain - --then retired --reason "end of lease"
 
-Exit status 1: something was refused, or (--wait) could not be installed; the table says what, and why. What else its
-agent can be asked: `manage.py command --help`.
+Exit status 1: a device was refused, or (with --wait) could not be installed; the table states the reason. For commands
+to the device's agent see `manage.py command --help`.
 """
-_uuid = shell.uuid("; `manage.py device list` shows them")
+_uuid = shell.uuid("; `manage.py device list` shows the uuids")
 
 
 class Command(shell.Taught):
     teaching = TEACHING
     help = (
-        "List devices, show one, and decide about them: enable, drain, disable, quarantine, release, retire, reinstate."
+        "List devices, show one, or change their state: enable, drain, disable, quarantine, release, retire, reinstate."
     )
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=argparse.ArgumentParser)
-        listing = verbs.add_parser("list", help="the devices there are, by host")
-        listing.add_argument("--host", help="of this host alone")
-        listing.add_argument("--state", choices=[*DeviceState], help="in this state alone")
-        listing.add_argument("--type", choices=[*DeviceType], help="of this type alone")
-        listing.add_argument("--driver", help="of this driver alone")
-        listing.add_argument("--quiet", action="store_true", help="only their uuids, one a line, for another command")
-        show = verbs.add_parser("show", help="one device, why it is so, and what happened to it last")
+        listing = verbs.add_parser("list", help="list devices, ordered by host")
+        listing.add_argument("--host", help="only devices of this host")
+        listing.add_argument("--state", choices=[*DeviceState], help="only devices in this state")
+        listing.add_argument("--type", choices=[*DeviceType], help="only devices of this type")
+        listing.add_argument("--driver", help="only devices of this driver")
+        listing.add_argument(
+            "--quiet", action="store_true", help="print only uuids, one per line, as input for another command"
+        )
+        show = verbs.add_parser(
+            "show", help="show one device, the reason for its state, and its latest commands and events"
+        )
         show.add_argument("uuid", metavar="UUID", type=_uuid)
         for action in Action:
             verb = verbs.add_parser(action.value, help=actions.MEANING[action])
-            verb.add_argument("uuids", metavar="UUID", nargs="+", type=_uuid_or_dash, help="- reads them from stdin")
-            verb.add_argument("--reason", default="", help="shown with the device and its events")
+            verb.add_argument(
+                "uuids", metavar="UUID", nargs="+", type=_uuid_or_dash, help="- reads uuids from standard input"
+            )
+            verb.add_argument("--reason", default="", help="reason that is shown with the device and its events")
             if action is Action.ENABLE:
-                verb.add_argument("--wait", action="store_true", help="until what has to be installed is, or is not")
+                verb.add_argument("--wait", action="store_true", help="wait until the installations have ended")
             if action is Action.DRAIN:
-                verb.add_argument("--then", choices=[*Drain], default=Drain.MAINTENANCE, help="what it becomes then")
+                verb.add_argument("--then", choices=[*Drain], default=Drain.MAINTENANCE, help="state after the drain")
         admit = verbs.add_parser("admit", help="apply the admission rules to devices that are inactive now")
-        admit.add_argument("--dry-run", action="store_true", help="only say how many devices each rule would move")
+        admit.add_argument("--dry-run", action="store_true", help="only print how many devices each rule would change")
         for verb in verbs.choices.values():
-            verb.add_argument("--json", action="store_true", help="for scripts: JSON on standard output")
+            verb.add_argument("--json", action="store_true", help="write JSON to standard output, for scripts")
 
     def handle(self, *args: Any, **options: Any) -> None:
         verb = options["verb"]
@@ -93,7 +99,7 @@ class Command(shell.Taught):
     def _show(self, options: dict[str, Any]) -> None:
         device = Device.objects.select_related("host").filter(uuid=options["uuid"]).first()
         if device is None:
-            raise CommandError(f"there is no device {options['uuid']}; `manage.py device list` shows what there is")
+            raise CommandError(f"there is no device {options['uuid']}; `manage.py device list` shows all devices")
         facts = {"uuid": str(device.uuid), "host": device.host.name}
         facts |= {name: value for name, value in model_to_dict(device).items() if name not in ("id", "host")}
         held = AcceleratorRequest.objects.filter(attach_handle__deployable__device=device).count()
@@ -193,4 +199,4 @@ def _spelled_out(named: Iterable[UUID | None]) -> Iterator[UUID]:
             try:
                 yield UUID(line.strip())
             except ValueError:
-                raise CommandError(f"{line.strip()[:64]!r} on standard input is no uuid") from None
+                raise CommandError(f"{line.strip()[:64]!r} on standard input is not a uuid") from None

@@ -26,24 +26,25 @@ EVERY_S = 0.25
 BAR = 24
 MAX_FILE = 1_000_000
 OPS = {
-    RolloutOp.INSTALL: "Run a driver on hosts from now on, with settings; its package has to be there.",
-    RolloutOp.UPDATE: "Enable or disable it where it is installed, or give it other settings.",
-    RolloutOp.UNINSTALL: "Run it no more, and forget its settings, also where the host's own configuration names it.",
+    RolloutOp.INSTALL: "Run a driver on hosts with the given settings; its package must be installed there.",
+    RolloutOp.UPDATE: "Enable or disable a driver on the hosts that have it, or change its settings.",
+    RolloutOp.UNINSTALL: "Stop a driver and delete its settings, even if the host's own configuration names it.",
 }
 TEACHING = """\
-What is wanted of a driver on a host is kept here and in the host's own journal, and goes before what the host's own
-CYBORG_ENABLED_DRIVERS and CYBORG_DRIVER_SETTINGS say; which acts are allowed on a host only that host can say. New
-settings are tried beside the running driver: a mistake in them changes nothing. A driver is left alone while anybody
-holds one of its devices; those of a driver that is turned off are missing until it runs again.
+The wanted state of a driver on a host is stored in the database and in the host's journal. It takes precedence over the
+host's own CYBORG_ENABLED_DRIVERS and CYBORG_DRIVER_SETTINGS. Which acts are allowed on a host is configured only there.
+New settings are tested in a second process of the driver first, so a mistake in them changes nothing. A driver is not
+changed while anybody holds one of its devices. The devices of a disabled driver are missing until it runs again.
 
   manage.py driver list --drifts
   manage.py driver install pci_driver --host cmp1.example --settings-file pci.toml --reason "new GPUs" --wait
   manage.py driver update pci_driver --match 'cmp*' --settings-file pci.toml --max-parallel 10 --wait
   manage.py driver update fake_driver --all --disable --go-on
-  manage.py driver rollout                     the newest; with a uuid its hosts, --wait follows it
-  manage.py driver cancel 3f1c…                no further host is begun
+  manage.py driver rollout                     lists the newest; with a uuid: its hosts, --wait shows its progress
+  manage.py driver cancel 3f1c…                starts no further host
 
-Exit status: 0 begun, with --wait no host failed; 1 refused, or a host failed or was not begun; the last line says why.
+Exit status: 0 if the rollout was started (with --wait: no host failed); 1 if it was refused, or if a host failed or was
+not started. The last line states the reason.
 """
 _uuid = shell.uuid()
 
@@ -54,19 +55,21 @@ class Command(shell.Taught):
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=argparse.ArgumentParser)
-        listing = verbs.add_parser("list", help="drivers on hosts: wanted beside seen")
-        listing.add_argument("--host", help="on this host alone, by name")
-        listing.add_argument("--driver", help="this driver alone")
-        listing.add_argument("--drifts", action="store_true", help="those alone that are not as they are wanted")
+        listing = verbs.add_parser("list", help="list drivers on hosts, with their wanted and reported states")
+        listing.add_argument("--host", help="only drivers on the host with this name")
+        listing.add_argument("--driver", help="only this driver")
+        listing.add_argument(
+            "--drifts", action="store_true", help="only drivers whose reported state differs from the wanted state"
+        )
         for op, meaning in OPS.items():
             _asks(verbs.add_parser(op.value, help=meaning, description=meaning), op)
-        show = verbs.add_parser("rollout", help=f"the newest {ROWS} rollouts, or the hosts of one")
+        show = verbs.add_parser("rollout", help=f"list the newest {ROWS} rollouts, or the hosts of one")
         show.add_argument("uuid", metavar="UUID", type=_uuid, nargs="?")
-        show.add_argument("--wait", action="store_true", help="until it has ended; the exit status is its success")
-        cancel = verbs.add_parser("cancel", help="begin no further host of a rollout")
+        show.add_argument("--wait", action="store_true", help="wait until it has ended; exit with 1 if a host failed")
+        cancel = verbs.add_parser("cancel", help="start no further host of a rollout")
         cancel.add_argument("uuid", metavar="UUID", type=_uuid)
         for verb in verbs.choices.values():
-            verb.add_argument("--json", action="store_true", help="for scripts: JSON on standard output")
+            verb.add_argument("--json", action="store_true", help="write JSON to standard output, for scripts")
 
     def handle(self, *args: Any, **options: Any) -> None:
         verb = options["verb"]
@@ -101,15 +104,15 @@ class Command(shell.Taught):
         if options.get("wait"):
             self._follow(rollout)
         elif options["verb"] in list(OPS) and not options["json"]:
-            begun = f"begun on {rollout.total} host{'' if rollout.total == 1 else 's'}: {rollout.uuid}"
-            self.stdout.write(f"{begun}; `manage.py driver rollout {rollout.uuid} --wait` follows it")
+            begun = f"started on {rollout.total} host{'' if rollout.total == 1 else 's'}: {rollout.uuid}"
+            self.stdout.write(f"{begun}; `manage.py driver rollout {rollout.uuid} --wait` shows its progress")
             return
         rollout.refresh_from_db()
         steps = list(rollout.steps.order_by("id"))
         if options["json"]:
             self.stdout.write(json.dumps(_as_json(rollout) | {"hosts": [_step(one) for one in steps]}, default=str))
         else:
-            self._table(("host", "state", "said"), [(one.host_name, one.state, one.text) for one in steps])
+            self._table(("host", "state", "text"), [(one.host_name, one.state, one.text) for one in steps])
             self.stdout.write(f"{rollout}: {rollout.state}")
         lost = any(one.state == StepState.FAILED for one in steps) or rollout.state in ("stopped", "cancelled")
         if options.get("wait") and lost:
@@ -118,7 +121,7 @@ class Command(shell.Taught):
     def _follow(self, rollout: Rollout) -> None:
         """Write the progress of a rollout to standard error until it has ended.
 
-        Raises CommandError on Ctrl-C; the rollout goes on.
+        Raises CommandError on Ctrl-C; the rollout continues.
         """
         told: dict[int, str] = {}
         terminal = self.stderr.isatty()
@@ -140,7 +143,7 @@ class Command(shell.Taught):
                     return
                 time.sleep(EVERY_S)
         except KeyboardInterrupt:
-            text = f"not waited for any longer; it goes on: `manage.py driver rollout {rollout.uuid}`"
+            text = f"stopped waiting; the rollout continues, see `manage.py driver rollout {rollout.uuid}`"
             raise CommandError(text) from None
         finally:
             if terminal:
@@ -166,7 +169,7 @@ class Command(shell.Taught):
             )
             for row in rows
         ]
-        self._table(("host", "driver", "version", "seen", "wanted", "", "devices", "said"), lines)
+        self._table(("host", "driver", "version", "seen", "wanted", "", "devices", "text"), lines)
 
     def _newest(self, options: dict[str, Any]) -> None:
         rows = list(Rollout.objects.order_by("-id")[:ROWS])
@@ -181,32 +184,39 @@ class Command(shell.Taught):
 
 
 def _asks(verb: argparse.ArgumentParser, op: RolloutOp) -> None:
-    verb.add_argument("driver", metavar="DRIVER", help="its name, as `manage.py driver list` says")
-    where = verb.add_argument_group("on which hosts")
-    where.add_argument("--host", action="append", metavar="NAME", help="this one; may be said several times")
+    verb.add_argument("driver", metavar="DRIVER", help="name of the driver, as in `manage.py driver list`")
+    where = verb.add_argument_group("selection of hosts")
+    where.add_argument("--host", action="append", metavar="NAME", help="the host with this name; can be repeated")
     where.add_argument("--all", action="store_true", help="every host")
-    where.add_argument("--running", metavar="DRIVER", help="hosts where this driver runs, or is wanted")
-    where.add_argument("--match", metavar="PATTERN", help="hosts whose name fits; * and ? stand for what differs")
+    where.add_argument("--running", metavar="DRIVER", help="hosts on which this driver runs or is wanted")
+    where.add_argument("--match", metavar="PATTERN", help="hosts whose names match; * and ? are wildcards")
     if op is not RolloutOp.UNINSTALL:
         verb.add_argument(
-            "--settings-file", metavar="FILE", help="its settings: JSON, or TOML in a file called so; - reads"
+            "--settings-file",
+            metavar="FILE",
+            help="its settings: a .toml file, else JSON; - reads JSON from standard input",
         )
         either = verb.add_mutually_exclusive_group()
-        either.add_argument("--enable", dest="enabled", action="store_true", default=None, help="it is to run")
-        either.add_argument("--disable", dest="enabled", action="store_false", help="it is not to run; settings stay")
+        either.add_argument("--enable", dest="enabled", action="store_true", default=None, help="run the driver")
+        either.add_argument(
+            "--disable", dest="enabled", action="store_false", help="do not run the driver; its settings are kept"
+        )
     verb.add_argument(
-        "--max-parallel", type=int, default=driver_rollouts.PARALLEL, help="hosts at a time (%(default)s)"
+        "--max-parallel",
+        type=int,
+        default=driver_rollouts.PARALLEL,
+        help="number of hosts at a time (default: %(default)s)",
     )
-    verb.add_argument("--go-on", action="store_true", help="begin further hosts although one has failed")
-    verb.add_argument("--reason", default="", help="shown with it and its events")
-    verb.add_argument("--wait", action="store_true", help="until it has ended; the exit status is its success")
+    verb.add_argument("--go-on", action="store_true", help="start further hosts even if one has failed")
+    verb.add_argument("--reason", default="", help="reason that is shown with the rollout and its events")
+    verb.add_argument("--wait", action="store_true", help="wait until it has ended; exit with 1 if a host failed")
 
 
 def _settings(name: str) -> dict[str, Any]:
     """Read driver settings from a TOML or JSON file, or as JSON from standard input (`-`).
 
-    Reads at most MAX_FILE characters. Raises CommandError if they cannot be read, cannot be parsed, or are not an
-    object.
+    Reads at most MAX_FILE characters. Raises CommandError if they cannot be read, cannot be parsed, or are
+    not an object.
     """
     try:
         text = sys.stdin.read(MAX_FILE) if name == "-" else Path(name).read_text()[:MAX_FILE]
@@ -216,7 +226,7 @@ def _settings(name: str) -> dict[str, Any]:
     except ValueError as error:
         raise CommandError(f"{name} is not {'TOML' if name.endswith('.toml') else 'JSON'}: {error}") from None
     if not isinstance(said, dict):
-        raise CommandError(f"{name} holds no object: settings are one, as the driver's table in a TOML file is")
+        raise CommandError(f"{name} contains no object: settings are a JSON object or the content of a TOML file")
     return said
 
 
@@ -240,5 +250,5 @@ def _step(one: RolloutStep) -> dict[str, Any]:
 def _one(uuid: UUID) -> Rollout:
     found = Rollout.objects.filter(uuid=uuid).first()
     if found is None:
-        raise CommandError(f"there is no rollout {uuid}; `manage.py driver rollout` shows the newest")
+        raise CommandError(f"there is no rollout {uuid}; `manage.py driver rollout` shows the newest ones")
     return found

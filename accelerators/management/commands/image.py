@@ -22,7 +22,7 @@ TEACHING = """examples:
   manage.py image list --json
   manage.py image remove 6ed7c4e6-3f3a-4f0b-9d6b-1f0a3ab3e1a5
 
-Devices are programmed with these, and with images of Glance by their ids, which are copied here when they are needed:
+Devices can be programmed with these images, and with images in Glance, by their ids; those are copied when needed:
   manage.py command program DEVICE --image IMAGE --wait
 """
 BAR = 30
@@ -32,20 +32,24 @@ class Command(shell.Taught):
     """Upload, list and remove images."""
 
     teaching = TEACHING
-    help = "The images that devices are programmed with."
+    help = "Upload, list and remove the images that devices are programmed with."
 
     def add_arguments(self, parser: CommandParser) -> None:
         verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=argparse.ArgumentParser)
-        upload = verbs.add_parser("upload", help="keep a file as an image; prints its uuid")
+        upload = verbs.add_parser("upload", help="store a file as an image and print its uuid")
         upload.add_argument("file", metavar="FILE", type=Path)
-        upload.add_argument("--name", help="by default the file's")
+        upload.add_argument("--name", help="name of the image; default: the name of the file")
         upload.add_argument(
-            "--property", action="append", default=[], metavar="KEY=VALUE", help="accel:function_id=…; repeatable"
+            "--property",
+            action="append",
+            default=[],
+            metavar="KEY=VALUE",
+            help="property of the image, such as accel:function_id=…; can be repeated",
         )
-        verbs.add_parser("list", help="the images that are here")
-        verbs.add_parser("remove", help="forget one").add_argument("uuid", metavar="UUID", type=_uuid)
+        verbs.add_parser("list", help="list the stored images")
+        verbs.add_parser("remove", help="delete a stored image").add_argument("uuid", metavar="UUID", type=_uuid)
         for verb in verbs.choices.values():
-            verb.add_argument("--json", action="store_true", help="for scripts: JSON on standard output")
+            verb.add_argument("--json", action="store_true", help="write JSON to standard output, for scripts")
 
     def handle(self, *args: Any, **options: Any) -> None:
         try:
@@ -104,4 +108,4 @@ def _uuid(text: str) -> UUID:
     try:
         return UUID(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no uuid; `manage.py image list` shows them") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a uuid; `manage.py image list` shows the uuids") from None

@@ -17,17 +17,17 @@ from accelerators.audit import sealing, verification
 from accelerators.management import shell
 
 TEACHING = """\
-Every minute the events of all finished transactions are put under a seal, a hash over them and over the seal before.
-This computes all seals anew and names the first event and the first seal that does not fit. What is not sealed yet is
-counted.
+Every minute the events of all finished transactions are sealed: a seal is a hash over these events and the previous
+seal. This command computes all seals again and prints the first event and the first seal that do not match. Events that
+are not sealed yet are only counted.
 
-Whoever may change everything in the database can make the whole chain anew. So keep the newest seal elsewhere now and
-then, and hold the chain against what was kept:
+Somebody who can change everything in the database can also compute the whole chain again. Therefore store the newest
+seal elsewhere from time to time, and compare the chain with the stored seals:
 
   manage.py verify_events --anchor >> /elsewhere/anchors
   manage.py verify_events --seal-file /elsewhere/anchors
 
-Exit status 1: something does not fit. docs/audit.md says how to compute it without this program.
+Exit status 1: something does not match. docs/audit.md describes how to verify events without this program.
 """
 ANCHOR = re.compile(r"(\d{1,18}) ([0-9a-f]{64})")
 WIDTH = 40
@@ -35,20 +35,20 @@ WIDTH = 40
 
 class Command(shell.Taught):
     teaching = TEACHING
-    help = "Verify the hash chain over events, or print its newest link to be kept elsewhere."
+    help = "Verify the hash chain over events, or print its newest seal, to be stored elsewhere."
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--from", dest="first", type=int, default=1, metavar="N", help="begin with this seal")
+        parser.add_argument("--from", dest="first", type=int, default=1, metavar="N", help="start with this seal")
         parser.add_argument("--to", dest="last", type=int, metavar="N", help="end with this seal")
-        parser.add_argument("--seal-file", type=Path, help="anchors that were kept: a number and a hash a line")
-        parser.add_argument("--anchor", action="store_true", help="verify nothing, print the newest seal")
+        parser.add_argument("--seal-file", type=Path, help="file of stored seals: a number and a hash per line")
+        parser.add_argument("--anchor", action="store_true", help="only print the newest seal")
         parser.add_argument("--json", action="store_true", help="print one JSON object")
 
     def handle(self, *args: Any, **options: Any) -> None:
         if options["anchor"]:
             last = sealing.newest()
             if not last.number:
-                raise CommandError("no event is sealed yet: the job `seals` does so within a minute")
+                raise CommandError("no event is sealed yet: the job `seals` seals events within a minute")
             self.stdout.write(f"{last.number} {last.hash}")
             return
         if options["first"] < 1 or (options["last"] or options["first"]) < options["first"]:
@@ -68,7 +68,7 @@ class Command(shell.Taught):
         dropped = f", {found.dropped} dropped by retention" if found.dropped else ""
         self.stdout.write(
             f"{found.seals} seals, {found.events} events{dropped}, {found.unsealed} not sealed yet: "
-            + ("they do not fit" if found.findings else "they fit")
+            + ("they do not match" if found.findings else "they match")
         )
         if found.number:
             self.stdout.write(f"newest seal: {found.number} {found.hash}")
@@ -95,10 +95,10 @@ def _anchors(path: Path) -> dict[int, str]:
     for line in filter(None, map(str.strip, lines)):
         match = ANCHOR.fullmatch(line)
         if match is None:
-            raise CommandError(f"{path}: {line[:80]!r} is no line of `verify_events --anchor`: a number and a hash")
+            raise CommandError(f"{path}: {line[:80]!r} is not a line of `verify_events --anchor` (a number and a hash)")
         number, kept = int(match[1]), match[2]
         if found.setdefault(number, kept) != kept:
-            raise CommandError(f"{path}: two different hashes are kept of seal {number}")
+            raise CommandError(f"{path}: there are two different hashes of seal {number}")
     if not found:
         raise CommandError(f"{path} is empty: there is nothing to compare with")
     return found

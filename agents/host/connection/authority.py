@@ -1,4 +1,4 @@
-"""Whether this host may write to Placement now, as the gateway said on the present connection."""
+"""Decide whether this host may write to Placement now, from what the gateway sent on the present connection."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ class Authority:
     """Decides whether this host may write to Placement now.
 
     It may only while it has a connection whose gateway answers, and only for the highest writer epoch that it received
-    on that connection. The event loop sets the state; the writing thread reads it through `refused`.
+    on that connection. The event loop sets the state; the writing thread reads it through `find_refusal`.
     """
 
     epoch: int = -1
     answers: Callable[[], bool] = field(default=lambda: False)
 
     def connected(self, answers: Callable[[], bool]) -> None:
-        """Note a new connection and forget the writer epoch. `answers()`: whether its gateway has answered lately."""
+        """Note a new connection and forget the writer epoch. `is_gateway_answering()`: whether it answered lately."""
         self.epoch, self.answers = -1, answers
 
     def lost(self) -> None:
@@ -32,7 +32,7 @@ class Authority:
     def refused(self, epoch: int) -> str:
         """Return the reason why this host must not write for this writer epoch now, '' when it may."""
         if not self.answers():
-            return "the connection to the conductor is lost, so it may have given the writing to another"
+            return "the connection to the conductor is lost, so another writer may have taken over"
         if epoch != self.epoch:
-            return f"there is another writer (epoch {self.epoch}) than the one this was asked for (epoch {epoch})"
+            return f"the command was made for writer epoch {epoch}, and the present writer epoch is {self.epoch}"
         return ""

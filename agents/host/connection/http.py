@@ -100,8 +100,7 @@ async def challenge(
     """Fetch a challenge (a nonce to sign); return it with the gateway narrowed to the address that issued it.
 
     A nonce is valid only at the server that issued it, so the connection must go to the same address. Raises
-    HttpStatusError,
-    also when the two sides have no wire version in common, OSError (unreachable, TLS, time-out) or
+    HttpStatusError, also when the two sides have no wire version in common, OSError (unreachable, TLS, time-out) or
     wire.MalformedMessageError.
     """
     async with asyncio.timeout(timeout):
@@ -115,13 +114,14 @@ async def challenge(
     if not set(found.versions) & set(wire.VERSIONS):
         raise HttpStatusError(
             status,
-            f"it speaks {', '.join(found.versions)}, this agent {', '.join(wire.VERSIONS)}: upgrade one",
+            f"it supports the wire versions {', '.join(found.versions)}, and this agent {', '.join(wire.VERSIONS)}: "
+            "upgrade one of them",
         )
     return found, replace(gateway, at=at)
 
 
 def refusal(status: int, headers: Any, body: bytes) -> HttpStatusError:
-    """Build a Refused from an HTTP answer: `error` and `code` of its JSON document, else the status's standard text."""
+    """Build an HttpStatusError from an HTTP answer: `error` and `code` of its JSON, else the status's standard text."""
     code = ""
     try:
         said = msgspec.json.decode(body, type=dict[str, Any])
@@ -141,10 +141,10 @@ def _seconds(value: str | None) -> float:
 async def download(
     gateway: Gateway, context: ssl.SSLContext | None, path: str, authorization: str, take: Callable[[bytes], None]
 ) -> None:
-    """Download `path` and pass each piece to `take`, up to the end of the connection.
+    """Download `path` and pass each piece to `write_piece`, up to the end of the connection.
 
     The length is not checked: the caller must do that. Raises HttpStatusError when the status is not 200, OSError
-    (also when nothing comes for SILENCE_S seconds), wire.MalformedMessageError, and whatever `take` raises.
+    (also when nothing comes for IO_TIMEOUT_S seconds), wire.MalformedMessageError, and whatever `write_piece` raises.
     """
     header = f"Authorization: {authorization}\r\n"
     # An HTTP/1.0 answer is never chunked: its body ends where the connection ends.
@@ -181,8 +181,8 @@ async def _request(
 ) -> AsyncIterator[tuple[asyncio.StreamReader, str]]:
     """Send a request on a new connection; yield the stream of the answer and the IP address of the server.
 
-    `line` is the request line; its `{}` is replaced by the path of the gateway's address. The connection is aborted at
-    the end.
+    `line_template` is the request line; its `{}` is replaced by the path of the gateway's address. The connection is
+    aborted at the end.
     """
     parts = urlsplit(gateway.address)
     port = parts.port or (443 if context else 80)

@@ -66,7 +66,7 @@ class Identity:
 
 
 class Keyring:
-    """The current key and, during a key rotation, the next one (`following`)."""
+    """The current key and, during a key rotation, the next one (`next_identity`)."""
 
     def __init__(self, directory: Path, current: Identity, following: Identity | None) -> None:
         self._directory = directory
@@ -79,7 +79,7 @@ class Keyring:
         Raises ConfigurationError when it cannot be written.
         """
         if self.following is None:
-            if self._unsettled:  # NEXT still holds the current key: it must be renamed before NEXT is written again
+            if self._unsettled:  # the file still holds the current key: it must be renamed before it is written again
                 self._settle()
             key = _make(self._directory / NEXT)
             self.following = Identity(self.current.host, self.current.node, key)
@@ -97,17 +97,17 @@ class Keyring:
         try:
             self._settle()
         except ConfigurationError as error:
-            log.error("%s: the former one is kept beside it", error)
+            log.error("%s; both keys stay on disk, and the next start finds out which one the gateway accepts", error)
 
     def _settle(self) -> None:
-        """Rename NEXT to FILE and sync the directory. Raises ConfigurationError."""
+        """Rename NEXT_KEY_FILE to KEY_FILE and sync the directory. Raises ConfigurationError."""
         coming = self._directory / NEXT
         try:
             if coming.exists():
                 coming.rename(self._directory / FILE)
             sync_directory(self._directory)
         except OSError as error:
-            raise ConfigurationError(f"the agent's new key {coming} cannot take its place: {error.strerror}") from None
+            raise ConfigurationError(f"the agent's new key {coming} cannot be renamed: {error.strerror}") from None
         self._unsettled = False
 
 

@@ -61,7 +61,7 @@ class Link:
     def __post_init__(self) -> None:
         self._backoff = Backoff(self.pace)
         self.wake = asyncio.Event()
-        """Wakes the sending loop: set by `offer`, by the Ack of a report, and for new results, progress and samples."""
+        """Wakes the sending loop: set by `offer_report`, the Ack of a report, and new results, progress and samples."""
         self.looked = False
         """Whether this process has made or confirmed the journal's report; False while it is an earlier process's."""
         report = self.journal.report if self.journal.acknowledged else None
@@ -194,8 +194,12 @@ class Link:
             try:
                 self.journal.raise_epoch(welcome.epoch)
             except (ValueError, sqlite3.OperationalError) as error:
-                raise ConnectionLostError(f"the journal cannot move above epoch {welcome.epoch}: {error}") from None
-            raise ConnectionLostError(f"the gateway knows this host by a later epoch; moved to {self.journal.epoch}")
+                raise ConnectionLostError(
+                    f"the journal cannot raise its epoch above {welcome.epoch}: {error}"
+                ) from None
+            raise ConnectionLostError(
+                f"the gateway has seen a later epoch of this host; the epoch is now {self.journal.epoch}"
+            )
         self._remember(secret)
         self.on_limit(welcome.max_bytes)
         self._said = ("", 0)
@@ -237,7 +241,7 @@ class Link:
         try:
             self.journal.joined(self.gateway.address, self.gateway.fingerprint, secret)
         except sqlite3.OperationalError as error:
-            log.error("the journal cannot remember the gateway (%s): keep the join token until it can", error)
+            log.error("the journal cannot store the gateway's address (%s): keep the join token until it can", error)
 
 
 async def _until_one_fails(*works: Coroutine[Any, Any, None]) -> None:

@@ -110,7 +110,7 @@ class Session:
         try:
             following = keys.prepare()
         except ConfigurationError as error:
-            log.error("a new key was asked for, and the present one stays: %s", error)
+            log.error("the gateway asked for a new key, but the present key stays in use: %s", error)
             return
         await self._socket.send(wire.encode(keys.current.successor(following, self._link.gateway.fingerprint)))
 
@@ -128,7 +128,7 @@ class Session:
         try:
             self._journal.acknowledge(seq)
         except sqlite3.OperationalError as error:
-            log.error("the journal cannot note an acknowledgement (%s): the report may be sent once more", error)
+            log.error("the journal cannot store an acknowledgement (%s): the report may be sent once more", error)
         report = self._journal.report
         if report is not None and report.seq == seq:
             self._applied = report.hash
@@ -141,13 +141,13 @@ class Session:
         try:
             self._journal.ledger.acknowledge(number)
         except sqlite3.OperationalError as error:
-            log.error("the journal cannot note an acknowledgement (%s): a result may be sent once more", error)
+            log.error("the journal cannot store an acknowledgement (%s): a result may be sent once more", error)
 
     async def send(self) -> None:
         """Send heartbeats, reports, results, progress and samples until the connection ends.
 
         Raises ConnectionLostError when the gateway owes an Ack for too long. Returns without an error when the
-        connection is closed: `receive` may still have to read a Refuse, which is the better reason.
+        connection is closed: `receive_messages` may still have to read a Refuse, which is the better reason.
         """
         try:
             await self._send()
@@ -245,7 +245,9 @@ class Session:
             try:
                 report = self._journal.offer_again(report)
             except sqlite3.OperationalError as error:
-                log.error("the journal cannot number a report (%s): trying again with the next beat", error)
+                log.error(
+                    "the journal cannot give a report a new number (%s): trying again at the next heartbeat", error
+                )
                 return
         text = wire.encode(report)
         size = len(text.encode())
@@ -253,7 +255,7 @@ class Session:
             if report.hash != self._too_large:
                 self._too_large = report.hash
                 log.error(
-                    "report %d has %d bytes, the gateway takes %d: not sent",
+                    "report %d is not sent: it has %d bytes, and the gateway accepts at most %d",
                     report.seq,
                     size,
                     self._max_bytes,
@@ -269,8 +271,10 @@ def statuses(report: wire.Report) -> dict[tuple[str, str], Health]:
 
 
 async def next_message(socket: ClientConnection) -> wire.FromGateway | wire.Unknown:
-    """Wait for the next message of the gateway. Raises ConnectionLostError when the connection is closed, and
-    wire.MalformedMessageError."""
+    """Wait for the next message of the gateway.
+
+    Raises ConnectionLostError when the connection is closed, and wire.MalformedMessageError.
+    """
     try:
         return wire.decode_from_gateway(await socket.recv())
     except ConnectionClosed as error:

@@ -20,7 +20,7 @@ log = logging.getLogger("cyborg.watch")
 FILE_POLL_S = 0.5
 """Seconds between two checks of the watched files."""
 RECEIVE_BUFFER = 8 * 1024 * 1024
-"""Size in bytes to request for the uevent socket: a card with 64 functions sends some 200 events of 0.5 KB at once."""
+"""Bytes of buffer to request for the uevent socket: a card with 64 functions sends 200 events of 0.5 KB at once."""
 SLICE = 256
 """Largest number of events to read in a row before other tasks of the event loop run."""
 
@@ -29,7 +29,7 @@ State = tuple[int, int, int] | None
 
 
 class Interested(Protocol):
-    """What of a driver decides when it looks again.
+    """The properties of a driver that decide when it looks for devices again.
 
     The values are empty until the driver's process has answered, so they are read again at each event.
     """
@@ -72,7 +72,7 @@ class NetlinkUevents:
         try:
             self._monitor.set_receive_buffer_size(RECEIVE_BUFFER)
         except OSError as error:  # above the system's limit it needs CAP_NET_ADMIN
-            log.debug("the uevent buffer stays at the system's bound: %s", error)
+            log.debug("the uevent buffer keeps the system's size limit: %s", error)
             _enlarge(self._monitor.fileno())
         self._monitor.start()
 
@@ -81,7 +81,7 @@ class NetlinkUevents:
         return int(self._monitor.fileno())
 
     def next(self) -> str | None:
-        """Read one event, as `Uevents.next` says.
+        """Read one event, as `UeventSource.next` says.
 
         All subsystems are returned and the caller filters them: with this source, libudev's own filter ends a poll too
         early.
@@ -101,7 +101,7 @@ def _enlarge(handle: int) -> None:
 
 
 class Watch:
-    """Collects changes on the host; `changed` returns the names of the drivers that have to look again.
+    """Collects changes on the host; `wait_for_changes` returns the names of the drivers that have to look again.
 
     Uevents within `debounce_s` seconds become one change; every `rescan_s` seconds all drivers have to look.
     """
@@ -135,7 +135,9 @@ class Watch:
             self._uevents = self._open_uevents()
             asyncio.get_running_loop().add_reader(self._uevents.fileno(), self._drain)
         except (OSError, ImportError) as error:
-            log.warning("no uevents (%s): changes are seen every %g s instead", error, self._rescan_s)
+            log.warning(
+                "uevents are not available (%s): the drivers look for changes every %g s instead", error, self._rescan_s
+            )
         self._after("files", FILE_POLL_S, self._poll_files)
         self._after("rescan", self._rescan_s, self._rescan)
 
@@ -164,7 +166,7 @@ class Watch:
             self._ready.set()
 
     def _drain(self) -> None:
-        """Read the waiting events, at most SLICE of them; stop using uevents when the socket fails.
+        """Read the waiting events, at most MAX_EVENTS_PER_READ of them; stop using uevents when the socket fails.
 
         When events were lost, all drivers have to look again.
         """
@@ -178,14 +180,20 @@ class Watch:
                 self._seen(subsystem)
         except OSError as error:
             if error.errno == errno.ENOBUFS:
-                log.info("uevents came faster than they were read: every driver looks again")
+                log.info(
+                    "some uevents were lost, because they came faster than they were read: every driver looks again"
+                )
                 self._lost = True
                 self._seen("")
             else:
                 asyncio.get_running_loop().remove_reader(self._uevents.fileno())
                 self._uevents.close()
                 self._uevents = None
-                log.warning("no more uevents (%s): changes are seen every %g s instead", error, self._rescan_s)
+                log.warning(
+                    "uevents are no longer available (%s): the drivers look for changes every %g s instead",
+                    error,
+                    self._rescan_s,
+                )
 
     def _seen(self, subsystem: str) -> None:
         # The window is fixed and begins with the first event. A device that sends events all the time would postpone a

@@ -27,9 +27,9 @@ Settings = Mapping[str, object]
 class Roster:
     """The drivers of this host: which ones run (`running`), and how to start, stop or reconfigure one.
 
-    `local` names the drivers that the host's own configuration enables, and `tables` holds its settings by driver.
-    `make` creates a driver without starting its process. `installed` returns the names of all installed drivers.
-    Without `wishes` the set cannot be changed.
+    `enabled_locally` names the drivers that the host's own configuration enables, and `local_settings` holds its
+    settings by driver. `make_process` creates a driver without starting its process. `list_installed` returns the names
+    of all installed drivers. Without `desired_drivers` the set cannot be changed.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Roster:
     def told(self, reports: Iterable[DriverReport]) -> tuple[DriverReport, ...]:
         """Add to each report the driver's version, quarantine and generation, and append the drivers without a report.
 
-        An empty report is appended for each driver that is installed, enabled or wished for and not among `reports`.
+        An empty report is appended for each driver that is installed, enabled or has a wish, and is not in `reports`.
         """
         said = [self._stamped(report) for report in reports]
         wished = self._wishes.drivers() if self._wishes else ()
@@ -62,8 +62,8 @@ class Roster:
         After the restart the drivers run according to the journal, so this is certain.
         """
         if command.wish and self._generation(command.driver) >= command.wish.generation:
-            return "succeeded", "interrupted, since the agent stopped while it ran, and yet done"
-        return "refused", "interrupted, since the agent stopped while it ran: nothing was changed"
+            return "succeeded", "interrupted, because the agent stopped while it ran, but completed"
+        return "refused", "interrupted, because the agent stopped while it ran: nothing was changed"
 
     async def configure(self, driver: str, wish: wire.Wish) -> str:
         """Start, stop or reconfigure a driver according to a wish, from now on and after every restart.
@@ -72,7 +72,7 @@ class Roster:
         not installed, or it fails with these settings) and sqlite3.OperationalError; then nothing was changed.
         """
         if (known := self._generation(driver)) >= wish.generation or self._wishes is None:
-            raise Invalid(f"{driver}: what was wanted later, as generation {known}, is here already")
+            raise Invalid(f"{driver}: this host already has the wanted state of generation {known}")
         trial, lacks = await self._trial(driver, wish) if wish.runs else (None, ())
         try:
             self._wishes.keep(driver, wish)
@@ -87,7 +87,7 @@ class Roster:
             self.running.pop(driver, None)
         if old:
             await old.close()
-        log.info("driver %s is wanted as generation %d: %s", driver, wish.generation, _state(wish))
+        log.info("driver %s is now %s (generation %d)", driver, _state(wish), wish.generation)
         return "; ".join((f"{driver} is {_state(wish)}", *lacks))
 
     async def _trial(self, driver: str, wish: wire.Wish) -> tuple[DriverProcess, tuple[str, ...]]:
@@ -99,11 +99,12 @@ class Roster:
         self._here = self._installed()
         if driver not in self._here:
             raise Invalid(
-                f"the driver {driver} is not installed on this host, only {', '.join(self._here) or 'none'}: install"
-                " its package there, in the Python environment of cyborg-agent (pip install PACKAGE), and try again"
+                f"the driver {driver} is not installed on this host (installed: {', '.join(self._here) or 'none'}): "
+                "install its package there, in the Python environment of cyborg-agent (pip install PACKAGE), and try "
+                "again"
             )
         if "acts" in (wish.settings or {}):
-            raise Invalid("which acts are allowed on this host only its own CYBORG_DRIVER_SETTINGS can say")
+            raise Invalid("`acts` (the allowed acts) can be set only in this host's own CYBORG_DRIVER_SETTINGS")
         trial = self._make(driver, self._settings(driver, wish))
         try:
             lacks, error = await trial.probe(), (await trial.discover()).error
@@ -115,7 +116,7 @@ class Roster:
             await trial.close()
             raise
         await trial.close()
-        raise Invalid(f"with these settings it does not work, so nothing was changed: {error}")
+        raise Invalid(f"the driver fails with these settings, so nothing was changed: {error}")
 
     def _wish(self, name: str) -> wire.Wish | None:
         return self._wishes.get(name) if self._wishes else None

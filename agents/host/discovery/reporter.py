@@ -58,7 +58,7 @@ class Reporter:
     ) -> None:
         self._drivers = drivers
         self._told_too = told
-        """Completes the drivers' reports with what the agent knows: `driver_set.Roster.told`."""
+        """Completes the drivers' reports with what the agent knows: `driver_set.DriverSet.complete_reports`."""
         self._journal = journal
         self._offer: Callable[[], None] | None = None
         self._max_bytes = max_bytes
@@ -78,15 +78,16 @@ class Reporter:
         self.marks: dict[tuple[str, str], str] = {}
         """(driver, device key) → why the agent reports the device as failed, whatever its driver reports."""
         self._looks: dict[str, int] = {}
-        """How many looks were begun, by driver. `_seen` holds the last one answered, `_told` the last one journaled."""
+        """How many discoveries were begun, by driver; the next two: the last one answered, the last one journaled."""
         self._seen: dict[str, int] = {}
         self._told: dict[str, int] = {}
         self._news = asyncio.Event()
 
     def look(self, names: Iterable[str]) -> None:
-        """Make these drivers look again; return at once. A driver that is looking now looks once more afterwards.
+        """Request that these drivers look for devices again, and return at once.
 
-        A driver that was started since is included from now on; one that was stopped is removed from the report.
+        A driver that is looking for devices now does so once more afterwards. A driver that was started
+        since is included from now on; one that was stopped is removed from the report.
         """
         for name in names:
             if name not in self._wanted:
@@ -98,9 +99,9 @@ class Reporter:
     async def looked(self, name: str) -> wire.Report:
         """Make a driver look again, wait until the journal has the answer, and return the journal's report.
 
-        Waits without a time limit, also while the disk takes no write.
+        Waits without a time limit, also while the journal cannot be written.
         """
-        wanted = self._looks.get(name, 0) + 1  # a look that runs now may have begun before the change
+        wanted = self._looks.get(name, 0) + 1  # a discovery that runs now may have begun before the change
         self.look([name])
         while self._told.get(name, 0) < wanted or (report := self._journal.report) is None:
             await self._news.wait()
@@ -129,12 +130,12 @@ class Reporter:
         if max_bytes != self._max_bytes:
             self._max_bytes = max_bytes
             if not self._record():
-                self._answered.set()  # `_publish` tries again
+                self._answered.set()  # `_record_answers` tries again
 
     async def run(self, offer: Callable[[], None]) -> None:
-        """Ask all drivers, then again whenever `look` says so. Runs until it is cancelled.
+        """Ask all drivers, then again after each `request_discovery`. Runs until it is cancelled.
 
-        `offer` is called each time the journal is up to date with the answers, also when nothing changed.
+        `on_current` is called each time the journal is up to date with the answers, also when nothing changed.
         """
         self._offer = offer
         self.look(self._drivers)
@@ -147,7 +148,7 @@ class Reporter:
             self._group.create_task(self._publish())
 
     async def _serve(self, name: str) -> None:
-        """Ask one driver each time it is wanted, and again with back-off while it or one of its backends fails."""
+        """Ask one driver whenever a discovery is requested, and with back-off while it or one of its backends fails."""
         pause = self._pause_s
         again: asyncio.TimerHandle | None = None
         while True:
@@ -184,14 +185,14 @@ class Reporter:
         return None
 
     async def _publish(self) -> None:
-        """After each answer wait up to TOGETHER_S for the other drivers, and record; retry while the disk refuses."""
+        """After each answer wait up to GATHER_S for the other drivers, and record; retry while the disk refuses."""
         while True:
             await self._answered.wait()
             try:
                 async with asyncio.timeout(self._together_s):
                     await self._idle.wait()
             except TimeoutError:
-                log.info("not waiting for %s: the others are reported", ", ".join(sorted(self._busy)))
+                log.info("the report does not wait longer for new answers of %s", ", ".join(sorted(self._busy)))
             self._answered.clear()
             while not self._record():
                 await asyncio.sleep(self._retry_s)
@@ -210,14 +211,14 @@ class Reporter:
         try:
             changed = self._journal.record(drivers)
         except sqlite3.OperationalError as error:
-            log.error("the journal takes no report (%s): nothing new is sent until it does", error)
+            log.error("the journal cannot store a report (%s): nothing new is sent until it can", error)
             return False
         if changed:
             for driver, before in zip(drivers, whole, strict=True):
                 if driver.error and not before.error:
                     log.error("driver %s: %s", driver.driver, driver.error)
             count = sum(len(driver.devices) for driver in drivers)
-            log.info("report %d.%d: %d devices", self._journal.epoch, self._journal.seq, count)
+            log.info("report %d.%d is recorded; devices: %d", self._journal.epoch, self._journal.seq, count)
         if self._offer is not None:
             self._offer()
         self._told = dict(self._seen)
@@ -226,7 +227,7 @@ class Reporter:
         return True
 
     def _tell(self, report: DriverReport, before: DriverReport | None) -> None:
-        """Log errors and faults that the driver's last answer did not have, and that it answers again."""
+        """Log the errors and faults that the driver's former answer did not have, and the end of its error."""
         was = before.error if before else ""
         if report.error and report.error != was:
             log.error("driver %s: %s", report.driver, report.error.removeprefix(f"{report.driver}: "))
@@ -259,7 +260,7 @@ def canonical(report: DriverReport) -> DriverReport:
 
 
 def marked(report: DriverReport, marks: Mapping[tuple[str, str], str]) -> DriverReport:
-    """Return the report with each device in `marks` shown as failed with the reason given there."""
+    """Return the report with each device in `failure_marks` shown as failed with the reason given there."""
     if not any(driver == report.driver for driver, _ in marks):
         return report
     devices = (
@@ -314,7 +315,7 @@ def _too_large(report: DriverReport, whole: int, max_bytes: int, part: int) -> D
         faults=(),
         backends=(),
         error=report.error
-        or f"report too large: {whole} bytes of {max_bytes}; this driver's {len(report.devices)} devices "
-        f"and {len(report.faults)} faults take {part} and are left out: raise CYBORG_MAX_MESSAGE_BYTES on "
-        "the conductor, or have the driver find less",
+        or f"the report is too large: it has {whole} bytes, and {max_bytes} are allowed. This driver's part is left "
+        f"out ({part} bytes, devices: {len(report.devices)}, faults: {len(report.faults)}): raise "
+        "CYBORG_MAX_MESSAGE_BYTES on the conductor, or configure the driver to find less",
     )

@@ -62,8 +62,8 @@ class Timetable:
     def connected(self, now: float, spread: float) -> None:
         """Start the schedule on a new connection, and forget the watch of the one before.
 
-        `spread`, in [0, 1), is this host's place in the minute: it keeps a thousand hosts from sending at once, even
-        after all of them were watched at the same time.
+        `phase_fraction`, in [0, 1), is this host's place in the minute: it keeps a thousand hosts from sending at once,
+        even after all of them were watched at the same time.
         """
         self._phase, self._until = now + spread * REST_S, -math.inf
         self.due = self._phase
@@ -73,9 +73,9 @@ class Timetable:
         self._phase, self.due = None, math.inf
 
     def wished(self, now: float, wish: wire.Watch) -> None:
-        """Make a round due at once, at the earliest SHORTEST_S after the last one began; replace the former wish.
+        """Make a round due at once, at the earliest MIN_INTERVAL_S after the last one began; replace the former Watch.
 
-        A wish that only prolongs the current watch, with the same interval, does not cause an extra round.
+        A Watch that only prolongs the current watch, with the same interval, does not cause an extra round.
         """
         every, until = min(max(wish.every_s, SHORTEST_S), REST_S), now + min(max(wish.for_s, 0.0), LONGEST_WISH_S)
         looks_on = every == self._every and now <= self._until < until - SHORTEST_S
@@ -86,7 +86,7 @@ class Timetable:
             self.due = min(self.due, max(now, self._begun + every))
 
     def begins(self, now: float) -> None:
-        """Note that a round begins; until it ends, only a wish makes another one due."""
+        """Note that a round begins; until it ends, only a Watch makes another one due."""
         self._begun, self.due = now, math.inf
 
     def ended(self, now: float) -> None:
@@ -103,13 +103,13 @@ class Timetable:
 
 @dataclass
 class Manners:
-    """Limits how often one driver is sampled: not before `free`; `failures` counts its consecutive failures."""
+    """Limits how often one driver is sampled: not before `not_before`; `failures` counts consecutive failures."""
 
     free: float = -math.inf
     failures: int = 0
 
     def answered(self, began: float, now: float) -> None:
-        """Note an answer: pause for QUIET times its duration, and reset the failures."""
+        """Note an answer: pause for PAUSE_FACTOR times its duration, and reset the failures."""
         self.free, self.failures = now + QUIET * (now - began), 0
 
     def failed(self, now: float) -> float:
@@ -121,9 +121,9 @@ class Manners:
 
 @dataclass
 class Meter:
-    """Samples the devices in the last report (`report()`) with the drivers that run now (`drivers`).
+    """Samples the devices in the last report (`get_last_report()`) with the drivers that run now (`drivers`).
 
-    `on_news` is called after each round; `draw` returns a random number in [0, 1).
+    `notify_sender` is called after each round; `draw_fraction` returns a random number in [0, 1).
     """
 
     drivers: Mapping[str, Metered]
@@ -161,7 +161,7 @@ class Meter:
         return newest
 
     def frame(self, samples: wire.Samples, max_bytes: int) -> str:
-        """Encode the samples in at most `max_bytes` bytes (and wire.MAX_SAMPLES); the last devices are cut off to fit.
+        """Encode the samples in at most `max_bytes` bytes (and wire.MAX_SAMPLES_BYTES); drop the last devices to fit.
 
         Logs a warning when devices are cut off and none were the last time.
         """
@@ -174,7 +174,7 @@ class Meter:
             kept = min(kept - 1, kept * max_bytes // size)
         cut = len(samples.loads) - kept
         if cut and not self._cut:
-            log.warning("the load of %d devices is not told: %d bytes are what the gateway takes", cut, max_bytes)
+            log.warning("a message has at most %d bytes; devices whose load is left out: %d", max_bytes, cut)
         self._cut = bool(cut)
         return text
 
@@ -215,7 +215,7 @@ class Meter:
         try:
             samples = await driver.samples([Ask(one.key, backend=one.backend) for one in told.devices])
         except DriverError as error:
-            log.warning("%s; its load is not asked for in the next %.0f s", error, manners.failed(self._now()))
+            log.warning("%s; its load is not sampled for the next %.0f s", error, manners.failed(self._now()))
             return ()
         manners.answered(began, self._now())
         # Samples of other devices, or infinite ones, are dropped: for them the gateway would close the connection.

@@ -1,4 +1,4 @@
-"""Translate a command into acts of a driver and into the notes that the ledger keeps of their effects."""
+"""Translate a command into acts of a driver, and into the entries that the command log keeps of their effects."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ FORGOTTEN: Mapping[str, tuple[str, ...]] = {
     "uninstall": ("install", "partition", "program"),
     "reset": ("program",),
 }
-"""Act → the slots of the ledger that are removed when it has succeeded, because their effect is gone."""
+"""Act → the slots of the command log that are removed when it has succeeded, because their effect is gone."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """How a command ended. If `look` names a driver, that driver looks again before the result is sent."""
+    """How a command ended. If `rescan_driver` is set, that driver looks again before the result is sent."""
 
     outcome: wire.Outcome
     text: str
@@ -41,13 +41,13 @@ class Answer:
 
 
 def raw(report: wire.Report | None, driver: str) -> Answer:
-    """Return the last report as indented JSON: of one driver, or of all for ''. It is cut off after RAW bytes."""
+    """Return the last report as indented JSON: of one driver, or of all for ''. At most MAX_RAW_REPORT bytes."""
     if report is None:
-        return Answer("failed", "nothing was reported yet: the drivers have not answered")
+        return Answer("failed", "there is no report yet, because the drivers have not answered")
     told = tuple(one for one in report.told if driver in ("", one.driver))
     part = wire.Report.of(report.epoch, report.seq, report.hash, told)
     text = msgspec.json.format(msgspec.json.encode(part), indent=1)
-    cut = f", the first {RAW} are shown: name a driver to see less" if len(text) > RAW else ""
+    cut = f", of which the first {RAW} are shown: name a driver to see less" if len(text) > RAW else ""
     shown = text[:RAW].decode(errors="ignore")
     return Answer("succeeded", f"report {report.epoch}.{report.seq}: {len(text)} bytes{cut}", {"report": shown})
 
@@ -81,12 +81,12 @@ def ask_of(command: wire.Command, image: Image | None, site: Site) -> Ask:
 
 
 def slot_of(command: wire.Command) -> str:
-    """Return the ledger's slot for what this command makes or removes."""
+    """Return the command log's slot for what this command makes or removes."""
     return f"{ATTACH}{command.uuid}" if command.op in ("attach", "detach") else command.op
 
 
 def settle(command: wire.Command, ask: Ask, ledger: Ledger, boot: str) -> None:
-    """Note in the ledger what a successful command left on the host, and remove what it ended.
+    """Store in the command log what a successful command left on the host, and remove what it ended.
 
     May be repeated. Raises sqlite3.OperationalError.
     """

@@ -1,8 +1,8 @@
 """Run the conductor's commands on this host: each command at most once, in order per device, and always with a result.
 
-Commands come in by `Executor.take`; `progress` and the results in the ledger are sent by the session. An act on a
-device follows the driver's plan: `plan_runner` carries it out and `preflight` checks every step. `recovery` runs before
-any command.
+`Executor.accept_command` accepts commands; the session sends their progress and the results in the command log. An act
+on a device follows the driver's plan: `plan_runner` carries it out and `preflight` checks every step. `recovery` runs
+before any command.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ STUCK_POLL_S = 1.0
 RECOVERY_S = 120.0
 """Seconds for restoring what a reboot removed; after that the first report is made without the rest."""
 Lane = tuple[str, str]
-"""(driver, device key), or (driver, op) for a command without a device: its commands run one after the other."""
+"""(driver, device key), or (driver, op) for a command without a device: commands with the same key run in order."""
 
 
 @dataclass(order=True)
@@ -71,8 +71,9 @@ class _Waiting:
 class Executor:
     """Accepts commands and runs them, the commands of one device in the order of their numbers.
 
-    `rules` are the acts that the operator of this host allows, by driver; the entry EVERY holds for drivers without one
-    of their own, and without either all acts are allowed. `logs` returns the last lines of the agent's log.
+    `allowed_acts` are the acts that the operator of this host allows, by driver; the entry ALL_DRIVERS holds for
+    drivers without one of their own, and without either all acts are allowed. `read_log` returns the last lines of the
+    agent's log.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class Executor:
         self._begun: dict[tuple[str, str, str], int] = {}
         """(driver, device key, handle uuid) → the highest number of a command that was begun there."""
         self._acting: Counter[str] = Counter()
-        """How many acts run, by driver. A driver is reconfigured only while it is 0, and gets no acts meanwhile."""
+        """How many acts run, by driver. A driver is reconfigured only while this is 0, and gets no acts meanwhile."""
         self._changing: set[str] = set()
         """Drivers that are being reconfigured."""
         self._stuck: dict[Lane, Writer] = {}
@@ -121,21 +122,21 @@ class Executor:
             if self._ledger.hear(command) in ("new", "received") and command.id not in self._waiting:
                 self._enqueue(command)
         except sqlite3.OperationalError as error:
-            text = f"the agent's journal takes no write ({error})"
+            text = f"the agent cannot write to its journal ({error})"
             self._ledger.owed[command.number] = wire.Result(command.number, "refused", text)
         self.on_news()
 
     async def prepare(self, limit_s: float = RECOVERY_S) -> None:
         """Find out how interrupted commands ended, and restore what a reboot removed. Must end before the first report.
 
-        Takes at most about `limit_s` seconds to restore; devices that are not ready by then are marked as failed. The
+        Takes at most about `timeout_s` seconds to restore; devices that are not ready by then are marked as failed. The
         results of the interrupted commands are journaled by `run`.
         """
         until = asyncio.get_running_loop().time() + limit_s
         try:
             self._ledger.forget_waiting()
         except sqlite3.OperationalError as error:
-            log.error("the journal takes no write (%s): commands are refused until it does", error)
+            log.error("the journal cannot be written (%s): commands are refused until it can", error)
         for command, boot in self._ledger.interrupted():
             if command.op == "configure" and self._roster:
                 answer = Answer(*self._roster.verdict(command), look=command.driver)
@@ -155,12 +156,15 @@ class Executor:
         finally:
             for lane, task in tasks.items():
                 if not task.done():
-                    self._reporter.mark(*lane, f"after the reboot it could not be put back within {limit_s:g} s")
+                    self._reporter.mark(*lane, f"it could not be restored within {limit_s:g} s after the reboot")
                     task.cancel()
             await asyncio.gather(*tasks.values(), return_exceptions=True)
 
     async def run(self) -> None:
-        """Run the commands accepted so far and those that come. Runs until it is cancelled; call `prepare` first."""
+        """Run the commands accepted so far and those that come. Runs until it is cancelled.
+
+        Call `recover_after_restart` first.
+        """
         self._open.set()
         for command, answer in self._verdicts:
             self._start(self._finish(command, answer))
@@ -172,7 +176,7 @@ class Executor:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _finish(self, command: wire.Command, answer: Answer) -> None:
-        """Have the driver look again if the answer asks for it, journal the result, and wake the session to send it.
+        """Have a driver look again if `ended` names one, journal the result, and wake the session to send it.
 
         Retries until the journal takes the result; only a refusal is sent without being journaled.
         """
@@ -191,7 +195,7 @@ class Executor:
                 self._ledger.end(command, result)
                 break
             except sqlite3.OperationalError as error:
-                log.error("the journal takes no result (%s): it is told when it does", error)
+                log.error("the journal cannot store a result (%s): the result is sent once it is stored", error)
                 if answer.outcome == "refused":
                     self._ledger.owed[command.number] = result  # nothing was touched, so losing it is harmless
                     break
@@ -201,7 +205,7 @@ class Executor:
         self.on_news()
 
     def _enqueue(self, command: wire.Command) -> None:
-        """Put the command into the queue of its lane, with its deadlines counted from now; start the lane if needed."""
+        """Put the command into its device's queue, with its deadlines counted from now; start the queue if needed."""
         now = asyncio.get_running_loop().time()
         lane = (command.driver, command.key or command.op)
         one = _Waiting(command.number, now + command.start_s, now + command.end_s, command)
@@ -217,7 +221,7 @@ class Executor:
         task.add_done_callback(self._tasks.discard)
 
     async def _serve(self, lane: Lane) -> None:
-        """Run the commands of one lane until its queue is empty. Waits until `run` has begun."""
+        """Run the commands of one queue until it is empty. Waits until `run` has begun."""
         await self._open.wait()
         try:
             while waiting := self._lanes.get(lane):
@@ -237,7 +241,7 @@ class Executor:
         except DriverError as error:
             answer = Answer("refused", str(error))
         except sqlite3.OperationalError as error:
-            answer = Answer("refused", f"the agent's journal takes no write ({error})")
+            answer = Answer("refused", f"the agent cannot write to its journal ({error})")
         except Exception as error:  # after a bug in the agent the conductor must get a result too
             log.exception("command %d (%s) failed in the agent itself", command.number, command.op)
             look = command.driver if command.driver in self._site.drivers else ""
@@ -257,7 +261,7 @@ class Executor:
         self._tell(command, 0, "begun")
         match command.op:
             case "logs":
-                answer = Answer("succeeded", "the agent's last lines", {"log": self._logs()})
+                answer = Answer("succeeded", "the last lines of the agent's log", {"log": self._logs()})
             case "report":
                 answer = raw(self._reporter.last, command.driver)
             case "rescan":
@@ -281,9 +285,9 @@ class Executor:
         command = one.command
         late = asyncio.get_running_loop().time() > one.begin_by
         if command.op not in OPS:
-            return f"this release of the agent has no command {command.op!r}: update it"
+            return f"this release of the agent does not support the command {command.op!r}: update the agent"
         if late or len(self._waiting) > MAX_WAITING:
-            return f"it could not be begun within {command.start_s:g} s: {len(self._waiting)} commands are waiting"
+            return f"the command could not be started within {command.start_s:g} s (queued: {len(self._waiting)})"
         if command.op == "placement" and self._direct is None:
             return "nothing on this host writes to Placement"
         if command.op == "configure":
@@ -297,15 +301,15 @@ class Executor:
         """Return the reason why an act must not be begun; if there is none, note its number as begun and return ''."""
         slot = (command.driver, command.key, command.uuid)
         if self._begun.get(slot, -1) > command.number:
-            return f"a later command ({self._begun[slot]}) was begun here before it"
+            return f"a later command ({self._begun[slot]}) was already started here"
         if command.driver in self._changing:
-            return f"{command.driver} is being changed: try again when that has ended"
+            return f"the driver {command.driver} is being reconfigured: try again when that has ended"
         if command.op not in self._rules.get(command.driver, self._rules.get(EVERY, ACTS)):
-            return f"the settings of {command.driver} on this host do not allow to {command.op} its devices"
+            return f"the settings of {command.driver} on this host do not allow the act {command.op!r}"
         if (command.driver, command.key) in self._stuck:
             return "an earlier write to this device still hangs in the kernel"
         if self._site.device(command.driver, command.key) is None:
-            return f"{command.driver} sees no device {command.key} on this host"
+            return f"the driver {command.driver} finds no device {command.key} on this host"
         if len(self._begun) > MAX_WAITING:
             self._begun.clear()
         self._begun[slot] = command.number
@@ -318,11 +322,15 @@ class Executor:
         S3).
         """
         if self._roster is None or not command.driver or command.wish is None:
-            return "it does not say which driver is wanted how, or no driver here can be changed"
+            return (
+                "the command does not name a driver and its wanted state, or the drivers of this host cannot be changed"
+            )
         if self._acting[command.driver] or any(driver == command.driver for driver, _ in self._stuck):
-            return f"{command.driver} is at work on a device: try again when that has ended"
+            return f"the driver {command.driver} is working on a device: try again when that has ended"
         attached = self._ledger.attached(command.driver) if command.driver in self._site.drivers else None
-        return f"{attached.ask.uuid} is attached to {attached.ask.consumer}: detach that first" if attached else ""
+        if attached is None:
+            return ""
+        return f"the handle {attached.ask.uuid} is attached to {attached.ask.consumer}: detach it first"
 
     async def _configure(self, driver: str, wish: wire.Wish, roster: Roster) -> Answer:
         """Start, stop or reconfigure a driver; when it runs, restore what it had made before a reboot."""
@@ -371,7 +379,7 @@ class Executor:
                 image = None
                 if command.image is not None:
                     fetching = self._images.lent(
-                        command.image, lambda part: self._tell(command, part, "fetching the image")
+                        command.image, lambda part: self._tell(command, part, "downloading the image")
                     )
                     image = await stack.enter_async_context(fetching)
                 return await self._perform(command, ask_of(command, image, self._site), end_by)
@@ -381,9 +389,9 @@ class Executor:
             return Answer(ended.outcome, ended.text, look="" if ended.outcome == "refused" else command.driver)
 
     async def _perform(self, command: wire.Command, ask: Ask, end_by: float) -> Answer:
-        """Check the device's attachments, run the driver's plans, and note their effects in the ledger.
+        """Check the device's attachments, run the driver's plans, and note their effects in the command log.
 
-        Retries until the ledger takes the note. Raises PlanFailedError when an act fails, Busy when an attachment
+        Retries until the command log takes the note. Raises PlanFailedError when an act fails, Busy when an attachment
         forbids it.
         """
         driver, key = command.driver, command.key
@@ -406,18 +414,20 @@ class Executor:
                 settle(command, ask, self._ledger, self._site.boot)
                 break
             except sqlite3.OperationalError as error:
-                log.error("the journal cannot note what was done (%s): trying again", error)
+                log.error("the journal cannot store what was done (%s): trying again", error)
                 await asyncio.sleep(self._retry_s)
         if (driver, key) in self._reporter.marks:
             await self._put_back((driver, key))
         return Answer("succeeded", said, look=driver)
 
     def _gone(self, driver: str, key: str, slot: str) -> None:
-        """Remove the attachment from the ledger, because the act that failed was undone completely."""
+        """Remove the attachment from the command log, because the act that failed was undone completely."""
         try:
             self._ledger.remove(driver, key, slot)
         except sqlite3.OperationalError as error:
-            log.error("the journal cannot forget %s of %s (%s): it is guarded until it is detached", slot, key, error)
+            log.error(
+                "the journal cannot delete %s of %s (%s): it counts as attached until it is detached", slot, key, error
+            )
 
     def _tell(self, command: wire.Command, percent: int, text: str) -> None:
         """Replace the command's progress and wake the session, if it differs from the last one."""
@@ -433,13 +443,15 @@ class Executor:
             while hand.stuck:
                 await asyncio.sleep(STUCK_POLL_S)
             await hand.close()
-            await self._put_back(lane)  # if this hangs as well, its writer replaces `hand` in `_stuck`
+            await self._put_back(lane)  # if this hangs as well, its writer replaces this one in `_stuck_writers`
             if self._stuck.get(lane) is hand:
                 del self._stuck[lane]
             self._reporter.look([lane[0]])
 
         self._stuck[lane] = hand
-        self._reporter.mark(*lane, f"stuck in the kernel, and left alone until that ends: {reason}")
+        self._reporter.mark(
+            *lane, f"a write to it hangs in the kernel, and the agent does nothing to it until that ends: {reason}"
+        )
         self._start(wait())
 
     async def _put_back(self, lane: Lane) -> None:

@@ -60,7 +60,7 @@ class Images:
         image's content is wrong, Failed when the image cannot be downloaded or stored.
         """
         if not _SHA256.fullmatch(ref.sha256) or not _ID.fullmatch(ref.id):
-            raise Invalid("the command names its image in a way that this agent does not know")
+            raise Invalid("the command's image has an id or a SHA-256 that this agent cannot use")
         image = self.here(ref)
         self._users[ref.sha256] += 1
         try:
@@ -83,16 +83,16 @@ class Images:
                 raise Failed(f"the image {ref.name} has {ref.size} bytes, and {self._directory} has room for {free}")
             await self._fetch(ref, path, progress)
         except http.HttpStatusError as error:
-            raise Failed(f"the image {ref.name} cannot be had: {error}") from None
+            raise Failed(f"the image {ref.name} cannot be downloaded: {error}") from None
         except TimeoutError:
-            raise Failed(f"the image {ref.name} cannot be had: the gateway sends nothing") from None
+            raise Failed(f"the image {ref.name} cannot be downloaded: the gateway sends nothing") from None
         except (OSError, wire.MalformedMessageError) as error:
-            raise Failed(f"the image {ref.name} cannot be had: {error}") from None
+            raise Failed(f"the image {ref.name} cannot be downloaded: {error}") from None
 
     async def _fetch(self, ref: wire.ImageRef, path: Path, progress: Callable[[int], None]) -> None:
-        """Download the image; retry for BUSY_S seconds while the gateway answers 503.
+        """Download the image; retry for BUSY_RETRY_S seconds while the gateway answers 503.
 
-        A gateway is busy, for example, while many hosts connect at once. Raises as `_download`.
+        A gateway is busy, for example, while many hosts connect at once. Raises as `_download_once`.
         """
         clock = asyncio.get_running_loop().time
         give_up = clock() + BUSY_S
@@ -123,7 +123,9 @@ class Images:
                     nonlocal size
                     size += len(piece)
                     if size > ref.size:
-                        raise Invalid(f"the image {ref.name} is longer than the {ref.size} bytes it was said to have")
+                        raise Invalid(
+                            f"the image {ref.name} is longer than the {ref.size} bytes that the command names"
+                        )
                     digest.update(piece)
                     file.write(piece)
                     progress(size * 100 // max(ref.size, 1))
@@ -137,7 +139,7 @@ class Images:
 
 
 def _check(ref: wire.ImageRef, size: int, found: str) -> None:
-    """Raise Failed when the image is too short, Invalid when its SHA-256 (`found`) is not the command's."""
+    """Raise Failed when the image is too short, Invalid when `actual_sha256` is not the command's."""
     problem: DriverError | None = None
     if size != ref.size:
         problem = Failed(f"the image {ref.name} ended after {size} of {ref.size} bytes")

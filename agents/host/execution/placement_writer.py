@@ -35,21 +35,21 @@ class Direct:
     def lacks(self) -> str:
         """Return the reason why this host cannot write to Placement, '' when it can; at most 500 characters."""
         if self._module is None:
-            return "the host has no package that writes to Placement: install all of cyborgweb there"
+            return "the host has no package that writes to Placement: install the complete cyborgweb package there"
         return str(self._module.lacks(self._environ))[:500]
 
     async def write(self, command: wire.Command, end_by: float) -> Answer:
         """Carry out a `placement` command in a thread and return how it ended.
 
         Before each call to Placement the thread checks the authority and the deadline, and stops when it may not go on.
-        The deadline is `end_by` on the event loop's clock, and LONGEST_S at most. Return *unknown* when the thread has
-        not ended one second after the deadline.
+        The deadline is `end_by` on the event loop's clock, at most MAX_DURATION_S from now. Return *unknown* when the
+        thread has not ended one second after the deadline.
         """
         loop = asyncio.get_running_loop()
         until = min(end_by, loop.time() + LONGEST_S)
 
         def refused() -> str:
-            late = "" if loop.time() < until else "the time for it is over"
+            late = "" if loop.time() < until else "the time limit of the command has passed"
             return late or self.authority.refused(command.writer)
 
         if problem := self.lacks() or refused():

@@ -82,9 +82,10 @@ class Writer(Protocol):
 
 @dataclass(frozen=True)
 class Site:
-    """Everything of this host that acts need: drivers, file access, devices, ledger and boot id.
+    """Everything of this host that acts need: drivers, file access, devices, command log and boot id.
 
-    `machine(driver)` reads files and `hand(driver)` writes them; in both, `/state` is that driver's own directory.
+    `machine_for(driver)` reads files and `writer_for(driver)` writes them; in both, `/state` is that driver's own
+    directory.
     """
 
     drivers: Mapping[str, Planner]
@@ -99,7 +100,7 @@ class Site:
 class PlanFailedError(Exception):
     """An act was not completed. `outcome` and `text` go into the command's result.
 
-    `undone`: the host is as it was before. `hand` is the writer whose write hangs in the kernel, else None.
+    `undone`: the host is as it was before. `stuck_writer` is the writer whose write hangs in the kernel, else None.
     """
 
     def __init__(self, outcome: wire.Outcome, text: str, *, undone: bool = False, hand: Writer | None = None) -> None:
@@ -110,7 +111,7 @@ class PlanFailedError(Exception):
 class PlanRun:
     """One run of some acts on one device, one after the other; when a step fails, the steps done before are undone.
 
-    After a time-out with unknown outcome nothing is undone. `tell` gets the progress: percent and a text.
+    After a time-out with unknown outcome nothing is undone. `report_progress` gets percent and a text.
     """
 
     def __init__(self, site: Site, driver: str, ask: Ask, tell: Tell, until: float = float("inf")) -> None:
@@ -125,8 +126,10 @@ class PlanRun:
         self._known = site.ledger.first(driver, ask.key)
 
     async def run(self, *acts: Act) -> str:
-        """Carry out the acts in order and return a sentence about the result. Raises PlanFailedError. May be called
-        once only."""
+        """Carry out the acts in order and return a sentence about the result. Raises PlanFailedError.
+
+        May be called once only.
+        """
         said = []
         try:
             for act in acts:
@@ -137,7 +140,7 @@ class PlanRun:
         return "; ".join(filter(None, said)) or "nothing had to be done"
 
     async def _act(self, act: Act) -> str:
-        """Plan one act and run its steps, for REPEATED acts until the plan is empty. Raises PlanFailedError."""
+        """Plan one act and run its steps, for REPEATED_ACTS until the plan is empty. Raises PlanFailedError."""
         said: list[str] = []
         try:
             for number in range(ROUNDS + 1):
@@ -145,7 +148,7 @@ class PlanRun:
                 if not plan.steps:
                     return plan.said or "; ".join(said)
                 if number == ROUNDS:
-                    raise Failed(f"after {ROUNDS} rounds of steps there is still to be done: {plan.steps[0].does}")
+                    raise Failed(f"after {ROUNDS} rounds of steps this is still to be done: {plan.steps[0].does}")
                 await self._steps(plan)
                 said.append(plan.said or ", ".join(step.does for step in plan.steps))
                 if act not in REPEATED:
@@ -155,7 +158,7 @@ class PlanRun:
         except DriverError as error:
             raise await self._over(str(error)) from None
         except sqlite3.OperationalError as error:
-            raise await self._over(f"the agent's journal takes no write ({error})") from None
+            raise await self._over(f"the agent cannot write to its journal ({error})") from None
         raise AssertionError("unreachable")
 
     async def _steps(self, plan: Plan) -> None:
@@ -166,7 +169,7 @@ class PlanRun:
         for number, step in enumerate(plan.steps):
             self._tell(number * 100 // len(plan.steps), step.does)
             if asyncio.get_running_loop().time() > self._until:
-                raise Failed(f"{step.does}: not begun, the time for all of it is over")
+                raise Failed(f"{step.does}: not started, because the time limit of the command has passed")
             await self._step(step, lambda part, n=number, step=step: self._tell(  # type: ignore[misc]
                 (n * 100 + part) // len(plan.steps), step.does))  # fmt: skip
 
@@ -185,7 +188,7 @@ class PlanRun:
         try:
             if step.image:
                 if self._ask.image is None:
-                    raise Gone(f"{step.does}: there is no image to do it with")
+                    raise Gone(f"{step.does}: the command has no image")
                 await self._hand.upload(path, step.image, self._ask.image, step.timeout_s, progress)
             else:
                 await self._hand.write(path, step.write.value, step.timeout_s)
@@ -205,10 +208,10 @@ class PlanRun:
     async def _ready(self, step: Step) -> None:
         """Raise Busy unless everything that the step expects is so, and none of its device nodes is open."""
         if wrong := await self._missing(step.expect):
-            raise Busy(f"{step.does}: not begun, since {wrong}")
+            raise Busy(f"{step.does}: not started, because {wrong}")
         for node in step.idle:
             if await aside(lambda node=node: self._machine.is_open(node)):  # type: ignore[misc]
-                raise Busy(f"{step.does}: not begun, since {node} is open: somebody uses the device")
+                raise Busy(f"{step.does}: not started, because {node} is open: a process uses the device")
 
     async def _missing(self, checks: tuple[Check, ...]) -> str:
         """Return the first check that does not hold, as a reason; '' when all hold. Raises Timeout."""
@@ -219,28 +222,30 @@ class PlanRun:
         try:
             value = await aside(lambda: self._machine.read(path))
         except DriverError as error:  # some files, such as `unbind`, cannot be read
-            log.debug("%s has no first value: %s", path, error)
+            log.debug("the first value of %s cannot be read: %s", path, error)
             return
         self._site.ledger.note_first(self._driver, self._ask.key, path, value)
         self._known[path] = value
 
     async def _unsure(self, act: Act, error: Timeout) -> str:
-        """After a time-out, ask the driver which steps are left. Return its summary if none are, else raise
-        PlanFailedError.
+        """After a time-out, ask the driver which steps are left; if none are, return its summary.
 
-        Ended is *refused* when no write was begun. Otherwise it is *unknown*, because the write may have been done, and
-        nothing is undone: also when the write still hangs in the kernel, or when the driver cannot answer.
+        Otherwise raise PlanFailedError: *refused* when no write was begun, else *unknown*, because the write may have
+        been done. Then nothing is undone: also when the write still hangs in the kernel, or when the driver cannot
+        answer.
         """
         if not self._tried:
             raise await self._over(str(error)) from None
         if self._hand.stuck:
             raise PlanFailedError(
-                "unknown", f"{error}; it hangs in the kernel, and nothing more is done", hand=self._hand
+                "unknown", f"{error}; the write hangs in the kernel, so nothing more is done", hand=self._hand
             ) from None
         try:
             plan = await self._planner.plan(act, self._ask)
         except DriverError as problem:
-            raise PlanFailedError("unknown", f"{error}; the driver cannot say what is so now: {problem}") from None
+            raise PlanFailedError(
+                "unknown", f"{error}; the driver cannot tell which steps are left: {problem}"
+            ) from None
         if plan.steps:
             raise PlanFailedError("unknown", f"{error}; still to be done: {plan.steps[0].does}") from None
         return plan.said
@@ -264,9 +269,9 @@ class PlanRun:
                 if self._hand.stuck:
                     break
         if undone:
-            reason += f". Taken back: {', '.join(undone)}"
+            reason += f". Undone: {', '.join(undone)}"
         if left:
-            reason += f". Not taken back: {', '.join(left)}"
+            reason += f". Not undone: {', '.join(left)}"
         return PlanFailedError("failed", reason, undone=not left, hand=self._hand if self._hand.stuck else None)
 
 

@@ -24,16 +24,16 @@ def owned(machine: Machine, address: str | None) -> frozenset[str]:
 
 
 def check(plan: Plan, manifest: Sequence[str], own: Collection[str], place: Callable[[str], str]) -> None:
-    """Raise Denied unless every path that the plan may write is in the manifest and belongs to the device.
+    """Raise Denied unless every path that the plan may write is in `writable_paths` and belongs to the device.
 
-    `own` holds the device's PCI addresses; `place` resolves the symbolic links of a path (`Machine.resolve`).
+    `own_addresses` are those of the device; `resolve_path` resolves the symbolic links of a path (`Machine.resolve`).
     """
     if path := stray(plan, manifest):
-        raise Denied(f"the driver wants to write {path}, which is none of the paths it says it writes")
+        raise Denied(f"the driver wants to write {path}, which is not among the paths that it declares")
     for step in plan.steps:
         for write in (step.write, *step.undo):
             if not _belongs(write, own, place):
-                raise Denied(f"{step.does}: {write.path} with {write.value!r} is not this device's")
+                raise Denied(f"{step.does}: writing {write.value!r} to {write.path} may affect more than this device")
 
 
 def unattached(act: Act, ask: Ask, attachments: Mapping[str, str]) -> None:
@@ -46,9 +46,9 @@ def unattached(act: Act, ask: Ask, attachments: Mapping[str, str]) -> None:
     others = {uuid: who for uuid, who in attachments.items() if uuid != ask.uuid or who != ask.consumer}
     if act in DESTRUCTIVE and others:
         uuid, who = min(others.items())
-        raise Busy(f"its handle {uuid} is attached to {who}: detach that first")
+        raise Busy(f"its handle {uuid} is attached to {who}: detach it first")
     if act in ("attach", "detach") and ask.uuid in others and ask.consumer:
-        raise Busy(f"the handle {ask.uuid} is attached to {others[ask.uuid]}: that has to be detached first")
+        raise Busy(f"the handle {ask.uuid} is attached to {others[ask.uuid]}: detach it first")
 
 
 def _belongs(write: Write, own: Collection[str], place: Callable[[str], str]) -> bool:

@@ -17,14 +17,14 @@ from drivers.errors import DriverError
 
 
 async def verdict(site: Site, images: Images, command: wire.Command, boot: str) -> Answer:
-    """Find out how an interrupted command ended; change nothing on the host. `boot` is the boot id at its begin.
+    """Find out how an interrupted command ended; change nothing on the host. `boot_id` is that of its start.
 
-    Return *succeeded* when the driver has no steps left, after noting the effects in the ledger; else *unknown*. The
-    driver is not asked when it no longer runs or when the command is not an act. Raises nothing of the driver or the
-    journal.
+    Return *succeeded* when the driver has no steps left, after storing the effects in the command log; else *unknown*.
+    The driver is not asked when it no longer runs or when the command is not an act. Raises nothing of the driver or
+    the journal.
     """
     how = "the agent stopped" if boot == site.boot else "the host was rebooted"
-    unknown = f"interrupted, since {how} while it ran; outcome unknown"
+    unknown = f"interrupted, because {how} while it ran; its outcome is unknown"
     planner = site.drivers.get(command.driver)
     if command.op not in ACTS or planner is None:
         return Answer("unknown", unknown)
@@ -40,7 +40,7 @@ async def verdict(site: Site, images: Images, command: wire.Command, boot: str) 
     except (DriverError, sqlite3.OperationalError) as error:
         return Answer("unknown", f"{unknown}: {error}", look=look)
     done = "; ".join(filter(None, said)) or "nothing is left to be done"
-    return Answer("succeeded", f"interrupted, since {how} while it ran, and yet done: {done}", look=look)
+    return Answer("succeeded", f"interrupted, because {how} while it ran, but completed: {done}", look=look)
 
 
 def lost(site: Site) -> dict[tuple[str, str], list[Applied]]:
@@ -71,18 +71,20 @@ async def put_back(site: Site, made: list[Applied]) -> None:
                 await performance.run(act)  # type: ignore[arg-type]
             site.ledger.still(one, site.boot)
         except PlanFailedError as ended:
-            text = f"after the reboot {_what(one)} could not be put back: {ended.text}"
+            text = f"after the reboot {_what(one)} could not be restored: {ended.text}"
             raise PlanFailedError(ended.outcome, text, hand=ended.hand) from None
         except (DriverError, sqlite3.OperationalError) as error:
-            raise PlanFailedError("failed", f"after the reboot {_what(one)} could not be put back: {error}") from None
+            raise PlanFailedError("failed", f"after the reboot {_what(one)} could not be restored: {error}") from None
 
 
 async def _still_programmed(site: Site, one: Applied) -> None:
-    """Raise PlanFailedError when the device has lost its image: the host keeps no images, so a new command has to
-    program it."""
+    """Raise PlanFailedError when the device has lost its image.
+
+    The host keeps no images, so a new command has to program the device.
+    """
     plan = await site.drivers[one.driver].plan("program", one.ask)
     if plan.steps:
-        raise PlanFailedError("failed", "the device has forgotten it; program the device again")
+        raise PlanFailedError("failed", "the device has lost it: program the device again")
 
 
 def _what(one: Applied) -> str:

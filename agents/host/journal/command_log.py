@@ -67,8 +67,8 @@ State = Literal["new", "received", "started", "done"]
 class Applied:
     """An act whose effect must last: after a reboot the driver is asked for it again, in the order of the list.
 
-    `boot` is the boot id under which the act was last done. It is '' for an attachment that was begun and is not known
-    to be completed: an attachment counts as existing from before its first step until it is surely gone (promise S3).
+    `boot_id` is that under which the act was last done. It is '' for an attachment that was begun and is not known to
+    be completed: an attachment counts as existing from before its first step until it is surely gone (promise S3).
     """
 
     driver: str
@@ -97,7 +97,7 @@ class Ledger:
     def hear(self, command: wire.Command) -> State:
         """Store a command if its id is not known yet, and return the state that it had before.
 
-        If the command is done already, its result is put into `owed` once more.
+        If the command is done already, its result is put into `unacknowledged` once more.
         """
         row = self._one("SELECT state, result FROM command WHERE id = ?", command.id)
         if row is None:
@@ -116,15 +116,15 @@ class Ledger:
         self._write("UPDATE command SET state = 'started', boot = ? WHERE id = ?", (boot, command.id))
 
     def end(self, command: wire.Command, result: wire.Result) -> None:
-        """Mark the command as done, store its result, and put the result into `owed`."""
+        """Mark the command as done, store its result, and put the result into `unacknowledged`."""
         self._write("UPDATE command SET state = 'done', result = ? WHERE id = ?", (wire.encode(result), command.id))
         self.owed[command.number] = result
 
     def acknowledge(self, number: int) -> None:
-        """Remove a result from `owed`, because the gateway has stored it for good. Does nothing for an unknown number.
+        """Remove a result from `unacknowledged`: the gateway has stored it for good. Ignores an unknown number.
 
         The command's id and result (without `detail`) stay, so that the command is recognised if it comes again. Rows
-        beyond KEPT and LIMIT are deleted.
+        beyond KEEP_ACKNOWLEDGED and KEEP_OTHERS are deleted.
         """
         result = self.owed.pop(number, None)
         if result is None:
@@ -220,5 +220,5 @@ def _decoded(text: str, kind: type[T]) -> T | None:
     try:
         return msgspec.json.decode(text, type=kind)
     except msgspec.DecodeError as error:
-        log.error("the journal holds a %s that this release cannot read (%s): left aside", kind.__name__, error)
+        log.error("the journal holds a %s that this release cannot read (%s): it is ignored", kind.__name__, error)
         return None

@@ -1,4 +1,4 @@
-"""The journal's table of wishes: which drivers the conductor wants on this host, and with which settings.
+"""The journal's table of wishes (`wire.Wish`): which drivers the conductor wants on this host, with which settings.
 
 A wish stays in force while the conductor is away. It is durable before the driver runs according to it.
 """
@@ -32,7 +32,9 @@ class Wishes:
             try:
                 self._known[driver] = msgspec.json.decode(text, type=wire.Wish)
             except msgspec.DecodeError as error:
-                log.error("the journal holds a wish for %s that cannot be read (%s): left aside", driver, error)
+                log.error(
+                    "the journal holds a wanted state of %s that cannot be read (%s): it is ignored", driver, error
+                )
 
     def get(self, driver: str) -> wire.Wish | None:
         """Return the last wish for the driver; None when there is none and the host's own configuration decides."""

@@ -1,9 +1,9 @@
 """The agent's durable state, in an SQLite file on the host.
 
-One row holds the epoch, the last report and the gateway; other tables hold the commands (`ledger`) and the drivers that
-the conductor wants (`wishes`). Every change is one transaction in WAL mode with synchronous=FULL, so after a restart,
-kill -9 or power cut at any write the row is as some commit left it. Each write blocks for one fsync; writes are rare (a
-changed inventory, its acknowledgement, a new gateway, a command's steps).
+One row holds the epoch, the last report and the gateway; other tables hold the commands (`command_log`) and the
+drivers that the conductor wants (`desired_drivers`). Every change is one transaction in WAL mode with synchronous=FULL,
+so after a restart, kill -9 or power cut at any write the row is as some commit left it. Each write blocks for one
+fsync; writes are rare (a changed inventory, its acknowledgement, a new gateway, a command's steps).
 
 One pair (`epoch`, `seq`) never names two contents: the epoch rises at every start, the seq at every change.
 """
@@ -63,7 +63,7 @@ class WrongHostError(Exception):
 
 
 class Journal:
-    """The open journal; `ledger` and `wishes` give access to its other tables.
+    """The open journal; `command_log` and `desired_drivers` give access to its other tables.
 
     `report` is the last report, None when there is none or it cannot be read; `acknowledged` says whether the gateway
     has it. Every writing method raises sqlite3.OperationalError when the disk is full or read-only.
@@ -170,7 +170,9 @@ def open_journal(directory: Path, host: str, clock: Callable[[], float] = time.t
         return _open(path, host, clock)
     except JournalCorruptError as error:
         kept = _move_aside(path, int(clock()))
-        log.error("the journal %s is unreadable (%s): kept as %s, a new one is begun", path, error, kept.name)
+        log.error(
+            "the journal %s cannot be read (%s): it is kept as %s, and a new one is created", path, error, kept.name
+        )
         return _open(path, host, clock)
 
 
@@ -192,8 +194,10 @@ def known_host(directory: Path) -> str:
 
 
 def _open(path: Path, host: str, clock: Callable[[], float]) -> Journal:
-    """Open or create the file and store its new epoch. Raises JournalCorruptError, WrongHostError and
-    sqlite3.OperationalError."""
+    """Open or create the file and store its new epoch.
+
+    Raises JournalCorruptError, WrongHostError and sqlite3.OperationalError.
+    """
     _touch(path)
     connection = sqlite3.connect(path, isolation_level="IMMEDIATE")
     try:
@@ -203,7 +207,7 @@ def _open(path: Path, host: str, clock: Callable[[], float]) -> Journal:
             if row and row["host"] != host and row["address"]:  # without an address it never joined: it may be renamed
                 raise WrongHostError(
                     f"the state directory {path.parent} belongs to the host {row['host']}, this one is "
-                    f"{host}: give each host its own CYBORG_AGENT_STATE_DIR, or move that one away and join anew"
+                    f"{host}: give each host its own CYBORG_AGENT_STATE_DIR, or move that directory away and join again"
                 )
             epoch = max(row["epoch"] + 1 if row else 1, int(clock()))
             connection.execute(
@@ -213,7 +217,7 @@ def _open(path: Path, host: str, clock: Callable[[], float]) -> Journal:
             )
         row = _row(connection)
         if row is None:
-            raise JournalCorruptError("its row is gone")
+            raise JournalCorruptError("it has no row")
         return Journal(connection, row)
     except sqlite3.OperationalError:
         connection.close()
@@ -235,11 +239,11 @@ def _prepare(connection: sqlite3.Connection) -> None:
         raise JournalCorruptError(str(verdict))
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     if not 0 <= version <= SCHEMA:
-        raise JournalCorruptError(f"its format is {version}, this release writes {SCHEMA}")
+        raise JournalCorruptError(f"its format is version {version}, and this release supports up to {SCHEMA}")
     connection.execute("BEGIN IMMEDIATE")
     if version == 0:
         if connection.execute("SELECT count(*) FROM sqlite_master").fetchone() != (0,):
-            raise JournalCorruptError("it holds something else")
+            raise JournalCorruptError("it is a database of another program")
         connection.execute(_TABLE)
     if version < 2:
         for statement in command_log.TABLES.split(";"):
@@ -259,7 +263,10 @@ def _decoded(row: dict[str, Any]) -> tuple[DriverReport, ...] | None:
     try:
         drivers = _contents.decode(row["content"])
     except msgspec.DecodeError as error:
-        log.warning("the last report in the journal is not readable (%s): the next look makes a new one", error)
+        log.warning(
+            "the last report in the journal cannot be read (%s): a new one is made when the drivers have answered",
+            error,
+        )
         return None
     return drivers if wire.content_hash(drivers) == row["hash"] else None
 

@@ -21,16 +21,16 @@ COLUMNS = ("host", "state", "version", "wire", "since", "note")
 
 class Command(BaseCommand):
     help = (
-        "List agents: up, late or down by when they were last heard; revoked; clone, when two machines used one key. "
-        "With --admit or --rotate decide about one. `revoke_agent` ends one, `join_token` begins one."
+        "List agents and their state: up, late or down by when they were last heard; revoked; or clone, if two "
+        "machines used one key. --admit and --rotate change one agent; see also `join_token` and `revoke_agent`."
     )
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("--json", action="store_true", help="as JSON, for programs")
-        parser.add_argument("--state", choices=WORDS, help="only these")
+        parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+        parser.add_argument("--state", choices=WORDS, help="list only agents in this state")
         decision = parser.add_mutually_exclusive_group()
-        decision.add_argument("--admit", metavar="HOST", help="let in again what was taken for a clone")
-        decision.add_argument("--rotate", metavar="HOST", help="have it make a new key once it is connected")
+        decision.add_argument("--admit", metavar="HOST", help="admit again an agent that was barred as a clone")
+        decision.add_argument("--rotate", metavar="HOST", help="ask an agent for a new key when it is connected")
 
     def handle(self, *args: Any, **options: Any) -> None:
         if host := options["admit"]:
@@ -38,7 +38,9 @@ class Command(BaseCommand):
             self.stdout.write(f"The agent of {host} {'may connect again' if done else 'is not barred'}.")
         elif host := options["rotate"]:
             self._decide(host, key_revocation.ask_rotation)
-            self.stdout.write(f"The agent of {host} is asked for a new key; the event agent.rotated says when it came.")
+            self.stdout.write(
+                f"The agent of {host} is asked for a new key; the event agent.rotated records when it has one."
+            )
         else:
             self._list(options["state"], options["json"])
 
@@ -54,7 +56,7 @@ class Command(BaseCommand):
         if as_json:
             self.stdout.write(json.dumps([_facts(agent) for agent in agents], indent=2))
         elif not agents:
-            self.stdout.write("No agents. `manage.py join_token HOST` prints what makes one.")
+            self.stdout.write("No agent has joined. Make a join token with `manage.py join_token HOST`.")
         else:
             rows = [COLUMNS, *(_row(agent) for agent in agents)]
             for line in shell.table(rows):

@@ -14,7 +14,9 @@ from drivers.configuration import ConfigurationError
 
 
 class Command(BaseCommand):
-    help = "Make a join token: on the host, set it as CYBORG_JOIN_TOKEN and start cyborg-agent. Last line: the token."
+    help = (
+        "Make a join token; the last line is the token. Set it as CYBORG_JOIN_TOKEN on the host and start cyborg-agent."
+    )
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("host", help="the host's name: its compute provider's name in Placement, usually its FQDN")
@@ -25,20 +27,20 @@ class Command(BaseCommand):
         parser.add_argument(
             "--unpinned",
             action="store_true",
-            help="the address is https at a proxy, or with a certificate that the host's authorities vouch for",
+            help="pin no certificate: the address is https and has a certificate that the host already trusts",
         )
         parser.add_argument("--hours", type=int, default=24, help="how long the token is valid (default: 24)")
 
     def handle(self, *args: Any, **options: Any) -> None:
         if not 0 < len(options["host"]) <= 255:
-            raise CommandError("HOST is 1 to 255 characters")
+            raise CommandError("HOST must have 1 to 255 characters")
         asked = options["address"] or ""
         if asked and not asked.startswith(("http://", "https://")):
-            raise CommandError("--address begins with http:// or https://")
+            raise CommandError("--address must begin with http:// or https://")
         try:
             address, fingerprint = import_string(settings.AGENTS_DOOR)(asked, options["unpinned"])
         except ConfigurationError as error:
-            raise CommandError(f"{error}; --address says it") from None
+            raise CommandError(f"{error}; or give the address with --address") from None
         token = enrolment.make_token(
             options["host"],
             address=address,
@@ -47,7 +49,6 @@ class Command(BaseCommand):
             fingerprint=fingerprint,
         )
         pinned = f", pins certificate sha256:{fingerprint}" if fingerprint else ""
-        self.stdout.write(
-            f"Join token for {options['host']}, valid for {options['hours']} hours, at {address}{pinned}:"
-        )
+        valid = f"valid for {options['hours']} hour{'' if options['hours'] == 1 else 's'}"
+        self.stdout.write(f"Join token for {options['host']}, {valid}, at {address}{pinned}:")
         self.stdout.write(token)

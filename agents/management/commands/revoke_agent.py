@@ -13,18 +13,18 @@ from agents import key_revocation
 
 class Command(BaseCommand):
     help = (
-        "Revoke a host's agent: its connections are closed within seconds, its key and its open join tokens are good "
-        "for nothing any more. What it was acknowledged before is kept. To have the host back, make a new join token."
+        "Revoke a host's agent: its connections are closed within seconds, and its key and its open join tokens become "
+        "invalid. Reports that were acknowledged before are kept. To let the host join again, make a new join token."
     )
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("host", help="the host's name, as `manage.py agents` lists it")
-        parser.add_argument("--reason", default="", help="shown with the refusal, in the console, and with the event")
+        parser.add_argument("--reason", default="", help="why: shown to the agent, in the console, and in the event")
 
     def handle(self, *args: Any, **options: Any) -> None:
         host, reason = options["host"], options["reason"]
         if len(reason) > key_revocation.MAX_REASON:
-            raise CommandError(f"--reason has at most {key_revocation.MAX_REASON} characters")
+            raise CommandError(f"--reason may have at most {key_revocation.MAX_REASON} characters")
         try:
             done = key_revocation.revoke(key_revocation.find(host), "command line", reason)
         except RefusedError as refused:

@@ -17,23 +17,23 @@ from placement_sync.sync import Outcome
 
 SLICE = 32
 TEACHING = """\
-Placement is kept in step by itself: whatever changes on a host is told at once, and every few minutes all is compared.
+Placement is updated automatically: a change on a host is written at once, and every few minutes all hosts are compared.
 This command does the same now, for one host or for all, and shows what was different.
 
-  manage.py placement_sync --dry-run            what would be written, nothing is
-  manage.py placement_sync --host cmp1.example  one host
+  manage.py placement_sync --dry-run            show what would be written, but write nothing
+  manage.py placement_sync --host cmp1.example  one host only
 
-+ is new in Placement, - goes, ~ changes, ! could not be done. Exit status 1: not everything is in step.
++ is new in Placement, - is removed, ~ is changed, ! could not be done. Exit status 1: not everything is in step.
 """
 
 
 class Command(shell.Taught):
     teaching = TEACHING
-    help = "Make Placement show what the hosts have, and say what was different."
+    help = "Write the hosts' providers to Placement now, and show what was different."
 
     def add_arguments(self, parser: CommandParser) -> None:
-        parser.add_argument("--host", action="append", default=[], help="only this one; may be repeated")
-        parser.add_argument("--dry-run", action="store_true", help="write nothing")
+        parser.add_argument("--host", action="append", default=[], help="only this host; may be repeated")
+        parser.add_argument("--dry-run", action="store_true", help="show what would be written, but write nothing")
 
     def handle(self, *args: Any, **options: Any) -> None:
         cloud = session(settings.KEYS.placement_endpoint)
@@ -50,7 +50,10 @@ class Command(shell.Taught):
                 writes, bad = writes + told, bad + (not fine)
             self._progress(start + len(part), len(hosts))
         verb = "to be written" if options["dry_run"] else "written"
-        self.stdout.write(f"{len(hosts)} hosts, {writes} {verb}" + (f", {bad} not in step" if bad else ""))
+        self.stdout.write(
+            f"{len(hosts)} host{'' if len(hosts) == 1 else 's'}, {writes} {verb}"
+            + (f", {bad} not in step" if bad else "")
+        )
         if bad:
             sys.exit(1)
 

@@ -13,11 +13,11 @@ from placement_sync.jobs import writer_election
 from placement_sync.models import Who, Writer
 
 TEACHING = """\
-Placement is written by the conductor, or by the agents of the hosts that can: those that are up, and have keystoneauth1
-and credentials of their own. For the others the conductor goes on, and they are named here with the reason. It can be
-changed at any time: nothing is written twice, and nothing is left out.
+Either the conductor writes to Placement, or the agents write for their own hosts. An agent can write if it is up and
+has keystoneauth1 and credentials of its own. The conductor writes for all other hosts; they are listed here with the
+reason. The writer can be changed at any time: nothing is written twice, and nothing is left out.
 
-  manage.py placement_writer                    who writes, since when, why; hosts that cannot
+  manage.py placement_writer                    show who writes, since when and why, and the hosts that cannot
   manage.py placement_writer agents             let agents write
   manage.py placement_writer conductor --reason "credentials are being changed"
 """
@@ -25,11 +25,11 @@ changed at any time: nothing is written twice, and nothing is left out.
 
 class Command(shell.Taught):
     teaching = TEACHING
-    help = "Say, or change, who writes to Placement."
+    help = "Show or change who writes to Placement."
 
     def add_arguments(self, parser: CommandParser) -> None:
         parser.add_argument("who", nargs="?", choices=Who.values, help="the writer from now on")
-        parser.add_argument("--reason", default="", help="why; shown with it and its event")
+        parser.add_argument("--reason", default="", help="why it is changed; shown here and in the event")
 
     def handle(self, *args: Any, **options: Any) -> None:
         try:
@@ -47,9 +47,9 @@ class Command(shell.Taught):
         self.stdout.write(f"{writer.who}, epoch {writer.epoch}{about}".removesuffix(": "))
         unable = writer_election.left_aside(Host.objects.all())
         if not unable:
-            self.stdout.write("every host's agent could write")
+            self.stdout.write("the agent of every host can write")
             return
-        self.stdout.write(f"{len(unable)} hosts whose agent cannot write, so the conductor does:")
+        self.stdout.write(f"hosts whose agent cannot write, so the conductor writes: {len(unable)}")
         width = max(len(name) for name, _ in unable)
         for name, why in unable:
             self.stdout.write(f"  {name.ljust(width)}  {why}")

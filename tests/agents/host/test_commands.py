@@ -135,8 +135,8 @@ def test_an_image_is_fetched_checked_used_and_deleted(tmp_path: Path) -> None:
         (lambda one: msgspec.structs.replace(one, size=one.size + 1), "ended after 5 of 6 bytes"),
         (lambda one: msgspec.structs.replace(one, size=one.size - 1), "is longer than the 4 bytes"),
         (lambda one: msgspec.structs.replace(one, size=2**50), "has room for"),
-        (lambda one: msgspec.structs.replace(one, id="../../x"), "in a way that this agent does not know"),
-        (lambda one: msgspec.structs.replace(one, id="image-2"), "cannot be had"),
+        (lambda one: msgspec.structs.replace(one, id="../../x"), "has an id or a SHA-256 that this agent cannot use"),
+        (lambda one: msgspec.structs.replace(one, id="image-2"), "cannot be downloaded"),
     ],
 )
 def test_an_image_that_is_not_the_commands_never_reaches_the_device(tmp_path: Path, change: Change, words: str) -> None:
@@ -228,8 +228,8 @@ def test_the_whole_agent_installs_attaches_and_knows_after_kill_9(tmp_path: Path
                 assert device.to_install == ""
                 handle = device.deployables[0].handles[0]
                 assert (await result(2, "attach", handle=handle, **wanted)).outcome == "succeeded"
-                assert (await result(3, "reset")).text.endswith(f"{wanted['consumer']}: detach that first")
-                assert "do not allow to program" in (await result(4, "program")).text
+                assert (await result(3, "reset")).text.endswith(f"{wanted['consumer']}: detach it first")
+                assert "do not allow the act 'program'" in (await result(4, "program")).text
                 agent.send_signal(signal.SIGKILL)
                 await agent.wait()
             hellos = len(server.hellos)

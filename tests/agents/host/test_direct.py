@@ -60,8 +60,8 @@ def test_it_writes_what_it_is_told_with_the_hosts_own_credentials(tmp_path: Path
         await server.order(placed(1, 3), placed(2, 3))
         await until(lambda: len(server.results) == 2)
         assert [(one.outcome, one.text) for one in server.results] == [
-            ("succeeded", "10 writes, 2 reads"),
-            ("succeeded", "0 writes, 8 reads"),
+            ("succeeded", "writes: 10, reads: 2"),
+            ("succeeded", "writes: 0, reads: 8"),
         ]
         assert {one.name for one in placement.session.model.providers.values()} == {HOST, *CARDS.values()}
 
@@ -78,7 +78,9 @@ def test_a_writer_of_an_older_epoch_stops_before_its_next_call(tmp_path: Path, p
         placement.gate.set()
         await until(lambda: server.results)
         assert server.results[0].outcome == "refused"
-        assert server.results[0].text.startswith("there is another writer (epoch 4) than the one this was asked for")
+        assert server.results[0].text.startswith(
+            "the command was made for writer epoch 3, and the present writer epoch is 4"
+        )
         await server.order(placed(2, 3), placed(3, 4))
         await until(lambda: len(server.results) == 3)
         assert {one.number: one.outcome for one in server.results} == {1: "refused", 2: "refused", 3: "succeeded"}
@@ -102,7 +104,7 @@ def test_who_has_lost_its_socket_stops_before_its_next_call(tmp_path: Path, plac
         placement.gate.set()
         await until(lambda: server.results)
         assert (server.results[0].outcome, placement.calls) == ("failed", calls)
-        assert server.results[0].text.endswith("after 1 writes")
+        assert server.results[0].text.endswith("after 1 write")
         await server.order(placed(2, 3))
         await until(lambda: len(server.results) == 2)
         assert server.results[1].outcome == "succeeded"
@@ -144,7 +146,7 @@ def test_a_host_says_why_it_cannot(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(direct, "PLACES", (tmp_path,))
     assert direct.lacks({}).startswith("the host has no credentials: give its agent OS_CLOUD")
     (tmp_path / "clouds.yaml").write_text("clouds: {}")
-    assert direct.lacks({}) == "the host has a clouds.yaml: say in OS_CLOUD which of its clouds the agent is to use"
+    assert direct.lacks({}) == "the host has a clouds.yaml: set OS_CLOUD to the cloud that the agent is to use"
     assert direct.lacks({"OS_CLOUD": "one"}) == direct.lacks({"OS_AUTH_URL": "http://k"}) == ""
     outcome, text = direct.write(HOST, payload(), {"OS_CLOUD": "nowhere"}, lambda: "")
     assert outcome == "refused" and text.startswith("the host's credentials cannot be used: ")

@@ -55,7 +55,7 @@ def test_a_failing_step_takes_back_those_before_it(tmp_path: Path) -> None:
             assert result.outcome == "failed"
             assert result.text == (
                 f"set absent to 1: {HOME}/absent: No such file or directory. "
-                "Taken back: set numvfs to 4. Not taken back: set mode to b"
+                "Undone: set numvfs to 4. Not undone: set mode to b"
             )
             assert (host.file("numvfs"), host.file("mode")) == ("0", "b")
             assert result.seq
@@ -70,7 +70,7 @@ def test_what_does_not_come_true_is_named_and_taken_back(tmp_path: Path) -> None
         async with workshop(tmp_path, Scripted({"install": once(wanted)})) as host:
             result = await host.do(command(1, "install"))
             assert result.outcome == "failed"
-            assert result.text.startswith(f"set numvfs to 4: {HOME}/virtfn3 is 'absent', wanted 'x'. Taken back")
+            assert result.text.startswith(f"set numvfs to 4: {HOME}/virtfn3 is 'absent', wanted 'x'. Undone")
             assert host.file("numvfs") == "0"
 
     asyncio.run(story())
@@ -85,7 +85,7 @@ def test_a_step_is_not_begun_when_something_is_not_as_expected(
         async with workshop(tmp_path, Scripted({"install": once(*steps)})) as host:
             result = await host.do(command(1, "install"))
             assert (result.outcome, host.file("numvfs"), host.file("mode")) == (outcome, "0", "0")
-            assert f"not begun, since {HOME}/numvfs is '0', wanted '7'" in result.text
+            assert f"not started, because {HOME}/numvfs is '0', wanted '7'" in result.text
 
     asyncio.run(story())
 
@@ -99,7 +99,7 @@ def test_install_is_planned_until_nothing_is_left(tmp_path: Path) -> None:
             driver.plans["install"] = always(step("mode", "3", undo="0"))
             result = await host.do(command(2, "install"))
             assert result.outcome == "failed"
-            assert "after 4 rounds of steps there is still to be done: set mode to 3. Taken back" in result.text
+            assert "after 4 rounds of steps this is still to be done: set mode to 3. Undone" in result.text
             assert (host.file("numvfs"), host.file("mode")) == ("1", "0")
 
     asyncio.run(story())
@@ -147,7 +147,7 @@ def test_an_overtaken_command_is_refused(tmp_path: Path) -> None:
         async with workshop(tmp_path, driver) as host:
             await host.do(command(8, "detach", uuid="u", handle=HANDLE))
             result = await host.do(command(7, "attach", uuid="u", handle=HANDLE))
-            assert (result.outcome, result.text) == ("refused", "a later command (8) was begun here before it")
+            assert (result.outcome, result.text) == ("refused", "a later command (8) was already started here")
             assert (await host.do(command(6, "attach", uuid="v", handle=HANDLE))).outcome == "succeeded"
 
     asyncio.run(story())
@@ -156,11 +156,11 @@ def test_an_overtaken_command_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"op": "dance"}, "this release of the agent has no command 'dance': update it"),
+        ({"op": "dance"}, "this release of the agent does not support the command 'dance': update the agent"),
         ({"driver": "gone_driver"}, "the driver 'gone_driver' is not enabled on this host"),
-        ({"key": "pci:none"}, "drv sees no device pci:none on this host"),
-        ({"op": "program"}, "the settings of drv on this host do not allow to program its devices"),
-        ({"start_s": -1.0}, "it could not be begun within -1 s"),
+        ({"key": "pci:none"}, "the driver drv finds no device pci:none on this host"),
+        ({"op": "program"}, "the settings of drv on this host do not allow the act 'program'"),
+        ({"start_s": -1.0}, "the command could not be started within -1 s"),
         ({"op": "rescan", "driver": "x"}, "the driver 'x' is not enabled on this host"),
     ],
 )
@@ -184,7 +184,7 @@ def test_a_driver_without_a_list_of_its_own_may_do_what_every_driver_may(
         driver = Scripted()
         async with workshop(tmp_path, driver, rules=rules) as host:
             result = await host.do(command(1, "install"))
-            assert "do not allow to install its devices" in result.text and driver.asked == []
+            assert "do not allow the act 'install'" in result.text and driver.asked == []
         async with workshop(tmp_path, driver, rules=rules | {"drv": frozenset({"install"})}) as host:
             assert (await host.do(command(2, "install"))).outcome == "succeeded"
 
@@ -199,7 +199,7 @@ def test_no_step_is_begun_when_nobody_waits_any_more(tmp_path: Path) -> None:
         async with workshop(tmp_path, Scripted({"install": once(*steps)})) as host:
             result = await host.do(command(1, "install", end_s=0.0))
             assert (result.outcome, host.file("numvfs")) == ("refused", "0")
-            assert "not begun, the time for all of it is over" in result.text
+            assert "not started, because the time limit of the command has passed" in result.text
 
     asyncio.run(story())
 
@@ -211,7 +211,7 @@ def test_a_full_disk_refuses_before_anything_is_touched(tmp_path: Path) -> None:
             with disk_full():
                 result = await host.do(command(1, "install"))
                 assert result.outcome == "refused"
-                assert "the agent's journal takes no write" in result.text
+                assert "the agent cannot write to its journal" in result.text
             driver.plans["install"] = once(step("mode", "1"))
             assert (await host.do(command(2, "install"))).outcome == "succeeded"
 
@@ -248,7 +248,7 @@ def test_a_device_that_vanishes_half_way_is_said_to_be_gone(tmp_path: Path) -> N
             result = await host.result(1)
             assert result.outcome == "failed"
             assert f"set numvfs to 2: {HOME}/numvfs: No such file" in result.text
-            assert f"Not taken back: set mode to 1 ({HOME}/mode: No such file" in result.text
+            assert f"Not undone: set mode to 1 ({HOME}/mode: No such file" in result.text
 
     asyncio.run(story())
 

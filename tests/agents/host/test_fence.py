@@ -38,11 +38,11 @@ def test_an_attachment_guards_its_device_until_it_is_detached(tmp_path: Path) ->
                 result = await host.do(command(number, op))
                 assert (result.outcome, result.text) == (
                     "refused",
-                    "its handle u1 is attached to vm1: detach that first",
+                    "its handle u1 is attached to vm1: detach it first",
                 )
             for number, op in ((7, "attach"), (8, "detach")):
                 result = await host.do(command(number, op, **(wanted | {"consumer": "vm2"})))
-                assert result.text == "the handle u1 is attached to vm1: that has to be detached first"
+                assert result.text == "the handle u1 is attached to vm1: detach it first"
             assert (await host.do(command(9, "reset", key="other"))).outcome == "succeeded"
         async with workshop(tmp_path, driver) as host:
             assert (await host.do(command(10, "reset"))).outcome == "refused", "also after a restart"
@@ -62,7 +62,7 @@ def test_an_attachment_that_failed_guards_only_when_it_may_be_there(tmp_path: Pa
             assert host.journal.ledger.applied() == []
             driver.plans["attach"] = once(step("mode", "1"), bad)
             assert (await host.do(command(2, "attach", uuid="u", handle=HANDLE, consumer="vm1"))).outcome == "failed"
-            assert (await host.do(command(3, "reset"))).text == "its handle u is attached to vm1: detach that first"
+            assert (await host.do(command(3, "reset"))).text == "its handle u is attached to vm1: detach it first"
 
     asyncio.run(story())
 
@@ -96,7 +96,7 @@ def test_of_a_device_without_an_address_no_pci_device_is_touched(tmp_path: Path)
         driver = Scripted({"install": once(step("mode", "1"))}, devices={"card": ""})
         async with workshop(tmp_path, driver) as host:
             result = await host.do(command(1, "install"))
-            assert (result.outcome, "is not this device's" in result.text) == ("refused", True)
+            assert (result.outcome, "may affect more than this device" in result.text) == ("refused", True)
             assert host.file("mode") == "0"
 
     asyncio.run(story())
@@ -131,7 +131,7 @@ def test_S3_a_step_is_not_begun_while_a_guest_has_the_device(tmp_path: Path) -> 
             with model.holding("/dev/vfio/7"):
                 result = await host.do(command(1, "install"))
             assert (result.outcome, host.file(file)) == ("refused", "0\n")
-            assert result.text == "make VFs: not begun, since /dev/vfio/7 is open: somebody uses the device"
+            assert result.text == "make VFs: not started, because /dev/vfio/7 is open: a process uses the device"
 
     asyncio.run(story())
 
@@ -152,7 +152,7 @@ def test_S3_the_guard_is_asked_right_before_each_step_and_not_only_before_the_fi
         async with workshop(tmp_path, driver, hand=lambda _: model.hand(), machine=model.machine) as host:
             result = await host.do(command(1, "install"))
             assert (result.outcome, host.file(f"{HOME}/mode")) == ("failed", "0")
-            assert "set the mode: not begun, since /dev/vfio/7 is open: somebody uses the device" in result.text
+            assert "set the mode: not started, because /dev/vfio/7 is open: a process uses the device" in result.text
             assert host.file(file) == "0\n", "what was done before is taken back"
             written = [path for path, _ in model.writes]
             assert f"{HOME}/mode" not in written and written
@@ -175,7 +175,7 @@ def test_the_operator_says_what_may_be_done_here() -> None:
     assert allowed_acts(tables) == {"a": frozenset({"attach", "detach"})}
     assert tables == {"a": {"rules": []}, "b": {}}
     for wrong in ("attach", ["dance"], [1]):
-        with pytest.raises(ConfigurationError, match="is no list of install, uninstall"):
+        with pytest.raises(ConfigurationError, match="is not a list of install, uninstall"):
             allowed_acts({"a": {"acts": wrong}})
 
 
@@ -183,5 +183,5 @@ def test_what_the_operator_says_for_every_other_driver_is_no_drivers_table() -> 
     tables: dict[str, dict[str, Any]] = {"*": {"acts": ["attach"]}, "a": {"rules": []}}
     assert allowed_acts(tables) == {"*": frozenset({"attach"})}
     assert tables == {"a": {"rules": []}}
-    with pytest.raises(ConfigurationError, match="has acts alone; rules belongs to one driver"):
+    with pytest.raises(ConfigurationError, match="can have only acts; move rules to a driver's table"):
         allowed_acts({"*": {"acts": [], "rules": []}})

@@ -192,7 +192,7 @@ def test_a_corrupt_journal_is_kept_and_a_new_one_begun(
         journal.close()
     kept = [path for path in tmp_path.iterdir() if "corrupt" in path.name]
     assert [path.read_bytes() for path in kept] == [rubbish, rubbish]
-    assert "a new one is begun" in caplog.text
+    assert "a new one is created" in caplog.text
 
 
 def test_another_programs_database_is_moved_aside_too(tmp_path: Path) -> None:

@@ -151,7 +151,7 @@ def test_unusable_configuration_is_one_sentence(tmp_path: Path, keys: dict[str, 
 
 def test_two_agents_cannot_share_a_state_directory(tmp_path: Path) -> None:
     handle = claim(tmp_path / "state")
-    with pytest.raises(ConfigurationError, match="another agent runs in"):
+    with pytest.raises(ConfigurationError, match="another agent already uses"):
         claim(tmp_path / "state")
     done = run(tmp_path, CYBORG_JOIN_TOKEN=credentials.join_string("http://127.0.0.1:1", "", "h", "s"))
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)

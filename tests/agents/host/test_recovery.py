@@ -146,15 +146,15 @@ def test_a_command_that_was_taken_and_not_begun_waits_to_be_sent_again(tmp_path:
             "boot1",
             "4",
             "succeeded",
-            "interrupted, since the agent stopped while it ran, and yet done: nothing is left to be done",
+            "interrupted, because the agent stopped while it ran, but completed: nothing is left to be done",
         ),
         (
             "boot1",
             "0",
             "unknown",
-            "interrupted, since the agent stopped while it ran; outcome unknown: still to be done",
+            "interrupted, because the agent stopped while it ran; its outcome is unknown: still to be done",
         ),
-        ("boot2", "0", "unknown", "interrupted, since the host was rebooted while it ran; outcome unknown"),
+        ("boot2", "0", "unknown", "interrupted, because the host was rebooted while it ran; its outcome is unknown"),
     ],
 )
 def test_an_interrupted_command_is_looked_at_and_not_run_again(
@@ -184,7 +184,7 @@ def test_an_interrupted_command_that_nobody_can_look_into_is_answered_too(tmp_pa
             host.journal.ledger.begin(one, "boot1")
         async with workshop(tmp_path, Scripted()) as host:
             result = await host.result(1)
-            text = "interrupted, since the agent stopped while it ran; outcome unknown"
+            text = "interrupted, because the agent stopped while it ran; its outcome is unknown"
             assert (result.outcome, result.text) == ("unknown", text)
 
     asyncio.run(story())
@@ -250,7 +250,7 @@ def test_what_cannot_be_put_back_makes_its_device_failed_until_it_can(tmp_path: 
             await host.do(command(1, "install"), command(2, "attach", **ATTACH))
         (tmp_path / "state/u1").unlink()
         attach, driver.plans["attach"] = driver.plans["attach"], errors(Busy("no room"))
-        words = "after the reboot the handle u1 of vm1 could not be put back: no room"
+        words = "after the reboot the handle u1 of vm1 could not be restored: no room"
         async with workshop(tmp_path, driver, boot="boot2") as host:
             assert status(host) == ("failed", words)
             assert status(host, "other") == ("ok", "")
@@ -315,7 +315,7 @@ def test_what_takes_too_long_after_a_reboot_does_not_hold_the_first_report(tmp_p
         endless = step("mode", "2", seen=(Check(f"{HOME}/numvfs", "never"),), timeout_s=60)
         driver.plans["install"] = once(endless)
         async with workshop(tmp_path, driver, boot="boot2", prepare_s=0.1) as host:
-            assert status(host) == ("failed", "after the reboot it could not be put back within 0.1 s")
+            assert status(host) == ("failed", "it could not be restored within 0.1 s after the reboot")
 
     asyncio.run(story())
 
@@ -350,8 +350,10 @@ def test_a_device_whose_write_hangs_in_the_kernel_is_left_alone_until_it_ends(
             with model.slow(file):
                 result = await host.do(command(1, "install"))
                 assert result.outcome == "unknown"
-                assert "it hangs in the kernel, and nothing more is done" in result.text
-                assert status(host)[1].startswith("stuck in the kernel, and left alone until that ends: ")
+                assert "the write hangs in the kernel, so nothing more is done" in result.text
+                assert status(host)[1].startswith(
+                    "a write to it hangs in the kernel, and the agent does nothing to it until that ends: "
+                )
                 result = await host.do(command(2, "reset"))
                 assert result.text == "an earlier write to this device still hangs in the kernel"
             await until(lambda: status(host) == ("ok", ""))

@@ -56,8 +56,8 @@ def painted(root: Path, *paths: str, kernel: object = keep) -> str:
 
 
 def test_the_agents_fence_is_around_it(root: Path) -> None:
-    assert "which is none of the paths it says" in painted(root, "/sys/class/net/eth0/mtu")
-    assert "is not this device's" in painted(root, f"/sys/bus/pci/devices/{OTHER}/door")
+    assert "which is not among the paths that it declares" in painted(root, "/sys/class/net/eth0/mtu")
+    assert "may affect more than this device" in painted(root, f"/sys/bus/pci/devices/{OTHER}/door")
     assert {file.read_text() for file in root.rglob("*") if file.is_file()} == {"blue"}
 
 
@@ -68,7 +68,7 @@ def test_what_was_done_is_taken_back_when_the_kernel_refuses(root: Path) -> None
         keep(file, value)
 
     said = painted(root, f"{HOME}/door", f"{HOME}/roof", kernel=kernel)
-    assert said == (f"failed: paint {HOME}/roof: {HOME}/roof: Device or resource busy. Taken back: paint {HOME}/door")
+    assert said == (f"failed: paint {HOME}/roof: {HOME}/roof: Device or resource busy. Undone: paint {HOME}/door")
     assert (root / HOME[1:] / "door").read_text() == "blue"
 
 

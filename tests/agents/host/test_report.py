@@ -236,7 +236,7 @@ def test_a_full_disk_is_said_and_tried_again(tmp_path: Path, caplog: pytest.LogC
         journal, fake = open_journal(tmp_path, "h"), Scripted(found("fake"))
         with disk_full():
             async with asyncio.timeout(10), reporting(journal, {"fake": fake}) as (_, offers):
-                await until(lambda: "the journal takes no report" in caplog.text)
+                await until(lambda: "the journal cannot store a report" in caplog.text)
                 assert not offers
                 disk_has_room()
                 await until(lambda: offers == [1])
@@ -259,8 +259,8 @@ def test_a_gateway_that_takes_less_gets_a_report_that_fits_and_says_why(tmp_path
             assert known(journal)["big"].error == ""
             reporter.limit(4000)
             assert journal.seq == 2
-            assert known(journal)["big"].error.startswith("report too large: ")
-            assert " bytes of 4000; this driver's 200 devices" in known(journal)["big"].error
+            assert known(journal)["big"].error.startswith("the report is too large: ")
+            assert "and 4000 are allowed. This driver's part is left out" in known(journal)["big"].error
             assert known(journal)["small"] == found("small")
             reporter.limit(wire.MAX_MESSAGE)
             assert len(known(journal)["big"].devices) == 200

@@ -72,24 +72,28 @@ def test_a_driver_is_tried_changed_turned_off_and_stays_so(tmp_path: Path) -> No
         assert asked == ["fake_driver"], "but not where an older conductor finds those that answered"
         said = await told.wish(1, settings={"control_file": str(broken)})
         assert said.outcome == "refused"
-        assert "with these settings it does not work, so nothing was changed" in said.text
+        assert "the driver fails with these settings, so nothing was changed" in said.text
         assert (len(told.driver().devices), told.driver().generation) == (1, 0)
         device = told.driver().devices[0]
         handle = device.deployables[0].handles[0]
         assert (await told.order("attach", device.key, handle=handle, **CONSUMER)).outcome == "succeeded"
         said = await told.wish(2, settings={"control_file": str(second)})
-        assert (said.outcome, said.text.endswith("detach that first")) == ("refused", True)
+        assert (said.outcome, said.text.endswith("detach it first")) == ("refused", True)
         assert (await told.order("detach", device.key, handle=handle, **CONSUMER)).outcome == "succeeded"
         said = await told.wish(3, settings={"control_file": str(second)})
         assert (said.outcome, said.text.split(";")[0]) == ("succeeded", "fake_driver is enabled")
         assert (len(told.driver().devices), told.driver().generation) == (3, 3)
         assert said.seq == told.server.reports[-1].seq, "the report goes before the result"
         key = told.driver().devices[0].key
-        assert "do not allow to reset" in (await told.order("reset", key)).text, "what the host's own file says holds"
-        assert "only its own CYBORG_DRIVER_SETTINGS" in (await told.wish(4, settings={"acts": ["reset"]})).text
-        assert "generation 3, is here already" in (await told.wish(3)).text
+        assert "do not allow the act 'reset'" in (await told.order("reset", key)).text, (
+            "what the host's own file says holds"
+        )
+        assert (
+            "only in this host's own CYBORG_DRIVER_SETTINGS" in (await told.wish(4, settings={"acts": ["reset"]})).text
+        )
+        assert "already has the wanted state of generation 3" in (await told.wish(3)).text
         missing = await told.wish(1, "far_driver")
-        assert "far_driver is not installed on this host, only fake_driver" in missing.text
+        assert "far_driver is not installed on this host (installed: fake_driver)" in missing.text
         assert "pip install PACKAGE" in missing.text
 
     async def story() -> None:
